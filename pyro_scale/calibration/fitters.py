@@ -87,7 +87,6 @@ class StackedNUTS:
         warmup_steps, max_depth, target_accept, low_rank: of each chain.
         temperature: what the log joint is divided by.
         compiled: whether to compile it.
-        by_pointer: whether nutpie takes machine code.
         init: where chains start.
     """
 
@@ -97,7 +96,6 @@ class StackedNUTS:
     low_rank: bool
     temperature: float
     compiled: bool
-    by_pointer: bool
     init: InitFunction | None = None
 
     most_at_once = 100
@@ -121,7 +119,7 @@ class StackedNUTS:
             settings = Settings(
                 count, self.warmup_steps, self.max_depth, self.target_accept, self.low_rank
             )
-            draws = sample_each(own, self.by_pointer, starts, settings, stack.seeds, stack.bar)
+            draws = sample_each(own, starts, settings, stack.seeds, stack.bar)
             log_joint = draws.sample_stats["lp"]
             ess = effective(torch.cat([draws.positions, log_joint[..., None]], -1))
             few = int((ess < SIMULATIONS.least_ess).sum())

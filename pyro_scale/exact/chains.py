@@ -1,4 +1,4 @@
-"""Chains of NUTS side by side, one to a core."""
+"""NUTS chains in parallel, one per core."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from pyro_scale.exact.log_density import LogDensity
 from pyro_scale.exact.nutpie_api import Chain, ChainDraws, Settings
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
-#: Seconds for which one chain is waited for before the others are looked at.
-_GLANCE = 0.02
+#: Seconds to wait for one chain before looking at the next.
+_WAIT_SECONDS = 0.02
 
 
 class Draws(NamedTuple):
-    """What all chains leave.
+    """The draws of all chains.
 
     Attributes:
-        numbers: of the chains in `positions`: those that have finished.  If Control-C came before
-            any had, those with draws after warm-up.
-        positions: `[chains, draws, D]`, as many of each as of the shortest of these.
+        numbers: of the chains in `positions`: those that finished.  If Control-C came before any
+            finished, those with draws after warm-up.
+        positions: `[chains, draws, D]`; all chains are cut to the shortest of them.
         sample_stats: `[chains, draws]`, in ArviZ's names.
         unfinished: the other draws after warm-up, chain by chain, `[n, D]`.
         is_broken: whether the log density was not finite where a trajectory diverged after
             warm-up.
-        interrupted: whether Control-C ended them.
+        interrupted: whether Control-C ended the chains.
     """
 
     numbers: list[int]
@@ -44,84 +44,44 @@ class Draws(NamedTuple):
 
 
 def sample(
-    density: LogDensity,
-    by_pointer: bool,
+    densities: Sequence[LogDensity],
     starts: Tensor,
     settings: Settings,
-    seed: int,
-    title: str,
-    progress: bool,
+    seeds: Sequence[int],
+    bar: Progress,
 ) -> Draws:
-    """Runs a chain from each start, at most one a core at a time.
+    """Runs one chain of each density, at most one per core at a time.
 
-    A chain depends on the seed and its number alone, whatever the others are.
+    A chain depends on its density, start and seed alone, whatever the others are.
 
     Args:
-        density: what is sampled.
-        by_pointer: whether nutpie takes machine code.
+        densities: of the chains.
         starts: `[chains, D]`.
-        settings: of each chain.
-        seed: of the run.
-        title: of the progress bar.
-        progress: whether to show one.
+        settings: of every chain.
+        seeds: of the chains' noise.
+        bar: shows all chains' draws.
 
     Raises:
-        SiteError: a chain has no finite start.
+        SiteError: the log density is not finite at a chain's start.
         KeyboardInterrupt: before any draw after warm-up.
         BaseException: what a signal handler raised, as it is.
     """
-    seeds = [derived_seed(seed, number, Purpose.NOISE) for number in range(len(starts))]
-    length = len(starts) * _length(settings)
-    with Progress(length, title, progress) as bar:
-        densities = [density] * len(starts)
-        return _sample(densities, by_pointer, starts, settings, seeds, bar)
-
-
-def sample_each(
-    densities: Sequence[LogDensity],
-    by_pointer: bool,
-    starts: Tensor,
-    settings: Settings,
-    seeds: Sequence[int],
-    bar: Progress,
-) -> Draws:
-    """The first chain of a run of each density, with a seed of its own.
-
-    Raises:
-        KeyboardInterrupt: not all have finished.
-    """
-    own = [derived_seed(seed, 0, Purpose.NOISE) for seed in seeds]
-    draws = _sample(densities, by_pointer, starts, settings, own, bar)
-    if draws.interrupted:
-        raise KeyboardInterrupt
-    return draws
-
-
-def _sample(
-    densities: Sequence[LogDensity],
-    by_pointer: bool,
-    starts: Tensor,
-    settings: Settings,
-    seeds: Sequence[int],
-    bar: Progress,
-) -> Draws:
-    """Runs a chain of each density, with a seed of its own."""
     waiting, running, done = list(range(len(starts))), dict[int, Chain](), dict[int, ChainDraws]()
     stopped: dict[int, ChainDraws] = {}
     places = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    length, interrupted = _length(settings), False
+    interrupted = False
     try:
         while waiting or running:
             while waiting and len(running) < places:
                 number = waiting.pop(0)
-                how = by_pointer, starts[number], settings, seeds[number]
-                running[number] = Chain(densities[number], *how)
+                start, seed = starts[number], seeds[number]
+                running[number] = Chain(densities[number], start, settings, seed)
             for number, chain in list(running.items()):
-                draws = chain.wait(_GLANCE)
+                draws = chain.wait(_WAIT_SECONDS)
                 if draws is not None:
                     done[number] = draws
                     del running[number]
-            _show(bar, running, len(done) * length)
+            _show(bar, running, len(done) * settings.length)
     except KeyboardInterrupt:
         interrupted = True
         stopped = _stop(running)
@@ -133,8 +93,32 @@ def _sample(
     return _together(done, stopped, interrupted)
 
 
+def sample_each(
+    densities: Sequence[LogDensity],
+    starts: Tensor,
+    settings: Settings,
+    seeds: Sequence[int],
+    bar: Progress,
+) -> Draws:
+    """Runs the first chain of a separate run of each density; `seeds` are those of the runs.
+
+    Raises:
+        KeyboardInterrupt: not all chains have finished.
+    """
+    draws = sample(densities, starts, settings, [chain_seed(seed, 0) for seed in seeds], bar)
+    if draws.interrupted:
+        raise KeyboardInterrupt
+    return draws
+
+
+def chain_seed(seed: int, number: int) -> int:
+    """Seed of a chain's noise, from the run's seed and the chain's number."""
+    return derived_seed(seed, number, Purpose.NOISE)
+
+
 def _stop(running: Mapping[int, Chain]) -> dict[int, ChainDraws]:
-    """Ends chains; those with draws after warm-up, which a second Control-C does not lose."""
+    """Ends the chains; returns the draws of those that have draws after warm-up.  A second
+    Control-C does not lose them."""
     with _uninterrupted():
         stopped = {number: chain.stop() for number, chain in running.items()}
     return {n: draws for n, draws in stopped.items() if draws is not None and len(draws.positions)}
@@ -142,7 +126,7 @@ def _stop(running: Mapping[int, Chain]) -> dict[int, ChainDraws]:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ignores Control-C, which reaches the main thread alone."""
+    """Ignores Control-C meanwhile.  It reaches the main thread only, so others do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -154,38 +138,36 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _show(bar: Progress, running: Mapping[int, Chain], num_done: int) -> None:
-    """How far each chain is: draws, divergences and step size."""
+    """Shows every running chain's draws, divergences and step size; `num_done` is the number of
+    draws of finished chains."""
     chains = {number: chain.progress for number, chain in sorted(running.items())}
-    bar.go_to(num_done + sum(each.num_draws for each in chains.values()))
+    bar.go_to(num_done + sum(chain.num_draws for chain in chains.values()))
     bar.show(
         "; ".join(
-            f"chain {number}: {each.num_draws} draws, {each.num_divergences} divergent, step size "
-            f"{each.step_size}"
-            for number, each in chains.items()
+            f"chain {number}: {chain.num_draws} draws, {chain.num_divergences} divergent, step "
+            f"size {chain.step_size}"
+            for number, chain in chains.items()
         )
     )
-
-
-def _length(settings: Settings) -> int:
-    return settings.warmup_steps + settings.num_samples
 
 
 def _together(
     done: Mapping[int, ChainDraws], stopped: Mapping[int, ChainDraws], interrupted: bool
 ) -> Draws:
-    """Finished chains side by side, else all that have draws, and what is left over."""
+    """The draws of finished chains, or of all chains with draws if none finished; the draws that
+    are left over go into `unfinished`."""
     chains = done or stopped
     count = min(len(chain.positions) for chain in chains.values())
-    rest = [chain.positions[count:] for chain in chains.values()]
+    unfinished = [chain.positions[count:] for chain in chains.values()]
     if done:
-        rest += [stopped[number].positions for number in sorted(stopped)]
+        unfinished += [stopped[number].positions for number in sorted(stopped)]
     numbers = sorted(chains)
     names = chains[numbers[0]].sample_stats
     return Draws(
         numbers,
         torch.stack([chains[number].positions[:count] for number in numbers]),
         {n: torch.stack([chains[c].sample_stats[n][:count] for c in numbers]) for n in names},
-        torch.cat(rest),
+        torch.cat(unfinished),
         any(chain.is_broken for chain in [*done.values(), *stopped.values()]),
         interrupted,
     )

@@ -1,4 +1,4 @@
-"""The log joint of all rows as a function of one float64 vector, in C where that can be."""
+"""The log joint of all rows as a function of one float64 vector, compiled to C if possible."""
 
 from __future__ import annotations
 
@@ -26,28 +26,30 @@ from pyro_scale.engine.reuse import mark
 from pyro_scale.errors import CompileWarning, PyroScaleWarning
 from pyro_scale.model.log_posterior import LogPosterior, Params
 
-#: How far from the start machine code is compared with the model.
+#: Distance, in every dimension, from the start to the position at which machine code is compared
+#: with the model.
 _ELSEWHERE = 0.1
-#: By how much machine code differs from the model it was compiled from, relatively.
+#: Largest relative difference between an earlier run's machine code and the model.
 _ROUNDING = 1e-10
-#: Bytes of data.
+#: Bytes of data above which machine code is not kept for the next run.
 _LARGE = 2**26
 
 
 class EagerFunction:
-    """A value and its gradient by the model's Python.
+    """The log joint over the temperature and its gradient, evaluated by the model's Python code.
 
     Args:
         log_posterior: the model after its preflight.
         arguments: all rows.
-        start: unconstrained tensors of the latents, where it is finite.
-        temperature: what the log joint is divided by.
+        start: unconstrained tensors of the latents, at which the log joint is finite.
+        temperature: divides the log joint.
 
     Attributes:
         layout: of a position.
-        device: of the model; positions are on the processor.
-        examples: a position and the rows' tensors, which `function` takes.
-        not_finite_at: as of machine code.
+        device: of the model; positions are on the CPU.
+        examples: a position and the rows' tensors: arguments of `function`.
+        not_finite_at: the latest position at which value or gradient was not finite, as machine
+            code has it; NaN if there was none.
     """
 
     def __init__(
@@ -63,7 +65,8 @@ class EagerFunction:
         self.not_finite_at = torch.full((self.layout.size,), torch.nan, dtype=torch.float64)
 
     def function(self, position: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor]:
-        """(The value, 0-d; the gradient) of tensors alone, to be called under `literals`."""
+        """(The value, 0-d; the gradient, [D]) as a function of tensors only, which can be traced.
+        Call it under `literals`."""
         remaining = iter(leaves)
         batch = rows.map_rows(lambda _: next(remaining), self._arguments)
         params = self.layout.unflatten(position.to(self.device, self.layout.dtype)) | self._points
@@ -71,11 +74,13 @@ class EagerFunction:
             params, batch, self._log_posterior.first_indices()
         )
         slope = self.layout.flatten({name: gradient[name] for name in self.layout.names})
-        value, slope = (each.to("cpu", torch.float64) for each in (evaluation.log_joint, slope))
+        value = evaluation.log_joint.to("cpu", torch.float64)
+        slope = slope.to("cpu", torch.float64)
         return value / self._temperature, slope / self._temperature
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(The value, 0-d; the gradient)."""
+        """(The value, 0-d; the gradient, [D]) at a position [D]; NaN where a matrix cannot be
+        factorized."""
         try:
             with self.literals():
                 value, gradient = self.function(x, *self.examples[1:])
@@ -87,7 +92,7 @@ class EagerFunction:
         return value, gradient
 
     def on(self, arguments: Arguments) -> EagerFunction:
-        """The same of other rows."""
+        """The same function of other rows."""
         other = copy.copy(self)
         in_float64 = self.layout.dtype == torch.float64
         other._arguments = rows.map_rows(_widen, arguments) if in_float64 else arguments
@@ -96,13 +101,13 @@ class EagerFunction:
         return other
 
     def literals(self) -> contextlib.AbstractContextManager[None]:
-        """Numbers that the model makes have the position's dtype meanwhile."""
+        """A context in which numbers that the model makes have the position's dtype."""
         in_float64 = self.layout.dtype == torch.float64
         return _float64_by_default() if in_float64 else contextlib.nullcontext()
 
     def agrees_with(self, native: NativeFunction, tolerance: float) -> bool:
-        """Whether machine code gives the same, elsewhere than where it was traced if the value is
-        finite there."""
+        """Whether machine code gives the same value and gradient, to a relative tolerance.  They
+        are compared away from the position of the trace, if the value is finite there."""
         at = self.examples[0] + _ELSEWHERE
         expected = self(at)
         if not bool(expected[0].isfinite()):
@@ -115,10 +120,10 @@ class EagerFunction:
 
 
 class EarlierFunction:
-    """Keeps the machine code that an object compiled last.
+    """Keeps the machine code that a `NUTS` object compiled last.
 
-    It serves again for the very same data, if nobody has written to them, and where it agrees with
-    the model as it is now.
+    It is used again for the very same data tensors, unless they have been written to, and only if
+    it agrees with the model as it is now.
     """
 
     def __init__(self) -> None:
@@ -129,17 +134,19 @@ class EarlierFunction:
         return EarlierFunction, ()  # a copy compiles its own
 
     def keep(self, native: NativeFunction, eager: EagerFunction, arguments: Arguments) -> None:
-        """Keeps what a run has compiled, if its data are not large: then tracing costs little."""
+        """Keeps what a run has compiled, if its data are small.  (For large data, tracing costs
+        little beside sampling.)"""
         if sum(tensor.nbytes for tensor in eager.examples) <= _LARGE:
             self._native, self._facts = native, _facts(eager, arguments)
 
     def again(self, eager: EagerFunction, arguments: Arguments) -> NativeFunction | None:
-        """The machine code of this log density, if it is the one that is kept."""
+        """The kept machine code if it is that of this log density, else None."""
         native = self._native if self._facts == _facts(eager, arguments) else None
         return native if native and eager.agrees_with(native, _ROUNDING) else None
 
 
 def _facts(eager: EagerFunction, arguments: Arguments) -> Any:
+    """What must be equal for machine code to be used again."""
     return eager.layout, [mark(tensor) for tensor in rows.leaves(arguments)]
 
 
@@ -148,10 +155,10 @@ class LogDensity:
     """The log joint of all rows over a temperature, of the latents alone.
 
     Attributes:
-        function: x [D], in float64 -> (log joint in nats, 0-d; its gradient, [D]); machine code
-            if it could be compiled.
+        function: x [D], in float64 -> (log joint over the temperature, in nats, 0-d; its gradient,
+            [D]); machine code if it could be compiled.
         layout: of a position.
-        program: how it is evaluated, in words.
+        program: how it is evaluated, in words, for progress bars and `attrs`.
     """
 
     function: NativeFunction | EagerFunction
@@ -159,7 +166,7 @@ class LogDensity:
     program: str
 
     def on(self, arguments: Arguments) -> LogDensity:
-        """The same of other rows, as many and of the same kinds."""
+        """The same density of other rows, as many and with the same shapes and dtypes."""
         if isinstance(self.function, EagerFunction):
             return replace(self, function=self.function.on(arguments))
         leaves = rows.leaves(rows.map_rows(_widen, arguments))
@@ -167,7 +174,7 @@ class LogDensity:
 
     @property
     def native(self) -> NativeFunction | None:
-        """The machine code, if it is some."""
+        """The machine code; None if the density is evaluated by Python."""
         return self.function if isinstance(self.function, NativeFunction) else None
 
 
@@ -179,19 +186,19 @@ def log_density(
     compiled: bool,
     earlier: EarlierFunction,
 ) -> LogDensity:
-    """The log joint of all rows, in float64 where the model runs in it.
+    """The log joint of all rows over the temperature, in float64 if the model runs in it.
 
-    Data are converted, and so is a copy of a model that is a module; numbers that the model makes
-    when it runs are float64 too.  A model that cannot be converted, such as a function around a
-    float32 network, is evaluated as it is.
+    The data are converted, and so is a copy of a model that is a module; numbers that the model
+    makes when it runs are float64 too.  A model that cannot be converted, such as a function around
+    a float32 network, is evaluated as it is.
 
     Args:
         log_posterior: the model after its preflight.
         arguments: all rows.
-        start: unconstrained tensors where the log joint is finite.
-        temperature: what the log joint is divided by.
+        start: unconstrained tensors at which the log joint is finite.
+        temperature: divides the log joint.
         compiled: whether to compile it.
-        earlier: what was compiled before, and where what is compiled now is kept.
+        earlier: keeps machine code from one run of an object to the next.
 
     Warns:
         PyroScaleWarning: the model does not run in float64.
@@ -206,13 +213,13 @@ def log_density(
             values = {n: v.double() for n, v in log_posterior.constrain(start).items()}
             double.prepare(wide, init_to_value(values=values))
             eager = EagerFunction(double, wide, wide_start, temperature)
-    except Exception as error:  # of whatever kind the model raises
+    except Exception as error:  # whatever the model raises
         raise_if_from_handler(error)
-        own = next(iter(latents.values())).dtype
+        dtype = next(iter(latents.values())).dtype
         warn(
             PyroScaleWarning,
-            f"NUTS: the model does not run in float64 ({why_not(error)}), so its log density has "
-            f"the digits of {own}: convert what the model holds (net.double()) and the data",
+            f"NUTS: the model does not run in float64 ({why_not(error)}), so its log density is "
+            f"only as precise as {dtype}: convert what the model holds (net.double()) and the data",
         )
         eager = EagerFunction(log_posterior, arguments, latents, temperature)
     return _fastest(eager, compiled, earlier, arguments)
@@ -221,7 +228,7 @@ def log_density(
 def _fastest(
     eager: EagerFunction, compiled: bool, earlier: EarlierFunction, arguments: Arguments
 ) -> LogDensity:
-    """The log density as machine code, if it is asked for and can be had."""
+    """The log density as machine code, if `compiled` and if it can be compiled."""
     if not compiled or eager.device.type != "cpu":
         reason = f"on {eager.device.type}" if compiled else "as asked"
         return LogDensity(eager, eager.layout, f"eager log density ({reason})")
@@ -233,7 +240,7 @@ def _fastest(
             native, coarsest = compile_value_and_gradient(graph), _coarsest_dtype(graph)
         is_right = eager.agrees_with(native, torch.finfo(coarsest).eps ** 0.5)
         reason = "" if is_right else "what was traced differs from the model"
-    except Exception as error:  # of whatever kind the model, Inductor or the compiler raise
+    except Exception as error:  # whatever the model, Inductor or the compiler raise
         raise_if_from_handler(error)
         reason = why_not(error)
     if native is None or reason:
@@ -248,16 +255,16 @@ def _fastest(
     if coarsest is not eager.layout.dtype:
         warn(
             PyroScaleWarning,
-            f"NUTS: the model computes in {coarsest} in places (.float(), or data and modules that "
-            f"it holds by itself), so its log density has the digits of {coarsest}: convert them "
-            "to float64",
+            f"NUTS: the model computes in {coarsest} in places (by .float(), or with data and "
+            f"modules that it holds itself), so its log density is only as precise as {coarsest}: "
+            "convert them to float64",
         )
     earlier.keep(native, eager, arguments)
     return LogDensity(native, eager.layout, "compiled log density")
 
 
 def _coarsest_dtype(graph: Graph) -> torch.dtype:
-    """The floating dtype with the fewest digits that an operation gives."""
+    """The floating dtype with the fewest digits among the results of the graph's operations."""
     values = (node.meta.get("val") for node in graph.module.graph.nodes if node.op != "placeholder")
     dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
@@ -265,25 +272,26 @@ def _coarsest_dtype(graph: Graph) -> torch.dtype:
 
 
 def _in_float64(log_posterior: LogPosterior) -> LogPosterior:
-    """The model before its preflight, with modules in float64."""
+    """A copy of the model with its module in float64, before its preflight."""
     double = log_posterior.renew(log_posterior.num_data)
-    module = getattr(double.model, "__self__", double.model)  # of a method, such as a GP's
+    module = getattr(double.model, "__self__", double.model)  # a GP's model is a method
     if isinstance(module, nn.Module):
-        own = copy.deepcopy(module).double()
-        double.model = own if module is double.model else getattr(own, double.model.__name__)
+        copied = copy.deepcopy(module).double()
+        is_whole = module is double.model
+        double.model = copied if is_whole else getattr(copied, double.model.__name__)
         double = double.renew(log_posterior.num_data)
     return double
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    """In float64, and tables by column."""
+    """The tensor in float64 if it is floating, contiguous; a table column by column."""
     wide = (tensor.double() if tensor.is_floating_point() else tensor).detach()
     return rows.by_column(wide) if wide.dim() == 2 else wide.contiguous()
 
 
 @contextlib.contextmanager
 def _float64_by_default() -> Iterator[None]:
-    """Literals of the model are float64 while it runs; the default is put back."""
+    """A context in which torch's default dtype is float64, so that the model's literals are."""
     with exclusive:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)

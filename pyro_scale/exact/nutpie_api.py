@@ -1,14 +1,19 @@
 """nutpie's NUTS on a log density.  The only file that imports nutpie.
 
-nutpie asks a model for a sampler; ours hands over machine code as a pointer, through calls that
-nutpie does not document.  They are known for the versions below, and tried in a process of their
-own before this one relies on them (`pointer_check.py`).  Any other version gets a Python function,
-which costs some 15 microseconds a gradient more.
+nutpie asks a model for a sampler.  Our model hands over machine code as a pointer, through calls
+that nutpie does not document.  They are known for the versions below.  Because a wrong interface
+would end the process, they are tried once a version in another process (`check_pointers`).  Any
+other version gets a Python function, which costs some 15 microseconds a gradient more.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import inspect
+import subprocess
+import sys
+import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_scale.compile import cache_directory
+from pyro_scale.compile.compiled import compile_value_and_gradient
 from pyro_scale.compile.cpp_function import NativeFunction
+from pyro_scale.compile.trace import trace
+from pyro_scale.core.layout import Layout
 from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.exact.log_density import LogDensity
@@ -33,23 +42,28 @@ _STATISTICS: dict[str, tuple[str, type]] = {
     "step_size": ("step_size_bar", np.float64),
     "lp": ("logp", np.float64),
 }
-#: The name of a mass matrix with some eigenvectors, before 0.16.9.
+#: nutpie's name, before 0.16.9, of a mass matrix of eigenvectors and a diagonal.
 _OLD_LOW_RANK = "low_rank_modified_mass_matrix"
-#: What a chain tells of itself, and how often in milliseconds.
-_TOLD = "{% for c in chains %}{{c.finished_draws}} {{c.divergences}} {{c.step_size}}{% endfor %}"
-_TOLD_EVERY = 100
+#: nutpie's template of a chain's progress, and milliseconds from one report to the next.
+_PROGRESS = (
+    "{% for c in chains %}{{c.finished_draws}} {{c.divergences}} {{c.step_size}}{% endfor %}"
+)
+_PROGRESS_EVERY = 100
+#: What the other process runs to check the interface, and seconds that it may take.
+_CHECK = "from pyro_scale.exact.nutpie_api import check_pointers; check_pointers()"
+_SECONDS = 300
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one chain.
+    """The settings of one chain.
 
     Attributes:
         num_samples: draws after warm-up.
         warmup_steps: draws that adapt the step size and the mass.
         max_depth: of trees, whose leaves are at most 2^max_depth.
-        target_accept: of the step size adaptation.
-        low_rank: whether the mass matrix has some eigenvectors besides its diagonal.
+        target_accept: acceptance rate that the step size is adapted to.
+        low_rank: whether the mass matrix has eigenvectors besides its diagonal.
     """
 
     num_samples: int
@@ -58,9 +72,14 @@ class Settings:
     target_accept: float
     low_rank: bool
 
+    @property
+    def length(self) -> int:
+        """Draws of a chain, warm-up included."""
+        return self.warmup_steps + self.num_samples
+
 
 class ChainDraws(NamedTuple):
-    """What a chain leaves.
+    """The draws of a chain.
 
     Attributes:
         positions: after warm-up, `[draws, D]`, in float64.
@@ -75,12 +94,12 @@ class ChainDraws(NamedTuple):
 
 
 class ChainProgress(NamedTuple):
-    """How far a chain is.
+    """The progress of a chain.
 
     Attributes:
-        num_draws: warm-up's and others.
-        num_divergences: in all of them.
-        step_size: as it is now, in few digits.
+        num_draws: draws so far, warm-up included.
+        num_divergences: among these draws.
+        step_size: the current one, as text with few digits.
     """
 
     num_draws: int
@@ -89,24 +108,31 @@ class ChainProgress(NamedTuple):
 
 
 class Chain:
-    """A chain that runs in threads of nutpie's own.
+    """A chain that runs in nutpie's threads.
 
     Args:
-        density: what is sampled.
-        by_pointer: whether to hand machine code over, if there is some.
+        density: the log density to sample.
         start: the first position, [D].
         settings: of the chain.
         seed: of its noise.
+        by_pointer: whether to hand over machine code, if the density has any; by default, if
+            nutpie takes it.
 
     Raises:
         ArgumentError: nutpie is not installed.
     """
 
     def __init__(
-        self, density: LogDensity, by_pointer: bool, start: Tensor, settings: Settings, seed: int
+        self,
+        density: LogDensity,
+        start: Tensor,
+        settings: Settings,
+        seed: int,
+        by_pointer: bool | None = None,
     ):
         nutpie = _nutpie()
-        native = density.native if by_pointer else None
+        takes_it = takes_pointers() if by_pointer is None else by_pointer
+        native = density.native if takes_it else None
         self._model = _Model(density, native, start.detach().double().numpy())
         is_known = version() in KNOWN_VERSIONS
         self._sampler = nutpie.sample(
@@ -127,15 +153,15 @@ class Chain:
 
     @property
     def progress(self) -> ChainProgress:
-        """How far it is."""
-        draws, divergences, step_size = self._model.told.split()
+        """Draws and divergences so far, and the step size."""
+        draws, divergences, step_size = self._model.progress.split()
         return ChainProgress(int(draws), int(divergences), step_size)
 
     def wait(self, seconds: float) -> ChainDraws | None:
-        """Waits at most so long; the draws, if the chain has finished.
+        """Waits for at most `seconds`; returns the draws if the chain has finished.
 
         Raises:
-            SiteError: there is no finite start.
+            SiteError: the log density is not finite at the start.
             ModelError: compiled code failed.
             Exception: what the model raised.
             BaseException: what a signal handler raised, as it is.
@@ -156,14 +182,15 @@ class Chain:
         return None if results is None else self._read(results)
 
     def stop(self) -> ChainDraws | None:
-        """Ends the chain; its draws so far, none of one that has failed."""
+        """Ends the chain; returns its draws so far, or None if it has failed."""
         try:
             return self._read(self._sampler.abort())
-        except BaseException as raised:  # of a chain that has failed, Rust panics
+        except BaseException as raised:  # Rust panics if the chain has failed
             raise_if_from_handler(raised)
             return None
 
     def _read(self, results: Any) -> ChainDraws:
+        """The draws after warm-up in nutpie's Arrow tables."""
         import pyarrow
 
         (trace,), (stats,) = results.get_arrow_trace()
@@ -178,39 +205,41 @@ class Chain:
             name: torch.from_numpy(column(theirs)[kept].astype(dtype))
             for name, (theirs, dtype) in _STATISTICS.items()
         }
-        # nutpie says where a trajectory ended if there is a log density
+        # nutpie gives the end of a divergent trajectory only where the log density is finite
         without_end = np.asarray(pyarrow.array(stats.column("divergence_end")).is_null())
         is_broken = bool((column("diverging").astype(np.bool_) & kept & without_end).any())
         return ChainDraws(positions, sample_stats, is_broken)
 
 
 class _Model:
-    """What nutpie asks for a sampler.
+    """The model that nutpie asks for a sampler.
 
     Attributes:
-        told: the last that the chain told of itself.
+        progress: the chain's latest report, by the template `_PROGRESS`.
         error: what the Python function raised, if it did.
     """
 
     def __init__(self, density: LogDensity, native: NativeFunction | None, start: Any):
         self._density, self._native, self._start = density, native, start
         self.n_dim = density.layout.size
-        self.told = "0 0 0"
+        self.progress = "0 0 0"
         self.error: Exception | None = None
 
     def _make_sampler(
         self, settings: Any, init_mean: Any, cores: int, progress: Any, *others: Any
     ) -> Any:
+        """nutpie's sampler of this model.  nutpie calls this method; the arguments are its own."""
         from nutpie import _lib
 
-        progress = _lib.ProgressType.template_callback(_TOLD_EVERY, _TOLD, 1, self._listen)
+        reports = _lib.ProgressType.template_callback(_PROGRESS_EVERY, _PROGRESS, 1, self._listen)
         if self._native is None:
             model = self.in_python()
-            return model._make_sampler(settings, init_mean, cores, progress, *others)
+            return model._make_sampler(settings, init_mean, cores, reports, *others)
         model = self._by_pointer(_lib, self._native)
-        return _lib.PySampler.from_pymc(settings, cores, model, progress, *others)
+        return _lib.PySampler.from_pymc(settings, cores, model, reports, *others)
 
     def _by_pointer(self, library: Any, native: NativeFunction) -> Any:
+        """nutpie's model of one variable "x", which calls machine code."""
         size = self.n_dim
         sizes: dict[str, int] = {}  # the same dict for both: the first call adds to it
         variables = library.PyVariable.new_variables(["x"], ["float64"], [(size,)], sizes, {})
@@ -219,7 +248,7 @@ class _Model:
         return library.PyMcModel(evaluate, expand, variables, size, sizes, {}, self._begin, None)
 
     def in_python(self) -> Any:
-        """The model by nutpie's public interface."""
+        """The model as a Python function, by nutpie's public interface."""
         from nutpie.compiled_pyfunc import from_pyfunc
 
         return from_pyfunc(
@@ -233,23 +262,26 @@ class _Model:
         )
 
     def _evaluate(self, x: Any) -> tuple[float, Any]:
+        """(The log density at x, its gradient), in Python."""
         try:
             value, gradient = self._density.function(torch.from_numpy(np.array(x)))
-        except Exception as error:  # of whatever kind the model raises; Rust would panic at it
+        except Exception as error:  # whatever the model raises; it would make Rust panic
             self.error = error
             return np.nan, np.full(self.n_dim, np.nan)
-        # without a gradient there is no value either, as in compiled code
+        # no value without a gradient, as in compiled code
         return float(value) if gradient.isfinite().all() else np.nan, gradient.numpy()
 
-    def _listen(self, told: str) -> None:
-        self.told = told
+    def _listen(self, progress: str) -> None:
+        """Receives the chain's reports."""
+        self.progress = progress
 
     def _begin(self, _: int) -> Any:
+        """The first position; nutpie passes a seed."""
         return self._start.copy()
 
 
 def version() -> str:
-    """nutpie's.
+    """nutpie's version.
 
     Raises:
         ArgumentError: it is not installed.
@@ -268,7 +300,7 @@ def _nutpie() -> Any:
 
 
 def _mass(low_rank: bool) -> dict[str, Any]:
-    """The choice of a mass matrix, by the name that nutpie gives it."""
+    """The argument of `nutpie.sample` that chooses the mass matrix."""
     if not low_rank:
         return {}
     names = inspect.signature(_nutpie().sample).parameters
@@ -276,7 +308,7 @@ def _mass(low_rank: bool) -> dict[str, Any]:
 
 
 def _translate(error: BaseException) -> Exception:
-    """A failure of nutpie's as ours."""
+    """Our error for an error of nutpie."""
     if "initial" in str(error).lower():
         return SiteError(
             "NUTS: the log density or its gradient is not finite where the chain starts, or the "
@@ -284,3 +316,55 @@ def _translate(error: BaseException) -> Exception:
             code="not-finite",
         )
     return ModelError(f"NUTS: the log density failed ({str(error).splitlines()[0]})")
+
+
+# ---------------------------------------------------------------------- the interface for pointers
+
+
+@functools.cache
+def takes_pointers() -> bool:
+    """Whether machine code may be handed to nutpie.
+
+    Raises:
+        ArgumentError: nutpie is not installed.
+    """
+    if version() not in KNOWN_VERSIONS:
+        return False
+    parts = ("nutpie", version(), sys.version, torch.__version__)
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()
+    if cache_directory.read(key) is None:
+        command = [sys.executable, "-c", _CHECK]
+        try:
+            checked = subprocess.run(command, capture_output=True, timeout=_SECONDS)
+        except (OSError, subprocess.SubprocessError):
+            return False
+        if checked.returncode:
+            return False
+        cache_directory.write(key, b"passed")
+    return True
+
+
+def check_pointers() -> None:
+    """Samples a normal distribution by pointer, and compares nutpie's log densities with the
+    distribution's.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    mean = torch.tensor((1.0, -2.0, 3.0), dtype=torch.float64)
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        return -(x - mean).square().sum() / 2, mean - x
+
+    native = compile_value_and_gradient(trace(function, [torch.zeros_like(mean)]))
+    density = LogDensity(native, Layout.of({"x": mean}), "compiled log density")
+    settings = Settings(50, 50, 10, 0.8, low_rank=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        draws = Chain(density, torch.zeros_like(mean), settings, 0, by_pointer=True).wait(_SECONDS)
+    if draws is None:
+        raise AssertionError("the chain does not end")
+    expected = torch.stack([function(position)[0] for position in draws.positions])
+    torch.testing.assert_close(draws.sample_stats["lp"], expected)
+    if draws.sample_stats["acceptance_rate"].mean() < 0.5:
+        raise AssertionError("gradients are not those of the log density")

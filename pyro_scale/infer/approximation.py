@@ -1,4 +1,4 @@
-"""What MAP, VI, Laplace and EKF share."""
+"""The base class of `MAP`, `VI`, `IVON`, `Laplace` and `EKF`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.storage.files import FilePath
 
-#: Which elements a Gaussian knows to be correlated: none, or all.
+#: Whether a Gaussian's elements are independent or correlated.
 Structure = Literal["diag", "dense"]
 
 
@@ -26,10 +26,10 @@ class Approximation(Method):
         num_data: N, which overrides what the data say.
 
     Raises:
-        ArgumentError: an argument that is unknown or out of range.
+        ArgumentError: an argument is unknown or out of range.
     """
 
-    #: What `structure` may be.
+    #: Values that `structure` may have.
     structures: ClassVar[tuple[str, ...]] = get_args(Structure)
 
     _not_run = "has no fit yet: call run(data, ...) first"
@@ -72,11 +72,11 @@ class Approximation(Method):
     guide = asks(GaussianPosterior.guide)
     mass = asks(GaussianPosterior.mass)
     as_prior = asks(GaussianPosterior.as_prior)
-    diagnostics = asks(GaussianPosterior.diagnostics)  # type: ignore[arg-type]  # of no chains
+    diagnostics = asks(GaussianPosterior.diagnostics)  # type: ignore[arg-type]
 
 
 def fit_of(value: Any) -> Fit | None:
-    """The fit of an approximation that has been run, or of its posterior; None of anything else.
+    """The fit of an approximation that has been run, or of its posterior; None for other values.
 
     Raises:
         NotRunError: the approximation has not been run.

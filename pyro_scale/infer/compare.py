@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from pyro_scale.diagnostics.report import is_off
 from pyro_scale.diagnostics.summary import weighted_moments
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.fullbatch.chunks import chunks_of
-from pyro_scale.infer.comparison_plot import plot
 from pyro_scale.infer.method import Method
 from pyro_scale.metrics.regression import log_predictive_density
 from pyro_scale.posterior.draws import PosteriorDraws
@@ -28,15 +28,18 @@ from pyro_scale.results.particles import ParticlePosterior
 from pyro_scale.results.posterior import Posterior
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Of a mean, the sd below which draws are all the same.
+#: Sd, relative to the mean, below which draws count as constant.
 _ROUNDING = 1e-12
+#: Width of a panel, height of a figure without methods, and of each method, in inches.
+_WIDTH, _HEIGHT, _METHOD_HEIGHT = 5.2, 2.4, 0.28
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Methods side by side, as `ps.compare` finds them.
+    """The result of `ps.compare`: methods side by side.
 
     Attributes:
         table: a DataFrame, one row a method.
@@ -47,9 +50,18 @@ class Comparison:
     reference: str
 
     def plot(self) -> Figure:
-        """A figure: log predictive densities with their standard errors, where there are any, and
+        """A figure: log predictive densities with their standard errors, if the table has them, and
         distances from the reference against seconds."""
-        return plot(self.table, self.reference)
+        import matplotlib.pyplot as plt
+
+        table, panels = self.table, 1 + ("lpd" in self.table)
+        size = _WIDTH * panels, _HEIGHT + _METHOD_HEIGHT * len(table)
+        figure, axes = plt.subplots(1, panels, figsize=size, squeeze=False, layout="constrained")
+        colors = [plt.get_cmap("tab10")(i % 10) for i in range(len(table))]
+        if "lpd" in table:
+            _plot_densities(axes[0, 0], table, colors)
+        _plot_distances(figure, axes[0, -1], table, self.reference, colors)
+        return figure
 
     def __str__(self) -> str:
         return f"{self.table.to_string(float_format=_in_short)}\n{self._caption}"
@@ -66,30 +78,34 @@ class Comparison:
 def compare(
     methods: Mapping[str, Method | Posterior], data: Any = None, reference: str | None = None
 ) -> Comparison:
-    """What each of several fitted methods cost, and what came out.
+    """Compares fitted methods on one model: their costs, and their distances from one of them.
 
-    The table's columns: `seconds`, warm-up, compilation and steps together; of samplers the least
-    bulk `ess` of the latent sites' elements, `ess_per_second`, and the worst `r_hat`; from the
-    reference, the worst over elements of all latent sites of `mean_distance`, |mean - reference
-    mean| / reference sd, and `sd_distance`, |log(sd / reference sd)| (infinite for a MAP, and at
-    least about 1/sqrt(ESS) for draws of the same distribution); with data, `lpd`, the log
-    predictive density of a row in nats, all data sites together, its mean over rows, and `lpd_se`,
-    the standard error of that mean (rows are the same for all methods, so differences between them
-    are known better).
+    The table has one row a method and these columns:
+
+    - `seconds`: warm-up, compilation and steps together.
+    - `ess`, `ess_per_second`, `r_hat`: of samplers, the least bulk ESS and the worst R-hat over the
+      latent sites' elements.
+    - `mean_distance`: |mean - reference mean| / reference sd, the worst over elements of all
+      latent sites.
+    - `sd_distance`: |log(sd / reference sd)|, the worst likewise.  It is infinite for a MAP, and
+      at least about 1/sqrt(ESS) for draws of the same distribution.
+    - `lpd`, `lpd_se`: with data, the log predictive density of a row in nats, all data sites
+      together: its mean over rows, and the standard error of that mean.  All methods have the
+      same rows, so differences between methods are more precise.
 
     Args:
         methods: fitted methods, or their posteriors, by name, on models with the same latent
             sites.
         data: held-out rows, in any form that `run` takes; without, there is no `lpd`.
-        reference: the name of the method to measure from.  By default the one to be trusted most:
-            a NUTS at temperature 1 with an R-hat below 1.01 and no divergences; else, of other
-            samplers at temperature 1, with an R-hat below 1.05, and not known to be too hot or
-            cold by the virial theorem, the one with the largest ESS; else that of them with the
-            lowest R-hat; else the first approximation, a dense one before others; else any.
+        reference: name of the method to measure distances from.  By default the first of these
+            that there is: a NUTS at temperature 1 with an R-hat below 1.01 and no divergences; of
+            other samplers at temperature 1 with an R-hat below 1.05, and not too hot or cold by
+            the virial theorem, the one with the largest ESS; of these with a larger R-hat, the one
+            with the lowest; the first approximation, a dense one before others; any.
 
     Raises:
-        ArgumentError: no methods, other latent sites, shapes or N, an unknown reference, data for
-            models without data sites, a run that kept no draws.
+        ArgumentError: there are no methods; their latent sites, shapes or N differ; the reference
+            is unknown; there are data for models without data sites; a run kept no draws.
         NotRunError: a method has not been run.
 
     Examples:
@@ -134,7 +150,7 @@ def compare(
 
 
 def _posterior_of(name: str, method: Method | Posterior) -> Posterior:
-    """A method's posterior, where there are draws; an error names the method."""
+    """The method's posterior, which has draws; errors name the method."""
     try:
         posterior = method.posterior if isinstance(method, Method) else method
         posterior.kept_draws  # noqa: B018  (which raises)
@@ -144,6 +160,7 @@ def _posterior_of(name: str, method: Method | Posterior) -> Posterior:
 
 
 def _check_posteriors(results: Mapping[str, PosteriorDraws]) -> None:
+    """Checks that all have the same N, latent sites and shapes."""
     first, *others = results
     expected, size = _shapes(results[first]), results[first].log_posterior.num_data
     for name in others:
@@ -167,7 +184,7 @@ def _shapes(result: PosteriorDraws) -> dict[str, list[int]]:
 
 
 def _costs(posterior: Posterior) -> dict[str, float]:
-    """What a run took, and how its chains mixed."""
+    """Seconds, ESS and R-hat of a run: the first columns of the table."""
     result = posterior.draws
     times = ("tuning_time", "compile_time", "sampling_time", "fitting_time")
     seconds = math.fsum(result.attrs.get(name, 0.0) for name in times)
@@ -187,9 +204,9 @@ def _costs(posterior: Posterior) -> dict[str, float]:
 def _most_trusted(
     posteriors: Mapping[str, Posterior], rows: Mapping[str, Mapping[str, float]]
 ) -> str:
-    """The name of the default reference."""
+    """Name of the default reference."""
 
-    def find_untrusted(name: str) -> tuple[float, ...]:
+    def distrust(name: str) -> tuple[float, ...]:
         posterior, row = posteriors[name], rows[name]
         if isinstance(posterior, GaussianPosterior):
             return 2, not posterior.fit.gaussians, posterior.attrs["structure"] != "dense"
@@ -206,7 +223,7 @@ def _most_trusted(
             return 3, r_hat
         return (0, -row["ess"]) if r_hat < MIXING.disagree else (1, r_hat)
 
-    return min(posteriors, key=find_untrusted)
+    return min(posteriors, key=distrust)
 
 
 def _is_at_temperature_1(result: PosteriorDraws) -> bool:
@@ -215,22 +232,23 @@ def _is_at_temperature_1(result: PosteriorDraws) -> bool:
 
 
 def _moments(result: PosteriorDraws) -> tuple[Tensor, Tensor]:
-    """(Means, sds) of all elements of the latent sites, over draws as they count."""
+    """(Means, sds) of all elements of the latent sites, over weighted draws."""
     latents = result.log_posterior.latents
     if result.weights is None:  # in one pass, as draws may be more than memory holds
         moments = result.moments([0.5])
         mean = torch.cat([moments[name].mean.reshape(-1) for name in latents])
-        sd = torch.cat([moments[name].sd.reshape(-1) for name in latents]).nan_to_num(0.0)  # of one
+        sd = torch.cat([moments[name].sd.reshape(-1) for name in latents])
+        sd = sd.nan_to_num(0.0)  # if there is one draw
     else:
         parts = [weighted_moments(result.samples[name], result.weights) for name in latents]
-        mean, sd = (torch.cat(of) for of in zip(*parts, strict=True))
+        mean, sd = (torch.cat(values) for values in zip(*parts, strict=True))
     return mean, torch.where(sd > _ROUNDING * mean.abs(), sd, 0.0)
 
 
 def _distances(
     mean: Tensor, sd: Tensor, reference_mean: Tensor, reference_sd: Tensor
 ) -> dict[str, float]:
-    """The worst over elements that vary."""
+    """`mean_distance` and `sd_distance`, the worst over elements that vary in the reference."""
     varies = reference_sd > 0
     if not bool(varies.any()):
         return {"mean_distance": math.nan, "sd_distance": math.nan}
@@ -240,10 +258,10 @@ def _distances(
 
 
 def _held_out(name: str, posterior: Posterior, data: Any) -> dict[str, float]:
-    """The log predictive density of rows, its mean and standard error."""
+    """Mean over rows of the log predictive density, and the standard error of the mean."""
     drawn = resample_equally(posterior.draws, None)
     if not data_sites(drawn):
-        raise ArgumentError(f"data: the model of '{name}' has no data site with a value a row")
+        raise ArgumentError(f"data: the model of '{name}' has no data site with one value per row")
     parts = []
     for chunk in chunks_of(drawn.log_posterior, posterior.open_data(data)):
         log_lik = row_log_likelihood(drawn, chunk)
@@ -255,3 +273,50 @@ def _held_out(name: str, posterior: Posterior, data: Any) -> dict[str, float]:
 
 def _in_short(value: float) -> str:
     return f"{value:.3g}"
+
+
+def _plot_densities(ax: Axes, table: Any, colors: list[Any]) -> None:
+    """Draws one line per method, the first on top."""
+    for place, (name, color) in enumerate(zip(table.index, colors, strict=True)):
+        row = table.loc[name]
+        ax.errorbar(row.lpd, place, xerr=row.lpd_se, fmt="o", color=color, capsize=3)
+    ax.set_yticks(range(len(table)), list(table.index))
+    ax.invert_yaxis()
+    ax.margins(y=0.1)
+    ax.grid(axis="x", color="0.9")
+    ax.set_axisbelow(True)
+    ax.locator_params(axis="x", nbins=5)
+    ax.set(xlabel="held-out log predictive density (nats a row)")
+
+
+def _plot_distances(
+    figure: Figure, ax: Axes, table: Any, reference: str, colors: list[Any]
+) -> None:
+    """Draws the two distances of every method above each other, at its seconds."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    for name, color in zip(table.index, colors, strict=True):
+        row = table.loc[name]
+        distances = np.array([row.mean_distance, row.sd_distance])
+        shown = np.where(np.isfinite(distances) & (distances > 0), distances, np.nan)
+        if name == reference:
+            ax.axvline(row.seconds, color=color, ls="--", label=f"{name} (reference)")
+            continue
+        seconds = [row.seconds] * 2
+        ax.plot(seconds, shown, color=color, lw=1, alpha=0.6)
+        ax.plot(seconds[:1], shown[:1], "o", color=color, label=name)
+        ax.plot(seconds[1:], shown[1:], "s", color=color, mfc="white")
+    ax.set(xscale="log", yscale="log", xlabel="seconds", ylabel="distance from the reference")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
+    ax.grid(color="0.9")
+    ax.set_axisbelow(True)
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize="small")
+    shapes = [
+        ax.plot([], [], "o", color="black", label="mean, in sds")[0],
+        ax.plot([], [], "s", color="black", mfc="white", label="log sd")[0],
+    ]
+    ax.legend(handles=shapes, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)

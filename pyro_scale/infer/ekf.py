@@ -2,60 +2,56 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
 import time
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, Self, get_args
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
+import torch
 from torch import Tensor
 
-from pyro_scale.core import rows
+from pyro_scale.core.gaussian import Gaussian, as_structure
+from pyro_scale.core.layout import Layout
+from pyro_scale.core.memory import check_fits
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data, IndexedData, TensorData
 from pyro_scale.diagnostics.check_fit import check_fit
 from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, DataError, ModelError, NotRunError
-from pyro_scale.fullbatch.chunks import num_rows_in, split
-from pyro_scale.infer.approximation import Approximation, Structure
-from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, Settings
-from pyro_scale.infer.ekf_program import LastProgram
-from pyro_scale.infer.ekf_start import (
-    TransitionSd,
-    as_plain,
-    check_transition_sd,
-    does_walk,
-    drift_of,
-    start_of,
-)
-from pyro_scale.infer.method import NotRun, Starts
-from pyro_scale.infer.stepwise import Stepwise
-from pyro_scale.kernels.ekf import EKFState
+from pyro_scale.fullbatch.chunks import num_rows_in
+from pyro_scale.infer.approximation import Approximation, Structure, fit_of
+from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, LastProgram, Rates, Step
+from pyro_scale.infer.method import NotRun, Starts, Stepwise
+from pyro_scale.model.curvature.gaussian_prior import gaussian_prior
 from pyro_scale.model.curvature.ggn import RowKind
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.rng.seeds import choose_seed
-from pyro_scale.run.problem import as_log_posterior, module_device
-from pyro_scale.run.single_step import batch_as_data, check_rows
+from pyro_scale.run.initialize import check_sites, init_of
+from pyro_scale.run.problem import as_log_posterior
 
+#: One sd for all params, or one a site: a number, or a tensor of the site's unconstrained shape.
+TransitionSd: TypeAlias = float | Mapping[str, float | Tensor]
 #: Batches from which compiling repays the few seconds that it takes.
 _REPAID_AFTER = 1000
+#: Matrices that a dense filter holds at once: precisions before and after, curvature, factors.
+_MATRICES = 8
 
 
 class Filtered(NamedTuple):
-    """What the filter knew after each step, in unconstrained space, which for real sites is their
-    own.
+    """The filter's Gaussian after each step, in unconstrained space (for sites with real support,
+    the sites' values).
 
     Attributes:
         mean: by site, `[steps, ...]`.
         sd: by site, `[steps, ...]`.
-        log_lik: each batch's log likelihood at the mean before it, without what the params'
-            uncertainty adds, in nats, `[steps]`.
+        log_lik: log likelihood of each batch at the mean before it, in nats, `[steps]`.  The
+            params' uncertainty is not in it.
     """
 
     mean: dict[str, Tensor]
@@ -64,40 +60,41 @@ class Filtered(NamedTuple):
 
 
 class EKF(Stepwise, Approximation):
-    """The extended Kalman filter over the params: a Gaussian that absorbs the data batch by batch,
-    once and in their order (the paper's A.4; Ollivier 2018), for online learning.
+    """The extended Kalman filter over the params, for online learning: a Gaussian that absorbs the
+    data batch by batch, once and in their order (the paper's A.4; Ollivier 2018).
 
         precision' = (precision^-1 + diag(transition_sd^2))^-1 + lr C
         mean'      = mean + lr precision'^-1 g
 
-    with g and C the gradient and curvature of the batch's log likelihood at the mean, sums over
-    its rows.  It starts from the prior's mean and covariance in unconstrained space: exact for
-    Gaussian sites, else of prior draws; `explain` says which.  On a linear model with Gaussian
-    noise a dense filter is exact, in any order of the data; a diagonal one depends on the order.
-    Params of `pyro.param` stay as they are.  `predict` before the first step is from the prior's
-    Gaussian, and needs no observations.
+    Here g and C are the gradient and curvature of the batch's log likelihood at the mean, sums over
+    its rows.  The filter starts from the prior's mean and covariance in unconstrained space.  They
+    are exact for Gaussian sites and estimated from prior draws for others; `explain` lists both.
+    On a linear model with Gaussian noise a dense filter is exact, in any order of the data; a
+    diagonal one depends on the order.  Params of `pyro.param` stay as they are.  `predict` before
+    the first step uses the prior's Gaussian, and needs no observations.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         structure: `"diag"` or `"dense"`.
         curvature: `"ggn"`, `"monte_carlo"` or `"empirical_fisher"`, as for `Laplace`.
-        lr: the power of the likelihood; 1 is Bayes' rule.
-        transition_sd: how far each param walks at random before each batch, in unconstrained
-            units: for a truth that changes, and to forget.  A number, or a dict of sites -> numbers
-            or tensors of the sites' unconstrained shapes; sites that are not named stay.
-        init_strategy: a fit whose Gaussian takes the prior's place; or where the mean starts, one
-            of Pyro's or a dict of constrained tensors `[1, ...]`, the covariance being the prior's.
-            A network whose weights all have prior mean 0 needs one, such as `ps.init_to_module`:
-            at 0 its hidden units are all alike, and stay so.
-        num_data: N, which a filter needs only where the data do not tell how many they are.
-        compile: whether steps become one compiled program: `"auto"` compiles runs of at least 1,000
-            batches, which repay the seconds that it takes; the result is the same to rounding.
-            Batches of another size than the first (the last one), steps on a GPU, models that
-            subsample by themselves and curvature from draws (`"monte_carlo"`) stay eager.  `step`
-            goes on with the run's program; without a run, True compiles its first batch.
+        lr: power of the likelihood; 1 is Bayes' rule.
+        transition_sd: sd of each param's random walk before each batch, in unconstrained units, for
+            a truth that changes, or to forget old data.  A number, or a dict from sites to numbers
+            or tensors of the sites' unconstrained shapes; sites that it leaves out do not walk.
+        init_strategy: a fit, whose Gaussian replaces the prior's; or where the mean starts: one of
+            Pyro's strategies or a dict of constrained tensors `[1, ...]`, with the prior's
+            covariance.  A network whose weights all have prior mean 0 needs one, such as
+            `ps.init_to_module`: at 0 its hidden units are all alike, and stay so.
+        num_data: N, needed only where the data do not say how many rows they have.
+        compile: whether steps become one compiled program.  `"auto"` compiles runs of at least
+            1,000 batches, which repay the seconds that compilation takes.  The result is the same
+            to rounding.  Batches of another size than the first (such as the last one), steps on a
+            GPU, models that subsample by themselves and curvature from draws (`"monte_carlo"`)
+            run eagerly.  `step` continues with the run's program; without a run, True compiles
+            its first batch.
 
     Raises:
-        ArgumentError: an argument that is unknown or out of range.
+        ArgumentError: an argument is unknown or out of range.
 
     Examples:
         >>> import torch, pyro, pyro.distributions as dist
@@ -131,10 +128,10 @@ class EKF(Stepwise, Approximation):
             raise ArgumentError(f"curvature={curvature!r}: pass one of {get_args(RowKind)}")
         if not isinstance(lr, int | float) or not 0 < lr < math.inf:
             raise ArgumentError(f"lr={lr!r}: pass a number > 0")
-        check_transition_sd(transition_sd)
+        _check_transition_sd(transition_sd)
         check_compile(compile)
         self.curvature, self.lr, self.transition_sd = curvature, float(lr), transition_sd
-        self._compile, self._last_program = compile, LastProgram()
+        self._compile, self._programs = compile, LastProgram()
 
     @without_vmap_warnings()
     def run(
@@ -147,14 +144,14 @@ class EKF(Stepwise, Approximation):
         seed: int | None = None,
         progress: bool = True,
     ) -> Self:
-        """Absorbs all rows once, in their order, from the prior on.
+        """Absorbs all rows once, in their order, starting from the prior.
 
         Args:
             data: as for samplers: a `DataLoader`, or the model's own arguments.
-            num_epochs: 1, since rows that are seen again would count again.
+            num_epochs: 1, since rows that are read again would count again.
             batch_size: rows a step, for tensors; all of them by default.
-            num_chains: 1, since there is nothing at random.
-            seed: of the draws, and of prior moments.
+            num_chains: 1, since nothing is random.
+            seed: of draws from the fit, and of the prior draws that estimate moments.
             progress: whether to show a progress bar.
 
         Returns:
@@ -167,40 +164,46 @@ class EKF(Stepwise, Approximation):
         """
         if num_epochs != 1:
             raise ArgumentError(
-                f"num_epochs={num_epochs}: a filter absorbs every row once; seen again, rows would "
-                "count again"
+                f"num_epochs={num_epochs}: a filter absorbs every row once; rows that are read "
+                "again would count again"
             )
         if num_chains != 1:
             raise ArgumentError(f"num_chains={num_chains}: a filter has one start, the prior")
         if isinstance(data, Iterator):
             raise DataError(
-                "data is an iterator, which can be read once, but the first batch is looked at "
-                "before: pass a DataLoader or the tensors, or call step() with each batch"
+                "data is an iterator, which can be read only once, but the first batch is read "
+                "twice: pass a DataLoader or the tensors, or call step() with each batch"
             )
-        opened = open_data(data, batch_size, self._num_data, module_device(self.model))
+        opened = self._open(data, batch_size)
         self._forget()
-        ekf_filter = self._begin(opened, opened.first(), choose_seed(seed))
-        count = ekf_filter.log_posterior.num_data
-        if isinstance(opened, TensorData | IndexedData):  # whatever N they are to stand for
+        log_posterior = as_log_posterior(self.model, opened.num_data)
+        ekf_filter = self._filter(log_posterior, opened, opened.first(), choose_seed(seed))
+        count = log_posterior.num_data
+        if isinstance(opened, TensorData | IndexedData):  # the rows there are, whatever num_data is
             count = num_rows_in(opened) or count
         total = -(-count // (opened.batch_size or count))
-        compiles = self._compile is True or (self._compile == "auto" and total >= _REPAID_AFTER)
+        if self._compile is True or (self._compile == "auto" and total >= _REPAID_AFTER):
+            ekf_filter.programs = self._programs
         begun = time.perf_counter()
         with Progress(total, type(self).__name__, progress, "log likelihood") as bar:
-            for log_lik in ekf_filter.absorb_all(opened, self._last_program if compiles else None):
+            for log_lik in ekf_filter.absorb_all(opened):
                 bar.update(len(log_lik), float(log_lik[-1]))
         compiling = ekf_filter.compile_seconds
-        times = {"fitting_time": time.perf_counter() - begun - compiling, "compile_time": compiling}
-        fit = self._fit_of(ekf_filter, times)
-        self._last = FilterChain(self, ekf_filter, GaussianPosterior(fit))
+        seconds = time.perf_counter() - begun - compiling
+        fit = ekf_filter.finish({"fitting_time": seconds, "compile_time": compiling})
+        self._last = ekf_filter
         check_fit(fit, 3 * count)
         return self
 
-    def begin(self, *args: Any, **kwargs: Any) -> FilterChain:
-        """A filter before its first batch, for loops of your own; see `Stepwise.begin`.  A batch is
-        of any size; one without rows brings the params' walk alone."""
-        opened = batch_as_data(self.model, self._num_data, args, kwargs)
-        return FilterChain(self, self._begin(opened, opened.first(), choose_seed(None)))
+    def begin(self, *args: Any, **kwargs: Any) -> Filter:
+        """A filter before its first batch, for your own loops; see `Stepwise.begin`.  A batch may
+        have any number of rows; without rows, the params only walk."""
+        data = self._open_batch(args, kwargs)
+        log_posterior = as_log_posterior(self.model, data.num_data)
+        ekf_filter = self._filter(log_posterior, data, data.first(), choose_seed(None))
+        if self._compile is True:
+            ekf_filter.programs = self._programs
+        return ekf_filter
 
     @functools.wraps(GaussianPosterior.predict)
     def predict(  # type: ignore[override]  # of a wrapped function
@@ -212,9 +215,9 @@ class EKF(Stepwise, Approximation):
                 raise NotRunError("calibrate: EKF has no fit yet: run it first")
             names = inspect.signature(GaussianPosterior.predict).parameters
             options = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
-            posterior, arguments = self._prior(args, kwargs)
+            prior, arguments = self._prior(args, kwargs)
             by_place, by_name = ((), arguments) if isinstance(arguments, dict) else (arguments, {})
-            return posterior.predict(*by_place, **options, **by_name)
+            return prior.predict(*by_place, **options, **by_name)
         return self.posterior.predict(*args, calibrate=calibrate, **kwargs)
 
     @property
@@ -226,95 +229,149 @@ class EKF(Stepwise, Approximation):
             ArgumentError: there were too many to keep.
         """
         self.posterior  # noqa: B018  (which raises)
-        chain = self._last
-        if not isinstance(chain, FilterChain) or chain.filter.path is None:
+        if not isinstance(self._last, Filter) or (path := self._last.path) is None:
             raise ArgumentError(
-                f"the path of a filter is kept up to {PATH_NUMBERS:,} numbers, and this one was "
-                "longer, or comes from a file: run it in parts with step(), and read fit after each"
+                f"filtered: the path of a filter is kept up to {PATH_NUMBERS:,} numbers; this one "
+                "was longer, or comes from a file: take steps with step(), and read fit after each"
             )
-        layout = chain.filter.layout
-        mean, sd = chain.filter.path
-        return Filtered(layout.unflatten(mean), layout.unflatten(sd), chain.filter.log_lik)
-
-    def _begin(self, data: Data, arguments: Arguments, seed: int) -> Filter:
-        return self._filter_of(as_log_posterior(self.model, data.num_data), data, arguments, seed)
+        layout, (mean, sd) = self._last.layout, path
+        return Filtered(layout.unflatten(mean), layout.unflatten(sd), self._last.log_lik)
 
     def _prior(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[GaussianPosterior, Arguments]:
         """(The prior's Gaussian; the rows to predict, with observations drawn from the prior)."""
-        data, seed = batch_as_data(self.model, self._num_data, args, kwargs), choose_seed(None)
+        data, seed = self._open_batch(args, kwargs), choose_seed(None)
         log_posterior = as_log_posterior(self.model, data.num_data)
         observed, arguments = log_posterior.with_drawn_observations(data.first(), seed)
-        start = self._filter_of(observed, data, arguments, seed)
-        return GaussianPosterior(start.fit({}).replaced(data=None)), arguments
+        prior = self._filter(observed, data, arguments, seed).fit({}).replaced(data=None)
+        return GaussianPosterior(prior.replaced(other_target="")), arguments
 
-    def _fit_of(self, ekf_filter: Filter, times: dict[str, Any]) -> Fit:
-        """What a filter knows now."""
-        fit = ekf_filter.fit(times)
-        starts_from_fit = isinstance(self._init_strategy, Starts)
-        if self.lr == 1 and not does_walk(self.transition_sd) and not starts_from_fit:
-            return fit
-        return fit.replaced(
-            other_target="with lr, transition_sd or a fit for its prior, a filter is not meant to "
-            "be the model's posterior"
-        )
-
-    def _filter_of(
+    def _filter(
         self, log_posterior: LogPosterior, data: Data, arguments: Arguments, seed: int
     ) -> Filter:
+        """A filter on a model before its first batch; `arguments` are those of the preflight."""
         log_posterior.prepare(arguments, None, seed)
         dense, layout = self.structure == "dense", log_posterior.layout
-        start = start_of(log_posterior, arguments, self._init_strategy, dense, seed)
-        drift = drift_of(self.transition_sd, layout).to(start.mean)
-        sds = as_plain(self.transition_sd)
-        settings = Settings(self.structure, self.curvature, self.lr, sds)
-        return Filter(settings, log_posterior, data, layout, EKFState.of(start), drift, seed)
+        start = _start(log_posterior, arguments, self._init_strategy, dense, seed)
+        drift = _drift(self.transition_sd, layout).to(start.mean)
+        drifts, starts_from_fit = bool(drift.any()), isinstance(self._init_strategy, Starts)
+        other_target = ""
+        if self.lr != 1 or drifts or starts_from_fit:
+            other_target = (
+                "with lr, transition_sd or a fit for its prior, a filter is not meant to be the "
+                "model's posterior"
+            )
+        facts = {
+            "structure": self.structure,
+            "curvature": self.curvature,
+            "lr": self.lr,
+            "transition_sd": _in_numbers(self.transition_sd),
+        }
+        step = Step(log_posterior, layout, self.curvature, drifts)
+        rates = Rates(start.mean.new_tensor(self.lr), drift)
+        return Filter(step, data, start, rates, seed, facts, other_target)
 
 
-class FilterChain:
-    """A filter that absorbs batch after batch.
+def _start(
+    log_posterior: LogPosterior, arguments: Arguments, init_strategy: Any, dense: bool, seed: int
+) -> Gaussian:
+    """The Gaussian before the first batch.
 
     Args:
-        method: whose filter it is.
-        ekf_filter: what it knows.
-        posterior: the same as a value, if it has been made.
+        log_posterior: the analyzed model.
+        arguments: a batch.
+        init_strategy: a fit, whose Gaussian is taken; otherwise the prior's Gaussian is, with its
+            mean moved to where one of Pyro's strategies or a dict of constrained tensors says.
+        dense: whether elements are correlated.
+        seed: of prior draws.
+
+    Raises:
+        ModelError: the likelihood is a joint density of all rows.
+        ArgumentError: dense matrices do not fit into memory, or `init_strategy` is of another
+            model.
     """
+    if any(rule.whole_data for rule in log_posterior.model_info.scaling.rules.values()):
+        raise ModelError(
+            "the likelihood is a joint density of all rows, so a filter cannot absorb them "
+            "batch by batch: use Laplace or VI"
+        )
+    layout = log_posterior.layout
+    if dense:
+        device = log_posterior.model_info.sites[layout.names[0]].value.device
+        check_fits(layout.size, layout.dtype, device, _MATRICES, "EKF")
+    if isinstance(init_strategy, Starts):
+        return _gaussian_of(init_strategy, layout, dense)
+    prior = gaussian_prior(log_posterior, arguments, dense, seed)
+    if init_strategy is None:
+        return prior
+    if isinstance(init_strategy, Mapping):
+        check_sites(log_posterior, init_strategy)
+    init = init_of(log_posterior, init_strategy, 0, 1)
+    start = log_posterior.start(arguments, seed, 0, init)
+    return dataclasses.replace(prior, mean=layout.flatten(start))
 
-    def __init__(self, method: EKF, ekf_filter: Filter, posterior: GaussianPosterior | None = None):
-        self.filter, self._method, self._posterior = ekf_filter, method, posterior
 
-    def step(self, *args: Any, **kwargs: Any) -> float:
-        """Absorbs one batch; returns its log likelihood at the mean before it, in nats."""
-        ekf_filter, log_posterior = self.filter, self.filter.log_posterior
-        if log_posterior.model_info.own_plate is not None:
-            raise ModelError(
-                "the model subsamples by itself, so that a step does not say which rows are new: "
-                "pass batches to a model of batches"
+def _gaussian_of(fitted: Starts, layout: Layout, dense: bool) -> Gaussian:
+    """The Gaussian of a fit, or of its posterior, over the latents of `layout`."""
+    fit = fit_of(fitted)
+    if fit is None or not fit.gaussians:
+        raise ArgumentError("init_strategy: it has no Gaussian: pass a Laplace, VI or EKF")
+    shapes = dict(zip(fit.layout.names, fit.layout.shapes, strict=True))
+    shapes_of_fit = [shapes.get(name) for name in fit.sites]
+    if fit.sites != layout.names or shapes_of_fit != list(layout.shapes):
+        raise ArgumentError(
+            f"init_strategy: it has a Gaussian over {fit.sites} of shapes "
+            f"{[list(shapes[name]) for name in fit.sites]}, the model has the sites "
+            f"{layout.names} of shapes {[list(shape) for shape in layout.shapes]}: fit those"
+        )
+    return as_structure(fit.at_temperature_1(0), dense)
+
+
+def _check_transition_sd(transition_sd: Any) -> None:
+    """Checks that it is a number or tensor >= 0, or a dict of these by site.
+
+    Raises:
+        ArgumentError: it is negative, not finite, or of another type.
+    """
+    by_site = transition_sd if isinstance(transition_sd, Mapping) else {None: transition_sd}
+    for site, value in by_site.items():
+        argument = "transition_sd" if site is None else f"transition_sd['{site}']"
+        kinds = "a number" if site is None else "a number or a tensor of them"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_tensor = site is not None and isinstance(value, Tensor) and value.dtype != torch.bool
+        sd = torch.as_tensor(value if is_number or is_tensor else torch.nan)
+        if not bool((torch.isfinite(sd) & (sd >= 0)).all()):
+            raise ArgumentError(f"{argument}={value!r}: pass {kinds} >= 0")
+
+
+def _drift(transition_sd: TransitionSd, layout: Layout) -> Tensor:
+    """Variance of every element's walk before a batch, [D].
+
+    Raises:
+        ArgumentError: a site that the model does not have, or a tensor of another shape.
+    """
+    if not isinstance(transition_sd, Mapping):
+        return torch.full((layout.size,), transition_sd, dtype=layout.dtype).square()
+    if unknown := sorted(transition_sd.keys() - set(layout.names)):
+        raise ArgumentError(
+            f"transition_sd: {unknown} are not latent sites of the model, which has "
+            f"{list(layout.names)}"
+        )
+    sds = {}
+    for name, shape in zip(layout.names, layout.shapes, strict=True):
+        sd = torch.as_tensor(transition_sd.get(name, 0.0), dtype=layout.dtype)
+        if sd.shape not in (shape, torch.Size()):
+            raise ArgumentError(
+                f"transition_sd['{name}'] has the shape {list(sd.shape)}, the site "
+                f"{list(shape)} in unconstrained space: pass a number or a tensor of that shape"
             )
-        arguments = log_posterior.bind(args, kwargs)
-        check_rows(arguments)
-        if ekf_filter.takes_rows(arguments):
-            batches = rows.map_rows(lambda leaf: leaf[None], arguments)
-            if ekf_filter.num_steps == 0 and self._method._compile is True:
-                ekf_filter.compile(batches, self._method._last_program)
-            value = float(ekf_filter.absorb(batches))
-        else:
-            (chunk,) = split(log_posterior, [arguments])
-            value = float(ekf_filter.absorb_chunk(chunk))
-        self._posterior = None
-        return value
+        sds[name] = sd.expand(shape)
+    return layout.flatten(sds).square()
 
-    @property
-    def posterior(self) -> GaussianPosterior:
-        """What the filter knows now.
 
-        Raises:
-            NotRunError: it has absorbed nothing.
-        """
-        if self._posterior is None:
-            if not self.filter.num_steps:
-                raise NotRunError("the filter has absorbed nothing yet: call step(*batch) first")
-            fit = self._method._fit_of(self.filter, {}).replaced(data=None)
-            self._posterior = GaussianPosterior(fit, self.filter.data.first())
-        return self._posterior
+def _in_numbers(transition_sd: TransitionSd) -> float | dict[str, object]:
+    """The sds as numbers and lists, for `Fit.attrs`."""
+    if not isinstance(transition_sd, Mapping):
+        return float(transition_sd)
+    return {name: torch.as_tensor(value).tolist() for name, value in transition_sd.items()}

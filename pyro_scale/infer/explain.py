@@ -1,4 +1,4 @@
-"""The table of `explain()`: how the library understands a model."""
+"""`explain()`: a table of a model's sites and of the factors that scale them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from pyro_scale.model.transforms import bijection
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.run.problem import as_log_posterior, check_all_rows, module_device
 
-#: Sites that differ by numbers in their names alone, from which they are one line.
+#: Number of sites, with names that differ only in their numbers, from which they share a line.
 _FEWEST_FOLDED = 5
 _COLUMNS = ("site", "kind", "shape", "support", "transform", "plate", "Pyro", "ours", "why")
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A table of sites and the figures that scale them; prints as text, and as HTML in a
+    """A table of sites and the factors that scale them.  It prints as text, and as HTML in a
     notebook.
 
     Attributes:
-        rows: one dict a site, by column: site, kind, shape, support, transform, plate, what
-            Pyro multiplied its log density by, what we multiply it by, and why.
+        rows: one dict a site, by column: site, kind, shape, support, transform, plate, the factor
+            by which Pyro multiplied its log density, the factor by which we multiply it, and why.
         num_data: N.
         batch_size: B.
         num_dimensions: of the unconstrained latents together.
-        partition_error: in nats, the largest difference between a row's log likelihood in the
-            first batch and in a part of it; None where there are no parts to compare.
-        gaussian_prior: latents whose prior is Gaussian in unconstrained space; where EKF starts is
-            exact for them, and for others of the moments of prior draws.
-        warnings: what may be a mistake.
+        partition_error: largest difference, in nats, between a row's log likelihood in the first
+            batch and in a part of it; None if there are no parts to compare.
+        gaussian_prior: latents whose prior is Gaussian in unconstrained space.  EKF's start is
+            exact for them; for others it uses moments of prior draws.
+        warnings: possible mistakes.
     """
 
     rows: tuple[dict[str, str], ...]
@@ -98,21 +98,22 @@ class Explanation:
 
 
 def _fold(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
-    """The rows, those that differ by numbers in the site's name alone, as of a loop over time, in
-    one."""
+    """The rows, with one row for many whose sites differ only in the numbers of their names, such
+    as those of a loop over time."""
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         cells = tuple(row[c] for c in _COLUMNS if c != "site")
         groups.setdefault((_without_numbers(row["site"]), *cells), []).append(row)
     folded = []
     for group in groups.values():
-        names = [each["site"] for each in group]
+        names = [row["site"] for row in group]
         is_long = len(group) >= _FEWEST_FOLDED
         folded += [{**group[0], "site": _span(names)}] if is_long else group
     return folded
 
 
 def _folded_names(names: Iterable[str]) -> str:
+    """The names, with "first ... last (count)" for many that differ only in their numbers."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_without_numbers(name), []).append(name)
@@ -123,10 +124,12 @@ def _folded_names(names: Iterable[str]) -> str:
 
 
 def _without_numbers(name: str) -> str:
+    """The name with "#" for every number, equal for sites such as "x_1" and "x_2"."""
     return re.sub(r"\d+", "#", name)
 
 
 def _span(names: Sequence[str]) -> str:
+    """The names as "first ... last (count)"."""
     return f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
@@ -135,7 +138,8 @@ def _span(names: Sequence[str]) -> str:
 def explain(
     model: Any, data: Any = None, batch_size: int | None = None, num_data: int | None = None
 ) -> Explanation:
-    """What is latent, what is observed, and who scales what by N/B.
+    """Shows how the library understands a model: which sites are latent and which observed, and
+    which log densities are scaled by N/B.  Nothing is sampled.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
@@ -174,6 +178,7 @@ def explain(
 
 
 def _table(log_posterior: LogPosterior) -> list[dict[str, str]]:
+    """The rows of `Explanation`: first sites, then point-estimated params."""
     info = log_posterior.model_info
     ratio = log_posterior.num_data / info.batch_size
     rules = {part: rule for name, rule in info.scaling.rules.items() for part in name.split("+")}
@@ -186,6 +191,7 @@ def _table(log_posterior: LogPosterior) -> list[dict[str, str]]:
 
 
 def _site_row(site: Site, rule: Rule | None, ratio: float) -> dict[str, str]:
+    """The row of a sample site, with the rule that scales it and `ratio` = N/B."""
     is_latent = site.kind == "latent"
     pyro, ours, why = ("", "", "") if rule is None else (rule.pyro, rule.ours, rule.why)
     if site.kind == "enumerated":
@@ -210,6 +216,7 @@ def _site_row(site: Site, rule: Rule | None, ratio: float) -> dict[str, str]:
 
 
 def _point_row(point: Point) -> dict[str, str]:
+    """The row of a `pyro.param` site or an unfrozen weight."""
     empty = dict.fromkeys(_COLUMNS, "")
     return empty | {
         "site": point.name,
@@ -221,6 +228,7 @@ def _point_row(point: Point) -> dict[str, str]:
 
 
 def _factor(words: str, ratio: float) -> str:
+    """The factor as a rule names it, with the number of N/B."""
     return f"N/B = {ratio:.6g}" if words == "N/B" else words
 
 
@@ -229,32 +237,34 @@ def _is_one(scale: float | Tensor) -> bool:
 
 
 def _number(scale: float | Tensor) -> str:
+    """The user's `poutine.scale`, or its shape."""
     if isinstance(scale, Tensor) and scale.numel() > 1:
         return f"of shape {list(scale.shape)}"
     return f"{float(scale):.6g}"
 
 
 def _plate(frame: Any) -> str:
+    """The plate's name and size, such as "data [20 of 100]"."""
     if frame.full_size in (None, frame.size):
         return f"{frame.name} [{frame.size}]"
     return f"{frame.name} [{frame.size} of {frame.full_size}]"
 
 
 def _support(constraint: Any) -> str:
-    """A constraint's name, such as `positive` or `interval(0, 1)`."""
+    """The constraint's name, such as "positive" or "interval(0, 1)"."""
     while hasattr(constraint, "base_constraint"):
         constraint = constraint.base_constraint
     text = str(constraint)
     for bound in vars(constraint).values():
         if isinstance(bound, Tensor):
-            one = bound.numel() == 1
-            short = f"{float(bound):.6g}" if one else f"tensor of shape {list(bound.shape)}"
+            is_number = bound.numel() == 1
+            short = f"{float(bound):.6g}" if is_number else f"tensor of shape {list(bound.shape)}"
             text = text.replace(format(bound), short)
     return text.removesuffix("()").replace("lower_bound=", "").replace("upper_bound=", "")
 
 
 def _transform(transform: Any) -> str:
-    """A transform's name, its parts in the order in which they are applied."""
+    """The transform's name, such as "Exp" or "Affine then Exp"."""
     if isinstance(transform, IndependentTransform):
         return _transform(transform.base_transform)
     if isinstance(transform, ComposeTransform):
@@ -263,6 +273,7 @@ def _transform(transform: Any) -> str:
 
 
 def _warnings(info: ModelInfo) -> list[str]:
+    """Sentences on what may be a mistake in the model."""
     warnings = model_warnings(info)
     rules = info.scaling.rules
     by_hand = [name for name, rule in rules.items() if not rule.keeps_scale]

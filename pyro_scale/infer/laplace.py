@@ -37,55 +37,58 @@ from pyro_scale.run.by_rank import check_same, check_same_call
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, position_of, prepare
 from pyro_scale.run.resume import identity_of
 
-#: The square of the distance to the mode, in posterior sds, from which a mode that was passed is
-#: not the density's, in all and for each dimension: the mode of the sites' own values, and networks
-#: trained without the prior, are nearer.
-_AWAY, _AWAY_EACH = 1.0, 0.1
+#: A mode that the user passed is far from the density's if the square of its distance, in posterior
+#: sds, exceeds the first number plus the second times the number of dimensions.  The mode of the
+#: sites' values (without Jacobians), and networks trained without the prior, are nearer.
+_FAR_MODE, _FAR_PER_DIMENSION = 1.0, 0.1
 #: Dimensions up to which structure="auto" is dense.
 _MOST_DENSE = 1000
-#: Passes through the data, in evaluations of the log joint, that a fit is worth.
+#: Directions of structure="low_rank", by default.
+_RANK = 20
+#: Cost of a fit, in passes through the data that evaluate the log joint; its check may cost as
+#: much.
 _PASSES = 100
-#: Where a Gaussian is to be: at a fit's center, or at values by site; None where it is found.
+#: A Gaussian's center: that of a fit, or values by site; None if it is searched for.
 Mode = Mapping[str, Tensor] | Approximation | GaussianPosterior | None
-#: What is said of a Hessian that takes the GGN's place.
+#: Note in `attrs["curvature"]` where the Hessian replaces the GGN.
 _NO_GGN = ", of the whole log joint, as the data have no GGN"
 
 
 class Laplace(Approximation):
-    """A Gaussian at the posterior's mode, with the inverse of the log joint's curvature there for
-    covariance (MacKay 1992; the paper's A.1), in unconstrained space.
+    """A Gaussian in unconstrained space at the posterior's mode; its precision is the curvature of
+    the negative log joint there (MacKay 1992; the paper's A.1).
 
-    The precision is the prior's, from the exact Hessian, plus the likelihood's, summed over all
-    rows by a single pass through the data; no batch size enters.
+    The precision is the prior's exact Hessian plus the likelihood's curvature, summed over all rows
+    in a single pass through the data.  It does not depend on the batch size.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         structure: `"dense"`, `"diag"`, or `"auto"`: dense up to 1,000 dimensions, as a diagonal
             Gaussian of correlated elements is too narrow.  `"kron"`, for networks: each weight of
             a product, convolution or projection, and each bias, has a block of Kronecker factors
-            (K-FAC, Martens and Grosse 2015; Ritter et al. 2018), whose prior must have one scale
-            unless it is a vector; other elements are independent.  `fit.attrs["factors"]`
-            and `fit.attrs["independent"]` list the sites of either kind.  `"low_rank"`, for
-            anything else of many dimensions: the directions that the data know most about, in
-            units of the prior's sds, and a diagonal.
+            (K-FAC, Martens and Grosse 2015; Ritter et al. 2018); its prior must have a single scale
+            unless it is a vector.  Other elements are independent.  `fit.attrs["factors"]` and
+            `fit.attrs["independent"]` list the sites of either kind.  `"low_rank"`, for other
+            models of many dimensions: a diagonal, and the directions about which the data say most,
+            in units of the prior's sds.
         curvature: of the likelihood: `"ggn"`, the generalized Gauss-Newton matrix, never negative;
             `"monte_carlo"`, an estimate of it from one drawn observation a row, for many outputs;
-            `"empirical_fisher"`; or `"hessian"`, of the whole log joint.  Where a distribution's
-            Fisher information is not known, the GGN is estimated from 100 draws a row:
+            `"empirical_fisher"`; or `"hessian"`, the Hessian of the whole log joint.  If the Fisher
+            information of a distribution is not known, the GGN is estimated from 100 draws a row;
             `fit.attrs["curvature"]` says so.  Data that are one joint density (a Gaussian process,
-            a loop over time, a `pyro.factor`) have no GGN, and `"ggn"` takes the Hessian.
-        sites: which sites get a Gaussian, such as a network's last layer; the others stay at the
-            mode.  All by default.
+            a loop over time, a `pyro.factor`) have no GGN; then `"ggn"` means the Hessian.
+        sites: names of the sites that get a Gaussian, or patterns, such as `"net.2.*"` for a
+            network's last layer; others stay at the mode.  All by default.
         temperature: multiplies the covariance.
-        rank: how many directions `"low_rank"` has; 20 by default.
-        corrected: of `"kron"`, whether each block has the curvature's own diagonal in the basis of
-            its factors' eigenvectors (EKFAC; George et al. 2018).  The block is then nearer to the
-            curvature, in the Frobenius norm.  It takes a second pass through the rows.
+        rank: number of directions of `"low_rank"`; 20 by default.
+        corrected: for `"kron"`, whether each block has the curvature's exact diagonal in the basis
+            of its factors' eigenvectors (EKFAC; George et al. 2018).  The block is then nearer to
+            the curvature, in the Frobenius norm.  This takes a second pass through the rows.
         init_strategy: where the search for the mode starts.
         num_data: N, which overrides what the data say.
 
     Raises:
-        ArgumentError: an argument that is unknown or out of range.
+        ArgumentError: an argument is unknown or out of range.
 
     Examples:
         >>> import torch, pyro, pyro.distributions as dist
@@ -144,7 +147,7 @@ class Laplace(Approximation):
                 f"corrected=True: structure={structure!r} has no factors to correct: pass "
                 "structure='kron', or leave corrected out"
             )
-        self.rank = 20 if rank is None else as_count("rank", rank)
+        self.rank = _RANK if rank is None else as_count("rank", rank)
 
     @without_vmap_warnings()
     def run(
@@ -159,47 +162,48 @@ class Laplace(Approximation):
         progress: bool = True,
         distributed: Distributed = "auto",
     ) -> Self:
-        """Finds the mode, unless it is given, and goes through the data once.
+        """Finds the mode, unless it is passed, and the curvature there.
 
         The mode is that of the density in unconstrained space, found by L-BFGS on all rows and,
-        for a dense structure, by steps of Newton's method with the same curvature.
+        for a dense structure, refined by Newton's method with the same curvature.
 
         Args:
             data: as for samplers: a `DataLoader`, or the model's own arguments; all N rows.
-            mode: where the Gaussian is: a fitted `MAP`, or a dict of constrained values by site.
-            tune: `pyro.param` sites, such as a prior's scale or the noise, which are set to
-                where the marginal likelihood is largest (type-II maximum likelihood), each time
-                at the mode that belongs to them; other such sites are part of the mode.
-            batch_size: rows at a time, which changes the result by rounding alone.
-            num_chains: starts of the search for the mode.  Where they end is in the order of its
-                evidence, the largest first, whose params and guide are the fit's; draws of all
-                count alike.
+            mode: where the Gaussian is centered: a fitted `MAP`, or a dict of constrained values by
+                site.  By default the mode is searched for.
+            tune: `pyro.param` sites, such as a prior's scale or the noise, that maximize the
+                marginal likelihood (type-II maximum likelihood), with the mode moving along.
+                Others are part of the mode.
+            batch_size: rows at a time, which changes the result by rounding only.
+            num_chains: number of starts of the search for the mode.  The fits are sorted by their
+                evidence, the largest first; `params` and `guide` are those of the first, and draws
+                come from all alike.
             seed: of the starts, and of the draws.
             progress: whether to show a progress bar.
-            distributed: `"auto"` shares the rows out among the processes of torch's process group,
-                or of torchrun, each of which then has the fit; of a joint density of all rows,
-                rank 0 does all.  With `"all"`, they also share out the rows of what is asked of it
-                later (`predict`, `log_likelihood`, `loo`), which then has to be asked on every
+            distributed: `"auto"` shares the rows among the processes of torch's process group, or
+                of torchrun, each of which then has the fit.  If the likelihood is a joint density
+                of all rows, rank 0 does everything.  With `"all"`, the processes also share the
+                rows of `predict`, `log_likelihood` and `loo`, which then have to be called on every
                 rank.  False ignores the group.
 
         Returns:
             The method itself.
 
         Raises:
-            ArgumentError, DataError: before the model is run, if there is no mode, or if the log
-                joint does not depend on what is tuned.
+            ArgumentError, DataError: before the model is run; or there is no mode; or the log joint
+                does not depend on what is tuned.
             ModelError, SiteError, PlateError: before any step; or the curvature is not positive.
             RankError: another process has failed or died, or has other data or arguments.
 
         Warns:
-            ApproximationWarning: the given mode is far from the density's; or `tune` ended where
-                the evidence still has a slope, as rounding leaves the modes of many weights too
-                uncertain.
+            ApproximationWarning: the passed mode is far from the density's; or `tune` ended where
+                the evidence still has a slope, because rounding leaves the modes of many weights
+                too uncertain.
         """
         ranks, begun = Ranks.of(distributed), time.perf_counter()
-        asked = {"num_chains": num_chains, "seed": seed, "batch_size": batch_size}
+        call = {"num_chains": num_chains, "seed": seed, "batch_size": batch_size}
         with ranks.together():
-            check_same_call(ranks, asked | {"tune": tune and list(tune), "mode": _word_for(mode)})
+            check_same_call(ranks, call | {"tune": tune and list(tune), "mode": _type_of(mode)})
             num_chains = as_count("num_chains", num_chains)
             if tune and mode is not None:
                 raise ArgumentError("tune moves the mode: leave mode out")
@@ -207,12 +211,9 @@ class Laplace(Approximation):
                 num_chains = len(fit.centers)
             chosen = choose_seed(seed)
             seed = ranks.of_first(chosen, "the choice of a seed") if seed is None else chosen
-            opened = open_data(data, batch_size, self._num_data, module_device(self.model))
-            log_posterior = as_log_posterior(self.model, opened.num_data)
-            starts = self._starts(num_chains, seed)
-            problem = self._understand(
-                log_posterior, opened, Hyperparameters(), starts, num_chains, seed, mode is None
-            )
+            opened = self._open(data, batch_size)
+            kernel, searches = Hyperparameters(), mode is None
+            problem = self._analyze(opened, opened.num_data, kernel, num_chains, seed, searches)
             self._check_same(problem, ranks)
             sites, tuned = self._sites_of(problem), _tuned_places(problem, tune or ())
             fixed = [_fixed_center(problem, mode, start) for start in range(num_chains)]
@@ -220,16 +221,16 @@ class Laplace(Approximation):
             self._forget()
 
             def candidates(search: Search) -> list[Candidate]:
-                found = []
+                modes = []
                 with Progress(num_chains, type(self).__name__, progress, "log evidence") as bar:
                     for position, center in zip(problem.positions, fixed, strict=True):
-                        found.append(_candidate_from(position, center)(search))
-                        bar.update(1, found[-1].log_evidence)
-                return sorted(found, key=lambda candidate: -candidate.log_evidence)
+                        modes.append(_candidate_from(position, center)(search))
+                        bar.update(1, modes[-1].log_evidence)
+                return sorted(modes, key=lambda candidate: -candidate.log_evidence)
 
-            found = search.on_ranks(ranks, problem.positions, candidates)
-            taken = time.perf_counter() - begun
-            self._keep(problem, search, found, taken, ranks, mode is not None)
+            modes = search.on_ranks(ranks, problem.positions, candidates)
+            seconds = time.perf_counter() - begun
+            self._keep(problem, search, modes, seconds, ranks, mode is not None)
         return self
 
     def update(
@@ -241,24 +242,24 @@ class Laplace(Approximation):
         progress: bool = True,
         distributed: Distributed = "auto",
     ) -> Self:
-        """Goes on with more data: the old posterior is the next prior (the paper's equation 1), so
-        that on a linear model two halves in sequence are all at once.
+        """Continues with more data: the old posterior becomes the prior (the paper's equation 1).
+        On a linear model, two halves in sequence give the fit of all rows.
 
         Args:
             data: new rows.
-            mode: as for `run`, of the density with that prior, such as a `MAP` of
-                `laplace.as_prior()`; found from the old one by default.
+            mode: as for `run`, of the density with the new prior, such as a `MAP` of
+                `laplace.as_prior()`; by default searched for from the old mode.
             batch_size: rows at a time.
             progress: whether to show a progress bar.
             distributed: as for `run`.
 
         Returns:
-            The method itself, whose evidence is now that of the new rows given the old.  Params
-            of `pyro.param` stay as the old rows had them.
+            The method itself.  Its evidence is that of the new rows given the old ones.  Params of
+            `pyro.param` keep their old values.
 
         Raises:
             NotRunError: there is no old posterior.
-            ArgumentError: it is over some of the sites alone; and as for `run`.
+            ArgumentError: the old posterior is over only some of the sites; and as for `run`.
         """
         old, ranks = self.fit, Ranks.of(distributed)
         begun, candidates, title = time.perf_counter(), list[Candidate](), type(self).__name__
@@ -266,7 +267,7 @@ class Laplace(Approximation):
             ranks.together(),
             Progress(len(old.centers), title, progress and ranks.is_first, "log evidence") as bar,
         ):
-            check_same_call(ranks, {"batch_size": batch_size, "mode": _word_for(mode)})
+            check_same_call(ranks, {"batch_size": batch_size, "mode": _type_of(mode)})
             for start, center in enumerate(old.centers):
                 opened = open_data(data, batch_size, None, module_device(self.model))
                 log_posterior = as_log_posterior(as_prior(old, start), opened.num_data)
@@ -275,15 +276,17 @@ class Laplace(Approximation):
                 )
                 self._check_same(problem, ranks)
                 fixed = _fixed_center(problem, mode, start)
-                search = self._search(problem, old.sites, batch_size, fixed, _points(problem))
+                engine = problem.engine
+                points = torch.arange(engine.num_latents, engine.layout.size)  # keep their values
+                search = self._search(problem, old.sites, batch_size, fixed, points)
                 candidates.append(search.on_ranks(ranks, center, _candidate_from(center, fixed)))
                 bar.update(1, candidates[-1].log_evidence)
-            taken = time.perf_counter() - begun
-            self._keep(problem, search, candidates, taken, ranks, mode is not None)
+            seconds = time.perf_counter() - begun
+            self._keep(problem, search, candidates, seconds, ranks, mode is not None)
         return self
 
     def at_temperature(self, temperature: float) -> Laplace:
-        """The same, with the fit of `GaussianPosterior.at_temperature`."""
+        """A copy at another temperature; see `GaussianPosterior.at_temperature`."""
         other = copy.copy(self)
         other._last = Finished(self.posterior.at_temperature(temperature))
         other.temperature = other.fit.temperature
@@ -302,8 +305,24 @@ class Laplace(Approximation):
         held: Tensor | None = None,
         tuned: Tensor | None = None,
     ) -> Search:
+        """The search for the Gaussian on these rows.
+
+        Args:
+            problem: the analyzed model, with starts.
+            sites: which get a Gaussian.
+            num_rows: rows at a time; None for the default.
+            fixed: the Gaussian's center, if the user passed it.
+            held: places in a position that are not moved.
+            tuned: places of params that maximize the evidence.
+
+        Raises:
+            ArgumentError: the structure does not fit the model, or not into memory.
+        """
         density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-        structure = self._structure_for(len(problem.engine.layout.places(sites)))
+        structure = self.structure
+        if structure == "auto":
+            size = len(problem.engine.layout.places(sites))
+            structure = "dense" if size <= _MOST_DENSE else "diag"
         kind, notes = self._kind(problem, problem.positions[0] if fixed is None else fixed)
         prior = problem.log_posterior.gaussian_prior
         if structure in OF_ROWS and not isinstance(prior, Diagonal | None):
@@ -322,14 +341,8 @@ class Laplace(Approximation):
         search.check_fits(problem.positions)
         return search
 
-    def _structure_for(self, size: int) -> GaussianStructure:
-        """The structure of a Gaussian in so many dimensions."""
-        if self.structure == "auto":
-            return "dense" if size <= _MOST_DENSE else "diag"
-        return self.structure
-
     def _check_same(self, problem: Problem, ranks: Ranks) -> None:
-        """Refuses ranks with other data, another model or other arguments."""
+        """Checks that all ranks have the same data, model and arguments."""
         if not ranks.is_alone:
             about = {
                 "method": type(self).__name__,
@@ -344,20 +357,23 @@ class Laplace(Approximation):
             check_same(ranks, identity_of(problem, about, {}))
 
     def _kind(self, problem: Problem, position: Tensor) -> tuple[CurvatureKind, list[str]]:
-        """(The curvature; the Hessian where the data have no GGN.  What of it is estimated)."""
+        """(The kind of curvature, which is the Hessian if the data have no GGN; notes on what is
+        estimated)."""
         if self.curvature == "hessian":
             return "hessian", []
         log_posterior = problem.log_posterior
         chunk = next(chunks_of(log_posterior, problem.data, 1))
-        where = problem.engine.layout.unflatten(position), chunk.arguments, chunk.indices
+        params, curvature = problem.engine.layout.unflatten(position), self.curvature
         try:
-            return self.curvature, Curvature(log_posterior, self.curvature).notes(*where)
+            notes = Curvature(log_posterior, curvature).notes
+            return curvature, notes(params, chunk.arguments, chunk.indices)
         except ModelError:
-            if self.curvature != "ggn":
+            if curvature != "ggn":
                 raise
             return "hessian", []
 
     def _sites_of(self, problem: Problem) -> tuple[str, ...]:
+        """The latent sites that get a Gaussian."""
         latents = problem.log_posterior.latents
         if self._sites is None:
             return latents
@@ -373,8 +389,18 @@ class Laplace(Approximation):
         candidates: Sequence[Candidate],
         seconds: float,
         ranks: Ranks,
-        is_given: bool,
+        is_passed: bool,
     ) -> None:
+        """Stores the posterior of the Gaussians, and checks its fit.
+
+        Args:
+            problem: the analyzed model.
+            search: that found the Gaussians.
+            candidates: a Gaussian for every start.
+            seconds: that it took.
+            ranks: the processes of the run.
+            is_passed: whether the user passed the mode.
+        """
         gaussians = [candidate.gaussian.temper(self.temperature) for candidate in candidates]
         attrs = {
             "method": type(self).__name__,
@@ -400,15 +426,20 @@ class Laplace(Approximation):
             ranks=ranks if ranks.keeps_all else ALONE,
         )
         square = max(candidate.distance for candidate in candidates)
-        reason = _far_away(square, len(fit.places)) if is_given else None
+        reason = _why_far(square, len(fit.places)) if is_passed else None
         self._last = Finished(GaussianPosterior(fit))
         check_fit(fit, _PASSES * problem.log_posterior.num_data, ranks, reason)
 
 
-def _far_away(square: float, size: int) -> str | None:
-    """What is said of a mode that was passed, if it is far from the density's: the square of its
-    distance in sds, by a step of Newton's method, in so many dimensions."""
-    if square <= _AWAY + _AWAY_EACH * size:
+def _why_far(square: float, size: int) -> str | None:
+    """The warning for a mode that the user passed and that is far from the density's; None if it is
+    near.
+
+    Args:
+        square: of the distance in posterior sds, by a step of Newton's method.
+        size: number of dimensions.
+    """
+    if square <= _FAR_MODE + _FAR_PER_DIMENSION * size:
         return None
     return (
         f"mode: the given mode is {square**0.5:.3g} posterior sds away from that of the density, "
@@ -418,28 +449,20 @@ def _far_away(square: float, size: int) -> str | None:
 
 
 def _factors_of(gaussian: Gaussian, sites: Sequence[str], layout: Layout) -> dict[str, str]:
-    """Which sites have Kronecker factors, and which have independent elements."""
+    """Names of the sites with Kronecker factors and of those with independent elements, for
+    `Fit.attrs`."""
     if not isinstance(gaussian, Kronecker):
         return {}
-    own = layout.places(sites)[gaussian.others.cpu()].tolist()
-    alone = {layout.site_at(place) for place in own}
+    places = layout.places(sites)[gaussian.others.cpu()].tolist()
+    independent = {layout.site_at(place) for place in places}
     return {
-        "factors": ", ".join(name for name in sites if name not in alone),
-        "independent": ", ".join(name for name in sites if name in alone),
+        "factors": ", ".join(name for name in sites if name not in independent),
+        "independent": ", ".join(name for name in sites if name in independent),
     }
 
 
-def _points(problem: Problem) -> Tensor:
-    """Where in a position the points are."""
-    return torch.arange(problem.engine.num_latents, problem.engine.layout.size)
-
-
-def _fixed_center(
-    problem: Problem,
-    mode: Mode,
-    start: int,
-) -> Tensor | None:
-    """Where the Gaussian is to be, [D], if the user says so."""
+def _fixed_center(problem: Problem, mode: Mode, start: int) -> Tensor | None:
+    """The Gaussian's center, [D], if the user passed it."""
     if mode is None:
         return None
     if isinstance(mode, Mapping):
@@ -455,22 +478,22 @@ def _fixed_center(
 
 
 def _candidate_from(start: Tensor, fixed: Tensor | None) -> Callable[[Search], Candidate]:
-    """Looks for a candidate from a start, or takes the one where the user wants it."""
+    """A function that searches for the Gaussian from `start`, or puts it at `fixed`."""
     return lambda search: search.best(start) if fixed is None else search.at(fixed)
 
 
-def _word_for(mode: object) -> str | None:
-    """Where a mode is from, for ranks to compare: rank 0's is taken."""
+def _type_of(mode: object) -> str | None:
+    """Name of the mode's type, for ranks to compare; rank 0's mode is used."""
     return None if mode is None else type(mode).__name__
 
 
 def _tuned_places(problem: Problem, names: Sequence[str]) -> Tensor | None:
-    """Where in a position the tuned params are, if any."""
+    """Places of the tuned params in a position; None if nothing is tuned."""
     names, points = [names] if isinstance(names, str) else names, problem.log_posterior.points
     for name in names:
         if name not in points:
             raise ArgumentError(
-                f"tune: no pyro.param '{name}'; the model has {list(points)}; make what is to be "
-                "tuned one, such as pyro.param('scale', torch.tensor(1.0), constraints.positive)"
+                f"tune: no pyro.param '{name}'; the model has {list(points)}; make it one, such as "
+                "pyro.param('scale', torch.tensor(1.0), constraints.positive)"
             )
     return problem.engine.layout.places(names) if names else None

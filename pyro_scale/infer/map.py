@@ -1,8 +1,8 @@
-"""The mode of the posterior."""
+"""The mode of the posterior density."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from pyro_scale.errors import ApproximationWarning, ArgumentError
 from pyro_scale.fullbatch.density import NEAR, FullDataDensity
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.settings import A_FIT, gaussian_of
-from pyro_scale.infer.stochastic import Optimized
+from pyro_scale.infer.stochastic import Optimized, Options
 from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.gaussians import Fit
@@ -22,35 +22,36 @@ from pyro_scale.run.problem import Problem
 
 
 class MAP(Optimized):
-    """Maximum a posteriori: the mode of the density of the sites' own values, as `AutoDelta` and
-    Stan's optimizer have it, by a stochastic optimizer in unconstrained space.
+    """Maximum a posteriori: the mode of the density of the sites' values (without the Jacobians of
+    transforms, as with `AutoDelta` and Stan's optimizer), found by a stochastic optimizer in
+    unconstrained space.
 
-    `get_samples` gives the mode, one draw a start.
+    `get_samples` returns the mode, one draw a start.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
-        optimizer: one of TorchOpt's functional ones, `torchopt.adam(1e-2)` by default, its lr a
-            number, a schedule of TorchOpt's or ours, or any function of the step's number; or a
-            factory of one of torch.optim's, such as
-            `lambda params: torch.optim.SGD(params, lr=0.1)`, which runs eagerly.  It sees the
-            negative log joint over N: the mean loss over rows, plus the prior's over N.
+        optimizer: one of TorchOpt's functional ones, `torchopt.adam(1e-2)` by default; its lr may
+            be a number, a schedule of TorchOpt's or ours, or any function of the step's number.  Or
+            a factory of one of torch.optim's, such as
+            `lambda params: torch.optim.SGD(params, lr=0.1)`, which runs eagerly.  The optimizer
+            minimizes the negative log joint over N: the mean loss over rows, plus the prior's
+            over N.
         structure: `"dense"` ends with L-BFGS and steps of Newton's method on all rows, which find
             the mode to rounding; `"diag"` does not.
-        init_strategy: where it starts: one of Pyro's, a dict of constrained tensors
-            `[num_chains, ...]`, or another fit.
-        num_data: N, which overrides what the data say.
-        compile: as for samplers.
-        early_stopping: whether to stop when every start's log joint is known to rise no more from
-            the third quarter of the steps until now to the last (see `converged`); not with an lr
+        early_stopping: whether to stop once no start's log joint rises significantly from the third
+            quarter of the steps so far to the last (see `converged`).  Do not combine it with an lr
             that is to fall first.
         precondition: a fit (`Laplace`, `VI`) in whose coordinates the optimizer moves: params =
-            mean + S z, with S S' = N times the fit's covariance.  Where the fit is that of the
-            mode, the loss has a curvature of 1 there in every direction, and
-            `torchopt.sgd(1.0)` on all rows is Newton's method.  With Kronecker factors it is
-            K-FAC's step (Martens and Grosse 2015), with factors that stay as they are.
+            mean + S z, with S S' = N times the fit's covariance.  If the fit is the Laplace
+            approximation at the mode, the loss has curvature 1 there in every direction, and
+            `torchopt.sgd(1.0)` on all rows is Newton's method.  With Kronecker factors, a step is
+            K-FAC's (Martens and Grosse 2015) with constant factors.
+        options: `init_strategy`, where it starts: one of Pyro's, a dict of constrained tensors
+            `[num_chains, ...]`, or another fit; `num_data`, N, which overrides what the data say;
+            `compile`, as for samplers.
 
     Raises:
-        ArgumentError: an argument that is unknown or out of range, such as a fit of some sites.
+        ArgumentError: an argument is unknown or out of range, such as a fit of only some sites.
 
     Examples:
         >>> import torch, pyro, pyro.distributions as dist
@@ -71,24 +72,17 @@ class MAP(Optimized):
         *,
         optimizer: Any = None,
         structure: Structure = "diag",
-        init_strategy: Any = None,
-        num_data: int | None = None,
-        compile: bool | Literal["auto"] = "auto",
         early_stopping: bool = False,
         precondition: Approximation | None = None,
+        **options: Unpack[Options],
     ):
         if precondition is not None:
             self._preconditioner = gaussian_of(precondition)
             if self._preconditioner is None:
                 raise ArgumentError(f"precondition={precondition!r}: pass None, or {A_FIT}")
+        kernel = kernels.MAP(optimizer=as_optimizer(optimizer))
         super().__init__(
-            model,
-            kernels.MAP(optimizer=as_optimizer(optimizer)),
-            structure=structure,
-            init_strategy=init_strategy,
-            num_data=num_data,
-            compile=compile,
-            early_stopping=early_stopping,
+            model, kernel, structure=structure, early_stopping=early_stopping, **options
         )
         self._ends_exactly = structure == "dense"
 
@@ -100,7 +94,7 @@ class MAP(Optimized):
             layout, device = problem.engine.layout, problem.positions.device
             check_fits(layout.size, layout.dtype, device, 6, "Newton's method")
 
-    def _finish(self, fit: Fit, problem: Problem, taken: int) -> Fit:
+    def _finish(self, fit: Fit, problem: Problem, num_gradients: int) -> Fit:
         if self.structure == "diag":
             return fit
         density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)

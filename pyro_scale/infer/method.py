@@ -23,8 +23,12 @@ from typing import (
 
 from torch import Tensor
 
+from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
+from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
+from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError, NotRunError
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
@@ -32,8 +36,9 @@ from pyro_scale.model.networks import check_model
 from pyro_scale.results.call_checks import ATTRIBUTES, check_calls
 from pyro_scale.results.files import check_contents, posterior_of, read
 from pyro_scale.results.posterior import Posterior
-from pyro_scale.run.problem import Problem, prepare
+from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.run.run import RunPlan
+from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.run.understood import Understood
 from pyro_scale.storage import files
 
@@ -42,7 +47,7 @@ T = TypeVar("T")
 
 
 def asks(question: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """The same question, asked of the posterior of a method's last run."""
+    """A method of inference classes that calls the posterior's method of the same name."""
 
     @functools.wraps(question)
     def answer(method: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -53,11 +58,11 @@ def asks(question: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any
 
 @dataclass(frozen=True)
 class NotRun:
-    """A method without a posterior.
+    """The state of a method that has no posterior.
 
     Attributes:
         name: of the method.
-        reason: why there is none.
+        reason: why there is no posterior, after the method's name.
     """
 
     name: str
@@ -65,7 +70,7 @@ class NotRun:
 
     @property
     def posterior(self) -> Never:
-        """Refuses.
+        """Raises an error that says why there is none.
 
         Raises:
             NotRunError: always.
@@ -74,11 +79,11 @@ class NotRun:
 
 
 class Finished(NamedTuple):
-    """What a run leaves.
+    """The state of a method after a run.
 
     Attributes:
-        posterior: as a value.
-        plan: how the run was run, where the method can take its steps again.
+        posterior: the run's result.
+        plan: of the run, if the method can take its steps again.
     """
 
     posterior: Posterior
@@ -89,7 +94,8 @@ class Chain(Protocol):
     """A chain that is moved step by step, as `begin` returns it."""
 
     def step(self, *args: Any, **kwargs: Any) -> float:
-        """Takes one step on a batch, given as the model's own arguments."""
+        """Takes one step on a batch, given as the model's own arguments; returns the estimate of
+        the objective before it."""
         ...
 
     @property
@@ -100,7 +106,7 @@ class Chain(Protocol):
 
 @runtime_checkable
 class Starts(Protocol):
-    """What chains can start from."""
+    """A fit or run that chains can start from."""
 
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
         """Constrained values of latent sites, `[num_chains, ...]`."""
@@ -113,20 +119,20 @@ class Method:
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         init_strategy: where chains start: one of Pyro's (`init_to_median`, ...), a dict of
-            constrained tensors `[num_chains, ...]`, or a fit, from which they are drawn.
+            constrained tensors `[num_chains, ...]`, or a fit, from which starts are drawn.
         num_data: N, which overrides what the data say.
 
     Raises:
-        ArgumentError: a model that is not callable, an unknown init strategy, an N below 1.
+        ArgumentError: the model is not callable, the init strategy is unknown, or N is below 1.
     """
 
-    #: Arguments that others have and this method has not -> what there is here.
+    #: Arguments that other libraries or methods have -> what to use instead.
     elsewhere: ClassVar[Mapping[str, str]] = {}
-    #: What the last run understood of the model, for the next one.
+    #: Part of the model's analysis that the next run can reuse.
     _understood: Understood | None = None
     #: Why there is no posterior before the first run.
     _not_run: ClassVar[str] = "has no draws yet: call run(data, ...) first"
-    #: What the last call left: nothing, a run or a chain.
+    #: The state after the last call: no posterior, a finished run, or a chain.
     _last: NotRun | Finished | Chain
 
     def __init__(self, model: Any, *, init_strategy: Any = None, num_data: int | None = None):
@@ -153,24 +159,26 @@ class Method:
         super().__init_subclass__()
         for name in ("__init__", "run", "update"):
             if inspect.isfunction(vars(cls).get(name)):
-                own, base = vars(cls)[name], getattr(super(cls, cls), name, None)
-                setattr(cls, name, check_calls(own, base))
+                base = getattr(super(cls, cls), name, None)
+                setattr(cls, name, check_calls(vars(cls)[name], base))
 
     def __getattr__(self, name: str) -> Any:
-        """Says what to call instead of what other libraries look for."""
-        own = type(self).__name__
-        missing = f"'{own}' object has no attribute '{name}'"
-        raise AttributeError(ATTRIBUTES.get(name, missing).format(name=own))
+        """Raises an error that says what to call instead of attributes of other libraries."""
+        method = type(self).__name__
+        missing = f"'{method}' object has no attribute '{name}'"
+        raise AttributeError(ATTRIBUTES.get(name, missing).format(name=method))
 
     def __repr__(self) -> str:
-        own, posterior = type(self).__name__, None
+        posterior = None
         with contextlib.suppress(NotRunError):
             posterior = self.posterior
         settings = self._settings_in_words({} if posterior is None else posterior.attrs)
-        return f"<{own}({settings}), {'not run' if posterior is None else posterior.size}>"
+        size = "not run" if posterior is None else posterior.size
+        return f"<{type(self).__name__}({settings}), {size}>"
 
     def _settings_in_words(self, facts: Mapping[str, Any]) -> str:
-        """Numbers and words among the hyperparameters, as asked for, or as the run chose them."""
+        """Hyperparameters that are numbers or words, as "name=value, ...": the run's values if
+        `facts` has them, else those that were passed."""
         values = self.kernel.hyperparameters() if hasattr(self, "kernel") else {}
         if hasattr(self, "structure"):
             values = {"structure": self.structure, **values}
@@ -188,7 +196,7 @@ class Method:
 
     @property
     def posterior(self) -> Posterior:
-        """What the last run, or the last step, left: a value, which later runs do not change.
+        """The result of the last run or step: a value that later runs do not change.
 
         Raises:
             NotRunError: nothing has been run, or the run ended without draws.
@@ -209,21 +217,19 @@ class Method:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """`pyro.param` sites and unfrozen weights, as the last step left them."""
+        """Values of `pyro.param` sites and unfrozen weights after the last step."""
         return self.posterior.params
 
     @classmethod
     def load(cls, path: files.FilePath, model: Any) -> Self:
-        """A method that holds the posterior that `save` wrote, bit for bit; only `run` and `step`
-        are refused.
+        """A method with the posterior that `save` wrote, bit for bit.  It cannot be run or stepped.
 
-        What reads the run's data (`log_likelihood`, most groups of `to_arviz`) needs `data=`.
+        Methods that read the run's data (`log_likelihood`, most groups of `to_arviz`) need `data=`.
 
         Args:
             path: the file.
-            model: what was run, as for the constructor.  It is run on the file's batch, and
-                must have the sites that it had, and at two points their log prior and log
-                likelihood.
+            model: the model of the run, as for the constructor.  It is run on the file's batch, and
+                must have the same sites, and at two points the same log prior and log likelihood.
 
         Raises:
             ArgumentError: `path` is no path, or `model` is not callable.
@@ -240,45 +246,156 @@ class Method:
             )
         namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
         loaded: Any = object.__new__(type(name, (Loaded, kind), namespace))
-        Method.__init__(loaded, model)  # a method's own makes what only a run needs
+        Method.__init__(loaded, model)  # the kind's own __init__ makes what only a run needs
         loaded._last = Finished(posterior_of(path, contents, model))
         return cast(Self, loaded)
 
     # ------------------------------------------------------------------ inside
 
     def _forget(self) -> None:
-        """Drops what earlier runs and steps left, at the start of a run."""
+        """Drops the results of earlier runs and steps, at the start of a run."""
         self._last = NotRun(type(self).__name__, self._not_run)
 
-    def _understand(
+    def _open(self, data: Any, batch_size: int | None) -> Data:
+        """What a user passed as data, on the model's device."""
+        return open_data(data, batch_size, self._num_data, module_device(self.model))
+
+    def _target(self, log_posterior: LogPosterior) -> LogPosterior:
+        """The density that the method works on; by default the posterior in unconstrained space."""
+        return log_posterior
+
+    def _analyze(
         self,
-        log_posterior: LogPosterior,
         data: Data,
+        num_data: int | None,
         kernel: Hyperparameters,
-        starts: Any,
         num_chains: int,
         seed: int,
         must_be_usable: bool = True,
     ) -> Problem:
-        """The model on the data, after the preflight or with what the last run knows of it;
-        arguments as for `prepare`."""
-        how = kernel, starts, num_chains, seed, must_be_usable
-        problem = prepare(log_posterior, data, *how, earlier=self._understood)
+        """The analyzed model on the data, with chains at their starts.  If possible, the analysis
+        of the last run is reused.
+
+        Args:
+            data: of the run.
+            num_data: N; None if the model says it.
+            kernel: moves the chains; `Hyperparameters()` if nothing is moved step by step.
+            num_chains: number of chains.
+            seed: of the run.
+            must_be_usable: as for `prepare`.
+        """
+        log_posterior = self._target(as_log_posterior(self.model, num_data))
+        starts, earlier = self._starts(num_chains, seed), self._understood
+        problem = prepare(
+            log_posterior, data, kernel, starts, num_chains, seed, must_be_usable, earlier
+        )
         self._understood = problem.understood or Understood.of(problem.log_posterior, data)
         return problem
 
     def _starts(self, num_chains: int, seed: int) -> Any:
-        """The init strategy, a fit's draws among them."""
+        """The init strategy; if it is a fit, starts drawn from it."""
         if isinstance(self._init_strategy, Starts):
             return self._init_strategy.starts(num_chains, seed)
         return self._init_strategy
 
 
+class Stepwise(Method):
+    """A method whose chain can be moved step by step."""
+
+    def begin(self, *args: Any, **kwargs: Any) -> Chain:
+        """A chain at its start, for your own loops: `chain.step(*batch)` moves it, and
+        `chain.posterior` is the state after the latest step.
+
+        `num_data` is needed, unless the model's plate says it.  The seed is drawn from torch's
+        generator.
+
+        Args:
+            *args: a batch, as the model's own arguments, on which the model is analyzed.
+            **kwargs: likewise.
+
+        Raises:
+            ArgumentError: an option needs all data.
+            ModelError, SiteError, PlateError: the model cannot be run.
+        """
+        raise NotImplementedError
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Takes one step on a batch, given as the model's own arguments.  The first call makes a
+        chain as `begin` does.
+
+        Returns:
+            Estimate of the objective from the batch, in nats, before the step: for samplers and
+            `MAP` the log joint (for `SVGD` its mean over particles), for `VI` and `IVON` the ELBO,
+            for `EKF` the batch's log likelihood.
+
+        Raises:
+            ArgumentError: an option needs all data.
+            NonFiniteError: the state became NaN or infinite.
+        """
+        last = self._last
+        chain = self.begin(*args, **kwargs) if isinstance(last, NotRun | Finished) else last
+        value = chain.step(*args, **kwargs)
+        self._last = chain
+        return value
+
+    def _open_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Data:
+        """A batch, given as the model's own arguments, as data."""
+        return batch_as_data(self.model, self._num_data, args, kwargs)
+
+
+class SteppedChain:
+    """A chain, or particles, that a kernel moves step by step.
+
+    Args:
+        problem: the analyzed model with the chain's start.
+        kernel: moves the chain, with its schedules.
+        check: (problem, draws, values, batch) -> None; raises an error if the step broke the chain.
+        posterior_of: (problem, draws, values, first batch) -> the posterior of one step's draws.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        kernel: Hyperparameters,
+        check: Callable[[Problem, Draws, Mapping[str, Tensor], Arguments], None],
+        posterior_of: Callable[[Problem, Draws, Mapping[str, Tensor], Arguments], Posterior],
+    ):
+        self._stepping = Stepping(problem, kernel)
+        self._check, self._posterior_of = check, posterior_of
+        self._last: tuple[Draws, Mapping[str, Tensor]] | None = None
+        self._posterior: Posterior | None = None
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Takes one step on a batch, given as the model's own arguments; returns the log joint
+        before it, in nats."""
+        problem = self._stepping.problem
+        with without_vmap_warnings():
+            draws, values = self._stepping.step(args, kwargs)
+        if draws.failures:
+            self._check(problem, draws, values, problem.log_posterior.bind(args, kwargs))
+        self._last, self._posterior = (draws, values), None
+        return float(draws.log_joint.mean())
+
+    @property
+    def posterior(self) -> Posterior:
+        """The state after the latest step.
+
+        Raises:
+            NotRunError: no step has been taken.
+        """
+        if self._last is None:
+            raise NotRunError("the chain has taken no step yet: call step(*batch) first")
+        if self._posterior is None:
+            problem = self._stepping.problem
+            self._posterior = self._posterior_of(problem, *self._last, problem.data.first())
+        return self._posterior
+
+
 class Loaded:
-    """What comes before a method's own class in an object that `load` gives."""
+    """Base, besides the method's class, of objects that `load` returns."""
 
     def run(self, *args: Any, **kwargs: Any) -> Never:
-        """Refuses: the file has no hyperparameters to run with.
+        """Raises an error: the file has no hyperparameters to run with.
 
         Raises:
             NotRunError: always.
@@ -294,9 +411,9 @@ class Loaded:
 
 
 def _family(kind: type) -> Iterator[type]:
-    """A class and all below it."""
+    """The class and all its subclasses, without those of loaded objects."""
     yield kind
-    below: type
-    for below in kind.__subclasses__():
-        if not issubclass(below, Loaded):
-            yield from _family(below)
+    subclass: type
+    for subclass in kind.__subclasses__():
+        if not issubclass(subclass, Loaded):
+            yield from _family(subclass)

@@ -14,14 +14,14 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
-from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.resolution import resolution
+from pyro_scale.engine.choose_executor import check_compile
+from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarning
-from pyro_scale.exact.chains import sample
+from pyro_scale.exact.chains import Draws, chain_seed, sample
 from pyro_scale.exact.log_density import EarlierFunction, LogDensity, log_density
-from pyro_scale.exact.nutpie_api import Settings, version
-from pyro_scale.exact.pointer_check import takes_pointers
+from pyro_scale.exact.nutpie_api import Settings, takes_pointers, version
 from pyro_scale.infer.method import Finished, Method, asks
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.examine import examine
@@ -30,9 +30,10 @@ from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.blame import WITHIN
-from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
+from pyro_scale.run.problem import Problem, as_log_posterior, prepare
 
 Mass = Literal["diag", "low_rank"]
+#: Dimensions up to which mass="low_rank" is allowed.
 _MOST_LOW_RANK = 10_000
 
 
@@ -41,20 +42,20 @@ class NUTS(Method):
 
     Use this where all rows fit into memory and a gradient of all of them is cheap: its draws are
     exact up to Monte Carlo error, and it tunes itself.  Where a step through all rows is too slow,
-    use BAOA on minibatches.  The model is evaluated in float64: the data are converted, and a copy
-    of its modules.  Draws have the model's dtype; those of a latent whose posterior sd is near the
-    steps of that dtype are float64.
+    use BAOA on minibatches.  The model is evaluated in float64: the data and a copy of its modules
+    are converted.  Draws have the model's dtype, except for latents whose posterior sd is near the
+    spacing of that dtype's numbers: those are float64.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         num_data: N; not needed, as all rows are there.
         init_strategy: one of Pyro's, a dict of constrained values `[num_chains, ...]`, or a fit.
-        max_depth: of trajectories, which have at most 2^max_depth leapfrog steps.
-        target_accept: the acceptance rate that the step size is adapted to; larger values take
-            smaller steps, which helps against divergences.
+        max_depth: trajectories have at most 2^max_depth leapfrog steps.
+        target_accept: acceptance rate that the step size is adapted to; larger values take smaller
+            steps, which helps against divergences.
         mass: `"diag"`, or `"low_rank"` for strongly correlated posteriors.
         temperature: 1 is the posterior; T samples exp(log joint / T).
-        compile: `"auto"` and True compile the log density where that can be; False does not.
+        compile: `"auto"` and True compile the log density if possible; False does not.
 
     Raises:
         ArgumentError: an argument out of its range.
@@ -110,8 +111,7 @@ class NUTS(Method):
             raise ArgumentError(f"mass={mass!r}: pass one of {list(get_args(Mass))}")
         if not (isinstance(temperature, int | float) and 0 < temperature < float("inf")):
             raise ArgumentError(f"temperature={temperature!r}: pass a number > 0")
-        if compile not in (True, False, "auto"):
-            raise ArgumentError(f"compile={compile!r}: pass True, False or 'auto'")
+        check_compile(compile)
         self.target_accept, self.mass, self.temperature = target_accept, mass, float(temperature)
         self._compile, self._earlier = compile, EarlierFunction()
 
@@ -135,7 +135,7 @@ class NUTS(Method):
                 own arguments; all N rows.
             num_samples: draws to keep, per chain.
             warmup_steps: draws that adapt, and are not kept.
-            num_chains: chains, which run on as many cores as there are.
+            num_chains: number of chains; they run on as many cores as there are.
             batch_size: None or N: NUTS takes no minibatches.
             seed: the same seed gives the same draws.
             progress: whether to show a progress bar.
@@ -151,8 +151,8 @@ class NUTS(Method):
             ConvergenceWarning: trajectories diverged after warm-up.
             CompileWarning: the log density cannot be compiled, and why.
             PyroScaleWarning: the run was interrupted.  Chains that have finished are kept whole;
-                `get_samples()` has the draws of the others too.  If none has, chains are cut to the
-                shortest with draws after warm-up.
+                `get_samples()` has the draws of the others too.  If none has finished, chains are
+                cut to the shortest with draws after warm-up.
         """
         settings = Settings(
             as_count("num_samples", num_samples),
@@ -161,38 +161,71 @@ class NUTS(Method):
             self.target_accept,
             self.mass == "low_rank",
         )
-        by_pointer = takes_pointers()
+        takes_pointers()  # raises if nutpie is missing
         seed, begun = choose_seed(seed), time.perf_counter()
         problem = self._problem(data, as_count("num_chains", num_chains), batch_size, seed)
         self._forget()
         size = problem.engine.num_latents
-        if self.mass == "low_rank" and size > _MOST_LOW_RANK:
+        if settings.low_rank and size > _MOST_LOW_RANK:
             raise ArgumentError(f"mass='low_rank': the model has {size:,} dimensions; pass 'diag'")
-        start = problem.engine.layout.unflatten(problem.positions[0])
         density = log_density(
             problem.log_posterior,
             problem.data.first(),
-            start,
+            problem.engine.layout.unflatten(problem.positions[0]),
             self.temperature,
             bool(self._compile),
             self._earlier,
         )
-        program = density.program
-        if density.native is not None and not by_pointer:
-            program += f", called from Python (nutpie {version()} is not known to take pointers)"
+        program = _program_of(density)
         title = f"NUTS, {num_chains} chain{'s' * (num_chains > 1)}, {program}"
         compiled, starts = time.perf_counter(), problem.positions[:, :size]
-        draws = sample(density, by_pointer, starts, settings, seed, title, progress)
-        finished = time.perf_counter()
-        points = problem.positions[0, size:].double()
+        seeds = [chain_seed(seed, number) for number in range(num_chains)]
+        with Progress(num_chains * settings.length, title, progress) as bar:
+            draws = sample([density] * num_chains, starts, settings, seeds, bar)
+        times = {
+            "sampling_time": time.perf_counter() - compiled,
+            "compile_time": compiled - begun,
+            "program": program,
+        }
+        result = self._result(problem, draws, settings, times)
+        if draws.is_broken:
+            result.attrs["diverged_where"] = _what_broke(problem, density)
+        self._last = Finished(Posterior(_with_enough_digits(result, problem)))
+        self._warn(self.posterior.draws, draws.interrupted)
+        return self
+
+    report = asks(Posterior.report)
+    starts = asks(Posterior.starts)
+
+    def _problem(self, data: Any, num_chains: int, batch_size: int | None, seed: int) -> Problem:
+        """The analyzed model on all rows, with chains at their starts."""
+        opened = self._open(data, None)
+        if opened.batch_size is not None or not isinstance(opened, TensorData):  # a loader
+            arguments = rows.concatenate(list(opened.in_order()))
+            opened = TensorData(arguments, rows.count(arguments))
+        if batch_size is not None and batch_size != opened.num_data:
+            raise ArgumentError(
+                f"batch_size={batch_size!r}: NUTS takes all rows at every step; leave it out, or "
+                "use BAOA, which takes minibatches"
+            )
+        log_posterior = as_log_posterior(self.model, opened.num_data)
+        starts = self._starts(num_chains, seed)
+        return prepare(log_posterior, opened, Hyperparameters(), starts, num_chains, seed)
+
+    def _result(
+        self, problem: Problem, draws: Draws, settings: Settings, times: Mapping[str, Any]
+    ) -> PosteriorDraws:
+        """The draws with the model's points, and with the settings in `attrs`."""
+        num_chains, layout = len(problem.positions), problem.engine.layout
+        points = problem.positions[0, problem.engine.num_latents :].double()
 
         def with_points(latents: Tensor) -> Tensor:
             return torch.cat([latents.to(points), points.expand(*latents.shape[:-1], -1)], -1)
 
-        result = PosteriorDraws(
+        return PosteriorDraws(
             log_posterior=problem.log_posterior,
             data=problem.data,
-            layout=problem.engine.layout,
+            layout=layout,
             positions=with_points(draws.positions),
             sample_stats=draws.sample_stats,
             chains=None if len(draws.numbers) == num_chains else draws.numbers,
@@ -204,38 +237,14 @@ class NUTS(Method):
                 "mass": self.mass,
                 "temperature": self.temperature,
                 "num_samples": settings.num_samples,
-                **facts_of(problem.log_posterior, seed),
-                "sampling_time": finished - compiled,
-                "compile_time": compiled - begun,
-                "program": program,
+                **facts_of(problem.log_posterior, problem.seed),
+                **times,
             },
         )
-        if draws.is_broken:
-            result.attrs["diverged_where"] = _what_broke(problem, density)
-        self._last = Finished(Posterior(_with_enough_digits(result, problem)))
-        self._warn(self.posterior.draws, draws.interrupted)
-        return self
-
-    report = asks(Posterior.report)
-    starts = asks(Posterior.starts)
-
-    def _problem(self, data: Any, num_chains: int, batch_size: int | None, seed: int) -> Problem:
-        """The model on all rows, with chains at their starts."""
-        opened = open_data(data, None, self._num_data, module_device(self.model))
-        if opened.batch_size is not None or not isinstance(opened, TensorData):  # a loader
-            everything = rows.concatenate(list(opened.in_order()))
-            opened = TensorData(everything, rows.count(everything))
-        if batch_size is not None and batch_size != opened.num_data:
-            raise ArgumentError(
-                f"batch_size={batch_size!r}: NUTS takes all rows at every step; leave it out, or "
-                "use BAOA, which takes minibatches"
-            )
-        log_posterior = as_log_posterior(self.model, opened.num_data)
-        starts = self._starts(num_chains, seed)
-        return prepare(log_posterior, opened, Hyperparameters(), starts, num_chains, seed)
 
     @staticmethod
     def _warn(result: PosteriorDraws, interrupted: bool) -> None:
+        """Warns if the run was interrupted or trajectories diverged."""
         if interrupted:
             chains, draws = result.positions.shape[:2]
             others = 0 if result.unfinished is None else len(result.unfinished)
@@ -259,9 +268,18 @@ class NUTS(Method):
             )
 
 
+def _program_of(density: LogDensity) -> str:
+    """How nutpie evaluates the density, in words."""
+    if density.native is None or takes_pointers():
+        return density.program
+    return (
+        f"{density.program}, called from Python (nutpie {version()} is not known to take pointers)"
+    )
+
+
 def _with_enough_digits(result: PosteriorDraws, problem: Problem) -> PosteriorDraws:
-    """The result with latents in float64 whose draws, or whose deterministic sites, their own dtype
-    would round; as it is, if the model does not take such values."""
+    """The result with those latents in float64 whose draws, or whose deterministic sites, would be
+    visibly rounded in the model's dtype; unchanged if the model does not take such values."""
     layout, rounded = result.layout, {finding.site for finding in resolution(result)}
     latents = set(result.log_posterior.latents)
     for names in (rounded & latents, latents) if rounded else ():
@@ -278,9 +296,10 @@ def _with_enough_digits(result: PosteriorDraws, problem: Problem) -> PosteriorDr
 
 
 def _what_broke(problem: Problem, density: LogDensity) -> str:
-    """What is not finite where a trajectory diverged, and at which site, behind a comma."""
+    """A clause for the warning of divergences: at which site the log density or its gradient was
+    not finite."""
     layout, position = density.layout, density.function.not_finite_at
-    points = {name: each.unconstrained for name, each in problem.log_posterior.points.items()}
+    points = {name: p.unconstrained for name, p in problem.log_posterior.points.items()}
     params = layout.unflatten(position.to(layout.dtype)) | points
     site, finding = examine(problem.log_posterior, params, problem.data.first())
     if site is not None:

@@ -1,4 +1,4 @@
-"""One function for those who do not want to choose a method."""
+"""One function that chooses the method."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
-from pyro_scale.data.sources import TensorData
+from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
@@ -20,15 +20,16 @@ from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import as_log_posterior, module_device, prepare
 from pyro_scale.tuning.training import is_network
 
-#: Numbers of the data that a gradient goes through in a second, and seconds of one without data:
-#: of one core, fixed, so that a choice depends on the problem and not on the machine.
-_RATE, _LEAST = 4e8, 2e-5
-#: Gradients of a draw of NUTS, and its draws of warm-up; steps of a draw of BAOA, and of warm-up;
-#: steps of a draw of GHMC.
-_LEAPFROGS, _WARMUP, _THINNING, _STEPS, _ADJUSTED = 16, 1000, 5, 5000, 10
-#: Rows of two gradients of a minibatch, and rows from which on there are minibatches.
+#: Numbers of the data that a gradient reads in a second, and seconds of a gradient without data.
+#: These are of one core of a fixed machine, so that the choice depends on the problem alone.
+_NUMBERS_PER_SECOND, _SECONDS = 4e8, 2e-5
+#: NUTS: gradients per draw, and warm-up draws.
+_LEAPFROGS, _WARMUP = 16, 1000
+#: BAOA and GHMC: steps per draw; warm-up steps of both.
+_BAOA_STEPS, _GHMC_STEPS, _WARMUP_STEPS = 5, 10, 5000
+#: Rows of the two gradients of a minibatch, and rows above which there are minibatches.
 _BATCH, _MANY_ROWS = 2 * 1024, 20_000
-#: Seconds that compilation may take on top.
+#: Seconds that compilation may take in addition.
 _COMPILATION = 20.0
 
 
@@ -47,29 +48,28 @@ def sample(
     """Draws from the posterior, by the method that fits the model, the data and the time.
 
     A network with a hidden layer, or with more than 500 weights, is trained and sampled as an
-    ensemble.  Anything else is sampled exactly, by NUTS on all rows, where that takes no longer
-    than `seconds` by the numbers that its gradients go through; else by BAOA, with minibatches of
-    many rows, which ends after `seconds`.  Where nutpie is not installed GHMC takes the place of
-    NUTS, for data that are tensors and models without `pyro.param`.  The estimates are of a fixed
-    reference machine and good to an order of magnitude: the same problem gets the same method
+    ensemble.  Any other model is sampled exactly, by NUTS on all rows, if that is estimated to take
+    at most `seconds`; else by BAOA, with minibatches of many rows, which ends after `seconds`.  If
+    nutpie is not installed, GHMC replaces NUTS for data that are tensors and models without
+    `pyro.param`.  The estimates count the numbers that gradients read, on a fixed reference
+    machine, and are good to an order of magnitude.  So the same problem gets the same method
     everywhere.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         data: a `DataLoader`, or the model's own arguments.
-        seconds: that sampling may take, about; compilation, some ten seconds, comes on top.
+        seconds: that sampling may take, approximately.  Compilation takes some ten seconds more.
         num_samples: draws to keep, per chain.
-        num_chains: how many chains.
-        seed: the same seed gives the same draws, unless the time is over.
+        num_chains: number of chains.
+        seed: the same seed gives the same draws, unless time runs out.
         progress: whether to show a progress bar.
 
     Returns:
-        `NUTS`, `GHMC` or `BAOA`, after its run.  `get_samples()`, `summary()` and `to_arviz()` read
-        it; its `attrs["sample"]` in `diagnostics()` says which method it is, why, and what the
-        other one would have cost.
+        `NUTS`, `GHMC` or `BAOA`, after its run.  `posterior.attrs["sample"]` says which method it
+        is, why, and the estimated times of the methods.
 
     Raises:
-        ArgumentError: `seconds` is no number above 0; and what the methods raise.
+        ArgumentError: `seconds` is not a number above 0; and what the methods raise.
 
     Examples:
         >>> import pyro, pyro.distributions as dist, torch, pyro_scale as ps
@@ -81,8 +81,7 @@ def sample(
         >>> type(run).__name__, round(float(run.get_samples()["mu"].mean()), 1)
         ('NUTS', 0.5)
     """
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not seconds > 0:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise ArgumentError(f"seconds={seconds!r}: pass a number above 0")
     num_samples = as_count("num_samples", num_samples)
     num_chains, seed = as_count("num_chains", num_chains), choose_seed(seed)
@@ -90,20 +89,19 @@ def sample(
     log_posterior = as_log_posterior(model, opened.num_data)
     problem = prepare(log_posterior, opened, Hyperparameters(), None, 1, seed)
     num_data = problem.log_posterior.num_data
-    held = opened.arguments if isinstance(opened, TensorData) else opened.first()
-    leaves = [leaf for leaf in rows.leaves(held) if rows.is_rows(leaf)]
-    numbers = sum(leaf.numel() / max(1, len(leaf)) for leaf in leaves) + 1  # a row
+    numbers_per_row = _numbers_per_row(opened)
 
-    def gradient(num_rows: int) -> float:
-        return _LEAST + numbers * num_rows / _RATE
+    def seconds_per_gradient(num_rows: int) -> float:
+        return _SECONDS + numbers_per_row * num_rows / _NUMBERS_PER_SECOND
 
-    exact = num_chains * (_WARMUP + num_samples) * _LEAPFROGS * gradient(num_data)
-    a_step = gradient(_BATCH if num_data > _MANY_ROWS else num_data)
-    approximate = num_chains * (_STEPS + _THINNING * num_samples) * a_step
-    costs = f"NUTS about {exact:.2g} s, BAOA about {approximate:.2g} s"
-    adjusted = num_chains * (_STEPS + _ADJUSTED * num_samples) * gradient(num_data)
+    per_pass = seconds_per_gradient(num_data)
+    per_step = seconds_per_gradient(_BATCH if num_data > _MANY_ROWS else num_data)
+    nuts = num_chains * (_WARMUP + num_samples) * _LEAPFROGS * per_pass
+    baoa = num_chains * (_WARMUP_STEPS + _BAOA_STEPS * num_samples) * per_step
+    ghmc = num_chains * (_WARMUP_STEPS + _GHMC_STEPS * num_samples) * per_pass
+    costs = f"NUTS about {nuts:.2g} s, BAOA about {baoa:.2g} s"
     can_adjust = problem.data.batch_size is None and not problem.engine.has_points
-    how: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "num_samples": num_samples,
         "num_chains": num_chains,
         "seed": seed,
@@ -112,22 +110,29 @@ def sample(
     if is_network(problem):
         why = f"BAOA from trained starts, as the model is a network ({costs})"
     elif importlib.util.find_spec("nutpie") is None:
-        costs = f"GHMC about {adjusted:.2g} s, BAOA about {approximate:.2g} s"
-        if can_adjust and adjusted <= seconds:
+        costs = f"GHMC about {ghmc:.2g} s, BAOA about {baoa:.2g} s"
+        if can_adjust and ghmc <= seconds:
             why = f"GHMC, which is exact, as NUTS needs pyro-scale[nuts] ({costs})"
-            exactly = GHMC(model).run(data, max_seconds=seconds + _COMPILATION, **how)
-            return _explained(exactly, why)
+            sampler = GHMC(model).run(data, max_seconds=seconds + _COMPILATION, **arguments)
+            return _with_reason(sampler, why)
         why = f"BAOA, as NUTS needs pyro-scale[nuts] ({costs})"
-    elif exact > seconds:
+    elif nuts > seconds:
         why = f"BAOA, as NUTS would take longer than seconds={seconds:g} ({costs})"
     else:
         why = f"NUTS, which is exact, as there is time for it ({costs})"
-        return _explained(NUTS(model).run(data, **how), why)
-    sampler = BAOA(model).run(data, max_seconds=seconds + _COMPILATION, **how)
-    return _explained(sampler, why)
+        return _with_reason(NUTS(model).run(data, **arguments), why)
+    run = BAOA(model).run(data, max_seconds=seconds + _COMPILATION, **arguments)
+    return _with_reason(run, why)
 
 
-def _explained(method: Method, why: str) -> Method:
-    """The method, whose facts say why it was chosen."""
+def _numbers_per_row(data: Data) -> float:
+    """How many numbers a gradient reads for a row of the data."""
+    batch = data.arguments if isinstance(data, TensorData) else data.first()
+    leaves = [leaf for leaf in rows.leaves(batch) if rows.is_rows(leaf)]
+    return sum(leaf.numel() / max(1, len(leaf)) for leaf in leaves) + 1
+
+
+def _with_reason(method: Method, why: str) -> Method:
+    """The method, whose posterior's `attrs` say why it was chosen."""
     method.posterior.attrs["sample"] = why
     return method

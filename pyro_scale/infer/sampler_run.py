@@ -1,34 +1,48 @@
-"""The stages of a sampler's run."""
+"""The stages of a sampler's run, from its checked arguments to its posterior."""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pyro_scale.diagnostics.divergence import all_stopped
+from torch import Tensor
+
+from pyro_scale.core.rows import Arguments
+from pyro_scale.core.warn import warn
+from pyro_scale.diagnostics import crash_dump
+from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
+from pyro_scale.diagnostics.post_run import as_measured_by_first, measure
+from pyro_scale.diagnostics.run_report import Report
+from pyro_scale.diagnostics.verdict import report
 from pyro_scale.distributed.ranks import Ranks
-from pyro_scale.errors import NonFiniteError
-from pyro_scale.infer.method import Finished, NotRun
-from pyro_scale.infer.sampler_outcome import (
-    broken_chains,
-    draws_of_run,
-    end_early,
-    measured,
-    shared,
-    warn_of_run,
+from pyro_scale.engine.draws import Draws
+from pyro_scale.errors import (
+    BiasWarning,
+    FileError,
+    NonFiniteError,
+    PyroScaleWarning,
+    VerdictWarning,
 )
+from pyro_scale.infer.method import Finished, NotRun
 from pyro_scale.infer.sampler_setup import run_facts, run_problem
+from pyro_scale.kernels import Kernel
+from pyro_scale.posterior.collect import collect, warn_of_short_warmup
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.moment_sink import ToMoments
 from pyro_scale.posterior.sinks import ToDisk, sink_for
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import choose_seed
-from pyro_scale.run.budget import Budget
+from pyro_scale.run.blame import broken_sites
+from pyro_scale.run.budget import Budget, passes_of
 from pyro_scale.run.by_rank import gather_trajectory
 from pyro_scale.run.config import RunConfig
 from pyro_scale.run.execute import execute
+from pyro_scale.run.problem import Problem
 from pyro_scale.run.resume import Journal
 from pyro_scale.run.run import Trajectory
+from pyro_scale.tuning.adjust import acceptance_rate
 from pyro_scale.tuning.choice import Choice
 from pyro_scale.tuning.plan import plan_run
 
@@ -49,14 +63,14 @@ def run_stages(
     """Runs a sampler from its checked arguments to its posterior, which it stores in the sampler.
 
     Args:
-        sampler: whose run it is, and which is given the posterior.
+        sampler: the sampler that is run.
         data: as for `Sampler.run`.
-        config: its arguments, checked.
+        config: the checked arguments.
         budget: of rows and seconds.
         journal: of checkpoints.
         seed: of the run; None draws one.
-        ranks: the processes that share the run out.
-        rows_by_rank: whether each rank's data are rows of its own.
+        ranks: the processes that share the run.
+        rows_by_rank: whether every rank's data are rows of its own.
 
     Raises:
         NonFiniteError: a chain broke; and what the stages raise.
@@ -78,7 +92,7 @@ def run_stages(
         result, error = _collect(sampler, trajectory, config, choice, sink)
     is_split = trajectory.problem.is_split
     if is_split and not ranks.keeps_all:
-        result = shared(result, ranks)
+        result = _share_findings(result, ranks)
         if result is not None and not ranks.is_first:
             sampler._last = Finished(Posterior(result))
         elif result is None and not ranks.has_all:
@@ -86,17 +100,17 @@ def run_stages(
                 name, "has no draws on this rank, as all of its chains have stopped"
             )
     if not ranks.has_all and is_split:
-        return  # rank 0 says what there is to be said
+        return  # rank 0 raises and warns
     if error is not None:
-        end_early(name, trajectory.draws, result, error, journal.hint)
+        _end_early(name, trajectory.draws, result, error, journal.hint)
     if trajectory.draws.failures:
-        told = broken_chains(name, trajectory, result, journal)
+        why = _broken_chains(name, trajectory, result, journal)
         if result is None:
             path = sink.store.path if isinstance(sink, ToDisk) else None
-            sampler._last = NotRun(name, all_stopped(path, told))
-        raise NonFiniteError(told)
+            sampler._last = NotRun(name, all_stopped(path, why))
+        raise NonFiniteError(why)
     assert result is not None
-    warn_of_run(trajectory, result, choice)
+    _warn_of_run(trajectory, result, choice)
 
 
 def _collect(
@@ -106,17 +120,192 @@ def _collect(
     choice: Choice | None,
     sink: ToDisk | ToMoments | None,
 ) -> tuple[PosteriorDraws | None, BaseException | None]:
-    """(The run's draws with what is measured of them, if there are any; what ended the run, or
-    was in the way of its measurements)."""
-    draws, name = trajectory.draws, type(sampler).__name__
-    result = draws_of_run(name, trajectory, config, choice, sink)
+    """(The run's draws with their measurements and report, None without draws; what ended the run
+    early or stopped the measurements).
+
+    Args:
+        sampler: is given the posterior.
+        trajectory: of the run, gathered from all processes.
+        config: the run's arguments.
+        choice: what warm-up chose; None if everything was set by the user.
+        sink: where draws went; None for memory.
+    """
+    draws, ranks, values = trajectory.draws, trajectory.problem.ranks, _mean_values(trajectory)
+    result = _draws_of(type(sampler).__name__, trajectory, config, choice, sink)
     if result is None:
         return None, draws.error
     plan = dataclasses.replace(trajectory.plan, finished=tuple(draws.finished))
-    # at once, as measuring can be interrupted
+    # stored before it is measured, as measuring can be interrupted
     sampler._last = Finished(Posterior(result), plan)
-    if trajectory.problem.is_split and not trajectory.problem.ranks.has_all:
+    is_split = trajectory.problem.is_split
+    if is_split and not ranks.has_all:
         return result, draws.error  # rank 0, which has all draws, measures
-    result, error = measured(trajectory, result, config, choice, sink)
+    result, error = measure(trajectory, result, values)
+    if ranks.rows is not None and (ranks.keeps_all or not is_split):  # ranks with rows of their own
+        result = as_measured_by_first(result, ranks)
+    if not isinstance(sink, ToMoments):
+        try:
+            attrs = result.attrs | {"report": report(result, choice, config.num_samples).to_json()}
+            result = dataclasses.replace(result, attrs=attrs)
+        except (Exception, KeyboardInterrupt) as raised:  # such as data that cannot be read again
+            error = error or raised
+    error = draws.error or error
+    if isinstance(sink, ToDisk):
+        try:
+            sink.describe(result)
+        except FileError as raised:
+            error = error or raised
     sampler._last = Finished(Posterior(result), plan)
     return result, error
+
+
+def _draws_of(
+    name: str,
+    trajectory: Trajectory,
+    config: RunConfig,
+    choice: Choice | None,
+    sink: ToDisk | ToMoments | None,
+) -> PosteriorDraws | None:
+    """The draws of a run before anything is measured; None if there are none.  Arguments as for
+    `_collect`."""
+    plan, problem, _, draws = trajectory
+    kept = len(draws.kept_steps)
+    if isinstance(sink, ToDisk):
+        stored = sink.store.count if sink.store.path.exists() else 0
+        kept = min(kept, stored)  # the disk may be full
+    if not draws.finished or not kept:
+        return None
+    facts = config.facts
+    if choice is not None:
+        facts["passes_draws"] = round(passes_of(problem, draws.num_steps), 2)
+    attrs = {
+        **_method_facts(name, plan.kernel),
+        **facts,
+        **plan.choice,
+        # after the choice, as a run that was extended has a larger thinning than was chosen
+        "num_samples": kept,
+        "thinning": plan.steps.thinning,
+        "whitened": int(plan.problem.engine.whitening is not None),
+    }
+    if plan.kernel.adjusted:
+        attrs["acceptance_rate"] = acceptance_rate(draws)
+    result = collect(problem, draws, plan.columns, attrs, sink)
+    if problem.ranks.keeps_all and problem.has_all_rows:
+        result = dataclasses.replace(result, ranks=problem.ranks)
+    return result
+
+
+def _share_findings(result: PosteriorDraws | None, ranks: Ranks) -> PosteriorDraws | None:
+    """This rank's draws, with rank 0's tables and report about all chains."""
+    findings = None
+    if ranks.is_first and result is not None:
+        posterior = Posterior(result)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tables = {"summary": posterior.summary(), "diagnostics": posterior.diagnostics()}
+        findings = result.attrs, tables
+    findings = ranks.of_first(findings, "what all chains have come to")
+    if ranks.is_first or result is None or findings is None:
+        return result
+    attrs, tables = findings
+    return dataclasses.replace(result, attrs=attrs, tables=tables)
+
+
+# ---------------------------------------------------------------------- errors and warnings
+
+
+def _broken_chains(
+    name: str, trajectory: Trajectory, result: PosteriorDraws | None, journal: Journal
+) -> str:
+    """The error message for chains that broke.  Writes a file for `ps.replay`."""
+    plan, problem, _, draws = trajectory
+    replay = crash_dump.written(problem, name, draws, journal.path)
+    sites = broken_sites(problem, draws)
+    return message(draws, plan.columns["lr"], sites, replay, _held_by(result))
+
+
+def _warn_of_run(trajectory: Trajectory, result: PosteriorDraws, choice: Choice | None) -> None:
+    """Warns of chains that exploded, of a verdict that is not yes, or of a short warm-up."""
+    if explosion_message := explosion(result):
+        warn(BiasWarning, explosion_message, code="exploded")
+    elif choice is None:
+        values, warmup_steps = _mean_values(trajectory), trajectory.plan.steps.warmup_steps
+        warn_of_short_warmup(trajectory.problem, result, values, warmup_steps)
+    elif "report" in result.attrs and result.attrs.get("temperature") != 0:  # not meant to be cold
+        verdict = Report.from_json(result.attrs["report"])
+        if verdict.verdict != "yes":
+            warn(
+                VerdictWarning,
+                f"{verdict.headline}; report() says more",
+                code="ensemble" if verdict.verdict == "ensemble" else "verdict",
+            )
+
+
+def _end_early(
+    name: str, draws: Draws, result: PosteriorDraws | None, error: BaseException, hint: str
+) -> None:
+    """Raises the error that ended a run early; warns if that was the user's Control-C and there
+    are draws."""
+    kept = 0 if result is None else len(result.sample_stats["step"][0])
+    held = f"{_held_by(result)} holds the {kept} draws a chain until then" if kept else "no draws"
+    lost = len(draws.kept_steps) - kept if draws.finished else 0  # the disk may be full
+    more = f", {lost} more could not be written" if lost else ""
+    when = f"after {draws.num_steps} steps; {held}{more}{hint}"
+    if result is None or not isinstance(error, KeyboardInterrupt):
+        error.add_note(f"{name}: {when}")
+        raise error
+    warn(PyroScaleWarning, f"interrupted {when}")
+
+
+def _held_by(result: PosteriorDraws | None) -> str:
+    """Name of the method that returns the draws, or without draws their moments."""
+    return "moments()" if result is not None and result.online else "get_samples()"
+
+
+# ---------------------------------------------------------------------- single steps
+
+
+def raise_broken_step(
+    problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
+) -> None:
+    """Raises the error for a single step that broke the chain.
+
+    Raises:
+        NonFiniteError: it names the site.
+    """
+    sites = broken_sites(problem, draws, batch)
+    raise NonFiniteError(message(draws, values["lr"], sites))
+
+
+def posterior_of_step(
+    name: str, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
+) -> Posterior:
+    """The chain's state after a single step, as a posterior of one draw."""
+    result = collect(problem, draws, values, _method_facts(name, problem.engine.kernel))
+    return Posterior(dataclasses.replace(result, data=None), batch)
+
+
+# ---------------------------------------------------------------------- hyperparameters
+
+
+def _method_facts(name: str, kernel: Kernel) -> dict[str, Any]:
+    """The method's name and its hyperparameters, as a posterior's `attrs` have them."""
+    hyperparameters = {
+        label: {site: _as_fact(value) for site, value in hyper.items()}
+        if isinstance(hyper, Mapping)
+        else _as_fact(hyper)
+        for label, hyper in kernel.hyperparameters().items()
+    }
+    return {"method": name, **hyperparameters}
+
+
+def _as_fact(hyper: Any) -> float | str:
+    if callable(hyper):
+        return "schedule"
+    return "tensor" if isinstance(hyper, Tensor) else float(hyper)
+
+
+def _mean_values(trajectory: Trajectory) -> dict[str, Tensor]:
+    """Value of every hyperparameter, averaged over the draws."""
+    kept = trajectory.draws.kept_steps
+    return {name: column[kept].mean(0) for name, column in trajectory.plan.columns.items()}

@@ -1,8 +1,9 @@
-"""What a sampler's run needs before its first step: arguments checked, chains at their starts."""
+"""Before the first step of a sampler's run: checks of its arguments, and chains at their starts."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,15 +11,14 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Gaussian
-from pyro_scale.core.schedules import Cyclical
 from pyro_scale.core.validation import AUTO, as_count
 from pyro_scale.core.warn import warn
-from pyro_scale.data.open import open_data
 from pyro_scale.data.row_sampler import Sampling, check_sampling
 from pyro_scale.data.sources import Data
 from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, BiasWarning
+from pyro_scale.infer.settings import needs_all_rows
 from pyro_scale.kernels import Kernel
 from pyro_scale.run.by_rank import check_same, warn_of_reading
 from pyro_scale.run.config import RunConfig, check_equal_weights, check_length, check_memory
@@ -26,7 +26,6 @@ from pyro_scale.run.problem import (
     Problem,
     check_can_adjust,
     check_rows_can_be_shared,
-    module_device,
 )
 from pyro_scale.run.resume import Journal, digest_of, identity_of
 from pyro_scale.tuning.plan import is_trained
@@ -36,24 +35,13 @@ if TYPE_CHECKING:
     from pyro_scale.infer.sampler import Sampler
 
 
-def run_config(
-    sampler: Sampler, *, superchains: int | None, sampling: Sampling | None, **asked: Any
-) -> RunConfig:
-    """The arguments of `Sampler.run`, checked against each other and the method.
+def check_config(sampler: Sampler, config: RunConfig) -> None:
+    """Checks the arguments of `Sampler.run` against the method's settings and hyperparameters.
 
     Raises:
         ArgumentError: it names the argument.
     """
-    num_chains, kernel = asked["num_chains"], sampler.kernel
-    if superchains is not None:
-        superchains = check_superchains(superchains, num_chains, sampler._init_strategy)
-    config = RunConfig(
-        superchains=superchains,
-        sampling=checked_sampling(sampler, sampling, asked["batch_size"] not in (None, AUTO)),
-        keeps=kernel.lr.keeps if isinstance(kernel.lr, Cyclical) else None,
-        **asked,
-    )
-    steps = config.steps
+    kernel, steps = sampler.kernel, config.steps
     if steps is None:
         _check_constant(kernel)
     chooses = "lr" in sampler._settings.chosen or sampler._settings.precondition is not None
@@ -64,11 +52,10 @@ def run_config(
         )
     least = Steps(config.num_samples, config.warmup_steps or 0, config.thinning or 1)
     length = least.warmup_steps + least.num_samples * least.thinning
-    check_length(config.num_samples, num_chains, length)
-    columns = kernel.columns((steps or least).total)  # which refuses values out of range
+    check_length(config.num_samples, config.num_chains, length)
+    columns = kernel.columns((steps or least).total)  # raises for values out of range
     if config.store is False and steps is not None:
         check_equal_weights(kernel.lr, columns["lr"][steps.kept])
-    return config
 
 
 def run_problem(
@@ -77,33 +64,34 @@ def run_problem(
     """The analyzed model on the data, with all chains at their starts.
 
     Raises:
-        ModelError, SiteError, PlateError: the model cannot be run so.
+        ArgumentError: an option cannot be used with these data.
+        ModelError, SiteError, PlateError: the model cannot be run on these data.
     """
-    device, adjusted = module_device(sampler.model), sampler.kernel.adjusted
+    adjusted = sampler.kernel.adjusted
     size = None if config.batch_size == AUTO else config.batch_size
-    first = open_data(data, size, sampler._num_data, device)
-    num_data = _num_rows(sampler, first, ranks) if rows_by_rank else first.num_data
-
-    def in_batches_of(size: int | None) -> Data:
-        return open_data(data, size, sampler._num_data, device)
+    open_batches = functools.partial(sampler._open, data)
+    first = open_batches(size)
+    num_data = _num_rows_of_all(sampler, first, ranks) if rows_by_rank else first.num_data
 
     def prepare(opened: Data) -> Problem:
-        return sampler._prepare(opened, num_data, config.num_chains, seed)
+        return sampler._analyze(opened, num_data, sampler.kernel, config.num_chains, seed)
 
     if config.batch_size == AUTO:
         whitens = sampler._settings.precondition is not None
         tunes = "lr" in sampler._settings.chosen and whitens and not adjusted
-        problem = prepare_in_batches(prepare, first, in_batches_of, tunes)
+        problem = prepare_in_batches(prepare, first, open_batches, tunes)
     else:
         is_all = adjusted and size is not None and size == first.num_data
-        problem = prepare(in_batches_of(None) if is_all else first)
+        problem = prepare(open_batches(None) if is_all else first)
     problem = dataclasses.replace(problem, ranks=ranks)
     check_rows_can_be_shared(problem)
     warn_of_reading(problem)
     if adjusted:
         check_can_adjust(problem, type(sampler).__name__)
     if config.superchains is not None:
-        problem = with_shared_starts(problem, config.superchains)
+        size = config.num_chains // config.superchains
+        shared = problem.positions[::size].repeat_interleave(size, dim=0)
+        problem = dataclasses.replace(problem, positions=shared)
     if config.store is None:
         kept = slice(None) if ranks.has_all else list(problem.chains)
         check_memory(problem.positions[kept], config.num_samples, config.memory_budget)
@@ -113,7 +101,8 @@ def run_problem(
 def run_facts(
     sampler: Sampler, problem: Problem, config: RunConfig, journal: Journal
 ) -> dict[str, Any]:
-    """Facts by which a checkpoint is recognized as this run's; empty without checkpoints or ranks.
+    """Facts that identify the run, to compare it with a checkpoint's and among ranks; empty if
+    there are neither.
 
     Raises:
         RankError: ranks have other data or arguments.
@@ -122,28 +111,21 @@ def run_facts(
     if journal.path is None and problem.ranks.is_alone:
         return {}
     store = config.store
-    kept = "nowhere" if store is False else "memory" if store is None else "a store"
-    about = {"method": type(sampler).__name__, "draws in": kept, **config.facts}
-    facts = identity_of(
-        problem,
-        about,
-        asked_hyperparameters(sampler),
-        _numbers_of_fit(sampler._settings.precondition),
-    )
-    trains = is_trained(problem, sampler._settings, config.steps is None)
-    by_length = trains or (
-        "lr" in sampler._settings.chosen and sampler._settings.precondition is None
-    )
-    if by_length or store is False:  # which depend on the run's length
-        facts["num_samples"] = config.num_samples
-    own = {"draws": config.num_samples, **_size_of_starts(problem, sampler._settings.precondition)}
-    check_same(problem.ranks, {**facts, **own})
+    settings, fit = sampler._settings, sampler._settings.precondition
+    place = "nowhere" if store is False else "memory" if store is None else "a store"
+    about = {"method": type(sampler).__name__, "draws in": place, **config.facts}
+    facts = identity_of(problem, about, asked_hyperparameters(sampler), _numbers_of_fit(fit))
+    trains = is_trained(problem, settings, config.steps is None)
+    if trains or ("lr" in settings.chosen and fit is None) or store is False:
+        facts["num_samples"] = config.num_samples  # the draws depend on the run's length
+    of_rank = {"draws": config.num_samples, **_norms_of_starts(problem, fit)}
+    check_same(problem.ranks, {**facts, **of_rank})
     journal.check_same_run(facts, config.num_samples)
     return facts
 
 
 def _check_constant(kernel: Kernel) -> None:
-    """Refuses schedules in runs whose length is not known.
+    """Checks that a run whose length is to be chosen has no schedules.
 
     Raises:
         ArgumentError: it names the hyperparameter.
@@ -153,63 +135,75 @@ def _check_constant(kernel: Kernel) -> None:
         parts = value.values() if isinstance(value, Mapping) else [value]
         if value is not defaults[name] and any(callable(part) for part in parts):
             raise ArgumentError(
-                f"{name} is a schedule, which needs to know how long the run is: pass "
+                f"{name} is a schedule, which needs the length of the run: pass "
                 "warmup_steps= and thinning= as numbers"
             )
 
 
 def checked_sampling(sampler: Sampler, sampling: Sampling | None, in_batches: bool) -> Sampling:
-    """How rows are drawn: as given, or as the method needs it."""
+    """How rows are drawn: as the user said, or by default as the method needs it.
+
+    Args:
+        sampler: the method.
+        sampling: what the user passed.
+        in_batches: whether steps take minibatches.
+
+    Raises:
+        ArgumentError: `sampling` is unknown, or excludes `subtract_noise`.
+
+    Warns:
+        BiasWarning: the method's thermostat corrects for noise of batches that are drawn with
+            replacement, and these are not.
+    """
     if sampling is None:
         return "replacement" if sampler._settings.subtract_noise else sampler.kernel.sampling
     check_sampling(sampling)
     if sampling != "replacement" and sampler._settings.subtract_noise:
         raise ArgumentError(
-            f"subtract_noise with sampling='{sampling}' would take off noise that batches in "
-            "that order cancel themselves: leave sampling out, or pass 'replacement'"
+            f"subtract_noise with sampling='{sampling}' would subtract noise that such batches "
+            "already cancel: leave sampling out, or pass 'replacement'"
         )
     if sampling != "replacement" and sampler.kernel.sampling == "replacement" and in_batches:
         warn(
             BiasWarning,
             f"{type(sampler).__name__} with sampling='{sampling}' makes the posterior too narrow: "
-            "its thermostat cools for noise that batches in that order cancel themselves; "
-            "leave sampling out",
+            "its thermostat corrects for noise that such batches already cancel; leave sampling "
+            "out",
             code="too-narrow",
         )
     return sampling
 
 
-def _num_rows(sampler: Sampler, own: Data, ranks: Ranks) -> int | None:
-    """N of the whole run, from the rows that each rank holds (`rows_by_rank=True`).
+def _num_rows_of_all(sampler: Sampler, data: Data, ranks: Ranks) -> int | None:
+    """N of the run, where `data` are the rows of this rank (`rows_by_rank=True`).
 
     Raises:
-        ArgumentError: an option that needs all rows.
+        ArgumentError: an option needs all rows.
     """
-    needs_all = sampler._settings.control_variates or sampler._settings.subtract_noise
-    if "lr" in sampler._settings.chosen or sampler._settings.precondition or needs_all:
+    if needs_all_rows(sampler._settings):
         raise ArgumentError(
             "rows_by_rank=True: lr='auto', precondition, control_variates and subtract_noise "
-            "look at all rows, and no rank has them: pass a number for lr and leave these out"
+            "need all rows, which no rank has: pass a number for lr and leave these out"
         )
-    return ranks.own_rows(own.num_data or 1, sampler._num_data, digest_of(own.first()))
+    return ranks.own_rows(data.num_data or 1, sampler._num_data, digest_of(data.first()))
 
 
 def asked_hyperparameters(sampler: Sampler) -> dict[str, Any]:
-    """The hyperparameters as they were asked for, before any was chosen."""
-    asked = dict(sampler.kernel.hyperparameters())
-    asked |= dict.fromkeys(sampler._settings.chosen, AUTO)
-    precondition = sampler._settings.precondition
+    """The hyperparameters and settings by name, with `"auto"` for those that are to be chosen."""
+    settings, precondition = sampler._settings, sampler._settings.precondition
     kind = precondition if isinstance(precondition, str) else type(precondition).__name__
-    return asked | {
+    return {
+        **sampler.kernel.hyperparameters(),
+        **dict.fromkeys(settings.chosen, AUTO),
         "precondition": kind,
-        "control_variates": sampler._settings.control_variates,
-        "subtract_noise": sampler._settings.subtract_noise,
+        "control_variates": settings.control_variates,
+        "subtract_noise": settings.subtract_noise,
     }
 
 
 def _numbers_of_fit(fit: Any) -> dict[str, float]:
-    """Two weighted sums over the elements of a fit that was passed as preconditioner, by which
-    another fit is noticed at `resume`; empty without one."""
+    """Two weighted sums over the elements of a fit that was passed as preconditioner, to detect
+    another fit at `resume`; empty without a fit."""
     if not isinstance(fit, Gaussian):
         return {}
     factors = torch.arange(1, len(fit.mean) + 1).to(fit.mean).sin()
@@ -219,44 +213,38 @@ def _numbers_of_fit(fit: Any) -> dict[str, float]:
     }
 
 
-def _size_of_starts(problem: Problem, fit: Any) -> dict[str, str]:
-    """Norms of the starts and of the preconditioner, to 4 digits, by which ranks notice that they
-    hold different ones."""
-    sizes = {"starts": problem.positions}
+def _norms_of_starts(problem: Problem, fit: Any) -> dict[str, str]:
+    """Norms of the starts and of the preconditioner, to 4 digits, to detect ranks with different
+    ones."""
+    tensors = {"starts": problem.positions}
     if fit is not None and not isinstance(fit, str):
-        sizes |= {"precondition.mean": fit.mean, "precondition.sd": fit.variance.sqrt()}
-    return {name: f"{float(value.double().norm()):.4g}" for name, value in sizes.items()}
+        tensors |= {"precondition.mean": fit.mean, "precondition.sd": fit.variance.sqrt()}
+    return {name: f"{float(value.double().norm()):.4g}" for name, value in tensors.items()}
 
 
 def check_superchains(superchains: Any, num_chains: int, init_strategy: Any) -> int:
-    """How many groups of chains share a start.
+    """The number of groups of chains that share a start, checked.
 
     Raises:
-        ArgumentError: they do not divide the chains into groups of two or more; a dict of starts
-            that differ within a group.
+        ArgumentError: they do not divide the chains into equal groups of two or more; a dict of
+            starts has different ones within a group.
     """
     superchains = as_count("superchains", superchains, least=2)
-    each, left = divmod(num_chains, superchains)
-    if left or each < 2:
+    size, remainder = divmod(num_chains, superchains)
+    if remainder or size < 2:
+        enough = superchains * max(2, size + bool(remainder))
         raise ArgumentError(
             f"superchains={superchains} of num_chains={num_chains}: each needs as many chains as "
-            f"the others, two or more; pass num_chains={superchains * max(2, each + bool(left))}"
+            f"the others, two or more; pass num_chains={enough}"
         )
     if isinstance(init_strategy, dict):
         for name, value in init_strategy.items():
             if not isinstance(value, Tensor) or value.shape[:1] != (num_chains,):
-                continue  # which is refused with the model's own shapes
-            starts = value.unflatten(0, (superchains, each))
+                continue  # checked later against the model's shapes
+            starts = value.unflatten(0, (superchains, size))
             if not torch.equal(starts, starts[:, :1].expand_as(starts)):
                 raise ArgumentError(
                     f"init_strategy['{name}']: chains of a superchain share their start, but these "
-                    f"differ; pass each {each} times, starts.repeat_interleave({each}, dim=0)"
+                    f"differ; pass each {size} times, starts.repeat_interleave({size}, dim=0)"
                 )
     return superchains
-
-
-def with_shared_starts(problem: Problem, superchains: int) -> Problem:
-    """The problem with all chains of a superchain at the start of its first chain."""
-    each = len(problem.positions) // superchains
-    first = problem.positions[::each]
-    return dataclasses.replace(problem, positions=first.repeat_interleave(each, dim=0))

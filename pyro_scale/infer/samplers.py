@@ -1,4 +1,4 @@
-"""The samplers, one class a kernel: what each is, when to use it, what it costs."""
+"""The samplers: one class for every kernel, with its use, cost and reference."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pyro_scale import kernels
 from pyro_scale.core.schedules import Schedule
 from pyro_scale.infer.sampler import Sampler
 
-#: One value for the run, or a function of the step's number.
+#: A constant, or a schedule: a function of the step's number.
 Rate: TypeAlias = float | Schedule
-#: The same for all sites, or a dict by site.
+#: One rate for all sites, or a dict by site.
 BySite: TypeAlias = Rate | Mapping[str, Rate]
-#: By site, also a tensor of the site's unconstrained shape.
+#: One rate for all sites, or a dict by site of rates or of tensors of the sites' unconstrained
+#: shapes.
 Mass: TypeAlias = Rate | Mapping[str, Rate | Tensor]
-#: A step size, or `"auto"`, which finds one.
+#: A step size; `"auto"` chooses one.
 StepSize: TypeAlias = BySite | Literal["auto"]
 #: A friction; `"auto"` is 1, at which all directions relax about as fast as the step size allows.
 Friction: TypeAlias = BySite | Literal["auto"]
@@ -34,12 +35,29 @@ class Options(TypedDict, total=False):
     subtract_noise: bool
 
 
-class BAOA(Sampler):
+class Underdamped(Sampler):
+    """The arguments of samplers with momentum, friction and mass."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        lr: StepSize = "auto",
+        friction: Friction = "auto",
+        mass: Mass = 1.0,
+        temperature: Rate = 1.0,
+        **options: Unpack[Options],
+    ):
+        rates = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
+        super().__init__(model, **rates, **options)
+
+
+class BAOA(Underdamped):
     """Underdamped Langevin dynamics: kick, drift, noise, drift.
 
-    Use this unless you have a reason for another: on a Gaussian its variance is exact at any
-    stable step size, and elsewhere its bias is of second order in lr.  One gradient and one normal
-    a step.  `pyro_scale.kernels.BAOA` has the equations.
+    Use this unless you have a reason for another sampler.  On a Gaussian its variance is exact at
+    any stable step size; otherwise its bias is of second order in lr.  Cost: one gradient and one
+    normal a step.  `pyro_scale.kernels.BAOA` has the equations.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
@@ -51,8 +69,8 @@ class BAOA(Sampler):
             `subtract_noise`; `Sampler` says what they are.
 
     Raises:
-        ArgumentError: a hyperparameter out of its range.
-        CallError: an argument that there is not.
+        ArgumentError: a hyperparameter is out of its range.
+        CallError: an unknown argument.
 
     Reference: Leimkuhler and Matthews, Rational construction of stochastic numerical methods for
     molecular sampling, Applied Mathematics Research eXpress 2013 (BAOAB, whose two half kicks are
@@ -61,30 +79,17 @@ class BAOA(Sampler):
 
     kernel_class = kernels.BAOA
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        lr: StepSize = "auto",
-        friction: Friction = "auto",
-        mass: Mass = 1.0,
-        temperature: Rate = 1.0,
-        **options: Unpack[Options],
-    ):
-        own = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
-        super().__init__(model, **own, **options)
 
-
-class GHMC(Sampler):
+class GHMC(Underdamped):
     """Generalized Hamiltonian Monte Carlo: one leapfrog step at a time, accepted or rejected.
 
-    Use this where all rows fit into every step and draws have to be exact, as NUTS's are, without
-    an extra library.  No step size biases it, so the step is as long as nine in ten proposals are
-    accepted.  One gradient of all rows and one normal a step.  Minibatches are refused: use BAOA.
-    `pyro_scale.kernels.GHMC` has the equations.
+    Use this if every step can take all rows and draws have to be exact, as NUTS's are, without an
+    extra library.  No step size biases it, so lr="auto" takes the longest step at which nine in ten
+    proposals are accepted.  Cost: one gradient of all rows and one normal a step.  It takes no
+    minibatches; BAOA does.  `pyro_scale.kernels.GHMC` has the equations.
 
-    Log joints are compared with each other: where they are beyond some 10^5 nats, write the model
-    in float64.
+    Differences of log joints decide about proposals.  If log joints are beyond some 10^5 nats,
+    write the model in float64.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`, without `pyro.param` sites.
@@ -96,8 +101,8 @@ class GHMC(Sampler):
             are.
 
     Raises:
-        ArgumentError: a hyperparameter out of its range; control variates, or noise to subtract.
-        CallError: an argument that there is not.
+        ArgumentError: a hyperparameter is out of its range; `control_variates` or `subtract_noise`.
+        CallError: an unknown argument.
 
     References: Horowitz, A generalized guided Monte Carlo algorithm, Physics Letters B 1991; Neal,
     Non-reversibly updating a uniform [0, 1] value for Metropolis accept/reject decisions,
@@ -106,26 +111,13 @@ class GHMC(Sampler):
 
     kernel_class = kernels.GHMC
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        lr: StepSize = "auto",
-        friction: Friction = "auto",
-        mass: Mass = 1.0,
-        temperature: Rate = 1.0,
-        **options: Unpack[Options],
-    ):
-        own = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
-        super().__init__(model, **own, **options)
 
-
-class SGHMC(Sampler):
+class SGHMC(Underdamped):
     """Stochastic gradient Hamiltonian Monte Carlo.
 
-    Use this to reproduce published results; BAOA costs the same and has less bias.  One gradient
-    and one normal a step; the bias is of second order in lr.  `pyro_scale.kernels.SGHMC` has the
-    equations.
+    Use this to reproduce published results; BAOA costs the same and has less bias.  Cost: one
+    gradient and one normal a step.  The bias is of second order in lr.  `pyro_scale.kernels.SGHMC`
+    has the equations.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
@@ -137,8 +129,8 @@ class SGHMC(Sampler):
             `subtract_noise`; `Sampler` says what they are.
 
     Raises:
-        ArgumentError: a hyperparameter out of its range.
-        CallError: an argument that there is not.
+        ArgumentError: a hyperparameter is out of its range.
+        CallError: an unknown argument.
 
     Reference: Chen, Fox and Guestrin, Stochastic gradient Hamiltonian Monte Carlo, ICML 2014; the
     paper's appendix B.2.
@@ -146,25 +138,12 @@ class SGHMC(Sampler):
 
     kernel_class = kernels.SGHMC
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        lr: StepSize = "auto",
-        friction: Friction = "auto",
-        mass: Mass = 1.0,
-        temperature: Rate = 1.0,
-        **options: Unpack[Options],
-    ):
-        own = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
-        super().__init__(model, **own, **options)
-
 
 class SGLD(Sampler):
     """Stochastic gradient Langevin dynamics.
 
-    Use this where simplicity counts: two hyperparameters, no momentum.  One gradient and one
-    normal a step; the bias is of first order in lr.  `pyro_scale.kernels.SGLD` has the equations.
+    Use this if simplicity matters: two hyperparameters, no momentum.  Cost: one gradient and one
+    normal a step.  The bias is of first order in lr.  `pyro_scale.kernels.SGLD` has the equations.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
@@ -174,8 +153,8 @@ class SGLD(Sampler):
             `subtract_noise`; `Sampler` says what they are.
 
     Raises:
-        ArgumentError: a hyperparameter out of its range.
-        CallError: an argument that there is not.
+        ArgumentError: a hyperparameter is out of its range.
+        CallError: an unknown argument.
 
     Reference: Welling and Teh, Bayesian learning via stochastic gradient Langevin dynamics, ICML
     2011; the paper's appendix B.1.
@@ -197,10 +176,10 @@ class SGLD(Sampler):
 class SGNHT(Sampler):
     """The stochastic gradient Nosé-Hoover thermostat.
 
-    Use this where minibatches are noisy and the noise is about the same for all elements: its
-    friction adapts to the noise and removes the bias that it causes.  Start it near the mode
-    (`init_strategy`).  One gradient and one normal a step; the bias is of second order in lr.
-    `pyro_scale.kernels.SGNHT` has the equations.
+    Use this if minibatches are noisy and the noise is about the same for all elements: the friction
+    adapts to the noise and removes the bias that it causes.  Start it near the mode
+    (`init_strategy`).  Cost: one gradient and one normal a step.  The bias is of second order in
+    lr.  `pyro_scale.kernels.SGNHT` has the equations.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
@@ -212,8 +191,8 @@ class SGNHT(Sampler):
             `subtract_noise`; `Sampler` says what they are.
 
     Raises:
-        ArgumentError: a hyperparameter out of its range.
-        CallError: an argument that there is not.
+        ArgumentError: a hyperparameter is out of its range.
+        CallError: an unknown argument.
 
     Reference: Ding et al., Bayesian sampling using stochastic gradient thermostats, NeurIPS 2014;
     the paper's appendix B.3.
@@ -231,15 +210,16 @@ class SGNHT(Sampler):
         temperature: Rate = 1.0,
         **options: Unpack[Options],
     ):
-        own = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
-        super().__init__(model, **own, **options)
+        rates = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
+        super().__init__(model, **rates, **options)
 
 
-class UBU(Sampler):
+class UBU(Underdamped):
     """Underdamped Langevin dynamics: free motion, kick, free motion.
 
-    Use this with `sampling="symmetric"`, for paths and not only laws of second order in lr.  One
-    gradient and four normals a step.  `pyro_scale.kernels.UBU` has the equations.
+    Use this with `sampling="symmetric"`, if the paths of chains, and not only their stationary
+    distribution, have to be accurate to second order in lr.  Cost: one gradient and four normals a
+    step.  `pyro_scale.kernels.UBU` has the equations.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
@@ -251,8 +231,8 @@ class UBU(Sampler):
             `subtract_noise`; `Sampler` says what they are.
 
     Raises:
-        ArgumentError: a hyperparameter out of its range.
-        CallError: an argument that there is not.
+        ArgumentError: a hyperparameter is out of its range.
+        CallError: an unknown argument.
 
     References: Sanz-Serna and Zygalakis, Wasserstein distance estimates for the distributions of
     numerical approximations to ergodic stochastic differential equations, JMLR 2021; Paulin,
@@ -262,40 +242,27 @@ class UBU(Sampler):
 
     kernel_class = kernels.UBU
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        lr: StepSize = "auto",
-        friction: Friction = "auto",
-        mass: Mass = 1.0,
-        temperature: Rate = 1.0,
-        **options: Unpack[Options],
-    ):
-        own = {"lr": lr, "friction": friction, "mass": mass, "temperature": temperature}
-        super().__init__(model, **own, **options)
-
 
 class pSGLD(Sampler):
     """Preconditioned stochastic gradient Langevin dynamics: RMSprop with noise.
 
-    Use this where elements differ widely in scale and no fit can start the chains.  One gradient
-    and one normal a step; the bias is of first order in lr.  `pyro_scale.kernels.pSGLD` has the
-    equations.
+    Use this if elements differ widely in scale and there is no fit to start the chains from.  Cost:
+    one gradient and one normal a step.  The bias is of first order in lr.
+    `pyro_scale.kernels.pSGLD` has the equations.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size, in units of the gradients' root mean square, or `"auto"`.
         temperature: 1 is the posterior, 0 is RMSprop.
-        forgetting: the weight of the newest gradient in the mean square, at most 1; by default it
-            falls with the steps, (1 + step)^-0.7 / 2, so that the preconditioner settles.
-        damping: what keeps steps finite where gradients vanish.
+        forgetting: weight of the newest gradient in the mean square, at most 1.  The default falls
+            with the steps, as (1 + step)^-0.7 / 2, so that the preconditioner converges.
+        damping: added to the root mean square, so that steps stay finite where gradients vanish.
         options: `init_strategy`, `num_data`, `compile`, `precondition`, `control_variates`,
             `subtract_noise`; `Sampler` says what they are.
 
     Raises:
-        ArgumentError: a hyperparameter out of its range.
-        CallError: an argument that there is not.
+        ArgumentError: a hyperparameter is out of its range.
+        CallError: an unknown argument.
 
     Reference: Li, Chen, Carlson and Carin, Preconditioned stochastic gradient Langevin dynamics for
     deep neural networks, AAAI 2016.
@@ -313,5 +280,5 @@ class pSGLD(Sampler):
         damping: Rate = kernels.pSGLD.damping,
         **options: Unpack[Options],
     ):
-        own = {"lr": lr, "temperature": temperature, "forgetting": forgetting, "damping": damping}
-        super().__init__(model, **own, **options)
+        rates = {"lr": lr, "temperature": temperature}
+        super().__init__(model, **rates, forgetting=forgetting, damping=damping, **options)

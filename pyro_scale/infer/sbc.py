@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from pyro_scale.calibration import chains
 from pyro_scale.calibration.campaign import Campaign
 from pyro_scale.calibration.comparison import SBCComparison
-from pyro_scale.calibration.fitters import Fitter, OneByOne, Stacked, StackedFit, StackedNUTS
 from pyro_scale.calibration.quantities import Quantity, check_quantities, check_values
 from pyro_scale.calibration.results import SBC
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.stack import Stack
-from pyro_scale.calibration.stacked_groups import Kind
 from pyro_scale.calibration.truth import FromPosterior, FromPrior, Truth
 from pyro_scale.core import rows
-from pyro_scale.core.rows import Arguments
-from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
+from pyro_scale.core.validation import as_count, as_flag, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.row_sampler import check_sampling
@@ -32,33 +25,25 @@ from pyro_scale.data.sources import TensorData
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, CallError
-from pyro_scale.exact.pointer_check import takes_pointers
-from pyro_scale.infer.approximation import Approximation
-from pyro_scale.infer.laplace import Laplace
 from pyro_scale.infer.map import MAP
 from pyro_scale.infer.method import Method
-from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.sampler import Sampler
 from pyro_scale.infer.sampler_setup import asked_hyperparameters
-from pyro_scale.infer.stochastic import check_length, count_steps
-from pyro_scale.infer.svgd import SVGD
+from pyro_scale.infer.sbc_fitters import fitter_for
 from pyro_scale.infer.vi import IVON, VI
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.rng.seeds import choose_seed
-from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
+from pyro_scale.run.problem import Problem, as_log_posterior, prepare
 from pyro_scale.run.resume import digest_of
-from pyro_scale.tuning.plan import is_trained
-from pyro_scale.tuning.policy import GEOMETRY, SIMULATIONS, WARM_UP
 
 From = Literal["prior", "posterior"]
-#: Fewer simulations tell nothing.
-_LEAST = 20
-#: What `sbc` sets itself.
-_OWN = ("data", "num_samples", "num_chains", "seed", "progress")
-#: What simulations have no use for.
+#: The fewest simulations.
+_FEWEST_SIMULATIONS = 20
+#: Arguments of a method's `run` that `sbc` sets.
+_SET = ("data", "num_samples", "num_chains", "seed", "progress")
+#: Arguments of a method's `run` that simulations do not have.
 _OF_ONE_RUN = (
     "superchains",
     "share_batches",
@@ -93,16 +78,19 @@ def sbc(
     resume: SBC | None = None,
     **settings: Any,
 ) -> Any:
-    """Whether a method, with its settings, gives calibrated posteriors on a model.
+    """Tests whether a method, with its settings, gives calibrated posteriors on a model.
 
-    Latents are drawn from the prior, data from the model, draws from the posterior of these data.
-    If the draws are right, the rank of the true latents among them is uniform (Talts et al. 2018).
+    For each simulation, latents are drawn from the prior, data from the model, and draws from the
+    posterior of these data.  If the draws are right, the rank of the true latents among them is
+    uniform (Talts et al. 2018).
+
     Samplers run all simulations as chains of one compiled program, one chain a simulation.  Each
-    finds the mode, the geometry and the step size of its own posterior; the lengths of the stages
-    are common to all, and found on the first twenty.  `NUTS`, `VI` and `IVON` are run likewise.
-    One by one, in seconds each, are run: other methods, networks that are trained first, fits as
-    `precondition=`, matrices of more than 128 dimensions, and control variates, which `batch_size=`
-    turns on where lr is chosen (pass a number for lr, or `control_variates=False`).
+    chain finds the mode, the geometry and the step size of its posterior; the lengths of the stages
+    are common to all, and determined by the first twenty.  `NUTS`, `VI` and `IVON` are run in the
+    same way.  Others are run one by one, in seconds each: other methods, networks that are trained
+    first, fits as `precondition=`, matrices of more than 128 dimensions, and control variates.
+    (`batch_size=` turns control variates on if lr is chosen; to avoid them, pass a number for lr or
+    `control_variates=False`.)
 
     Ranks are among 100 draws of each simulation.  Unless `thinning` is set, it is doubled for
     simulations of fewer than 200 effective draws, at most 8 times, until these are at most 1% of
@@ -111,41 +99,40 @@ def sbc(
     Args:
         inference: a method with the settings under test, such as `ps.BAOA(model)`; or a dict of
             several, by name, which are fitted to the same data sets.
-        data: as for `run`, observations included: their values are not used but with
-            `method="posterior"`, covariates are.
-        num_simulations: at least 20; 1,000 find an sd that is off by 10%.
+        data: as for `run`, observations included.  Covariates are used; the values of observations
+            only with `method="posterior"`.
+        num_simulations: at least 20; 1,000 detect an sd that is off by 10%.
         method: `"prior"`; or `"posterior"` (Saeilynoja et al. 2025), for an `inference` that has
-            been run on the data: latents are drawn from its posterior and data from them, and what
-            is tested is the posterior of these data together with the given ones.
+            been run on the data.  Then latents are drawn from its posterior, new data from these
+            latents, and the posterior of the new data together with `data` is tested.
         quantities: functions of (sites, data), ranked besides all latents and the total log
             likelihood `"loglik"`: `sites` is a dict of one draw's latents and the simulated
             observations, `data` the model's arguments, with simulated observations where the
-            model is passed them.  Quantities of the data find errors that latents
-            alone do not (Modrak et al. 2023).
+            model is passed them.  Quantities of the data detect errors that latents alone do not
+            (Modrak et al. 2023).
         simulator: another model of the same sites, to draw latents and data from.
-        resample: whether each data set has rows of covariates drawn anew, with replacement, from
-            those of the data; by default all have the data's.
-        predictive: rows, as the model's arguments, at which predictions are checked: the rank of an
-            observation drawn by the true latents among the draws' own.
+        resample: whether rows of covariates are drawn anew for each data set, with replacement,
+            from those of `data`; by default all data sets have the same covariates.
+        predictive: rows, as the model's arguments, at which predictions are checked: an observation
+            drawn with the true latents is ranked among observations drawn with the draws.
         seed: the same seed gives the same result; drawn from torch's generator by default.
         progress: whether to show a progress bar, which says how long it takes.
         memory_budget: bytes that data sets and draws may take at a time, half of the machine's by
-            default; `attrs["blocks"]` says in how many blocks simulations were run.
-        resume: what an interrupted call with the same arguments returned.  Another model,
-            simulator, prior, other rows or quantities are refused, by what they make of the first
+            default; `attrs["blocks"]` is the number of blocks in which simulations were run.
+        resume: the result of an interrupted call with the same arguments.  Another model,
+            simulator, prior, other rows or quantities raise an error, if they change the first
             simulations.
         settings: of `run`, such as `warmup_steps=`, `thinning=`, `batch_size=`.
 
     Returns:
-        An `SBC`: print it for the verdict; `summary()`, `plot()`, `to_datatree()`.  An
-        `SBCComparison` of these, for a dict.
+        An `SBC`, whose text is the verdict; it has `summary()`, `plot()` and `to_datatree()`.  For
+        a dict of methods, an `SBCComparison` of these.
 
     Raises:
-        ArgumentError: fewer than 20 simulations; a setting that the method does not have.
-        SiteError: a site cannot be drawn (an improper prior, a `pyro.factor`), or data sets are off
-            the support of the model.
-        ModelError: the model has `pyro.param` sites; it is one that `method="posterior"`
-            cannot test.
+        ArgumentError: there are fewer than 20 simulations; the method does not have a setting.
+        SiteError: a site cannot be drawn (an improper prior, a `pyro.factor`), or data sets are
+            outside of the support of the model.
+        ModelError: the model has `pyro.param` sites, or `method="posterior"` cannot test it.
 
     Warns:
         PyroScaleWarning: it was interrupted; the result has the simulations done so far.
@@ -156,9 +143,9 @@ def sbc(
         ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
         ...     with pyro.plate("data", len(y)):
         ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-        >>> found = ps.sbc(ps.BAOA(model), torch.zeros(10), num_simulations=100, seed=0,
-        ...                progress=False)
-        >>> found.verdict
+        >>> result = ps.sbc(ps.BAOA(model), torch.zeros(10), num_simulations=100, seed=0,
+        ...                 progress=False)
+        >>> result.verdict
         'calibrated'
 
     References: Talts et al., Validating Bayesian inference algorithms with simulation-based
@@ -168,15 +155,8 @@ def sbc(
     """
     seed = choose_seed(seed)
     if isinstance(inference, Mapping):
-        if resume is not None:
-            raise ArgumentError(
-                "resume: only one method can be resumed: pass it by itself, not in a dict"
-            )
-        if not inference:
-            raise ArgumentError("inference={}: pass a method, or a dict of some by name")
-        for each in inference.values():
-            _check(each, method, settings)
-        how = {
+        _check_all(inference, method, settings, resume)
+        call = {
             "num_simulations": num_simulations,
             "method": method,
             "quantities": quantities,
@@ -188,31 +168,31 @@ def sbc(
             "memory_budget": memory_budget,
             **settings,
         }
-        return SBCComparison({name: sbc(each, data, **how) for name, each in inference.items()})
-    count = as_count("num_simulations", num_simulations, least=_LEAST)
+        return SBCComparison({name: sbc(one, data, **call) for name, one in inference.items()})
+    count = as_count("num_simulations", num_simulations, least=_FEWEST_SIMULATIONS)
     if memory_budget is not None:
         memory_budget = as_count("memory_budget", memory_budget, hint=" of bytes")
     if resume is not None:
         seed = _seed_of(resume, count)
     _check(inference, method, settings)
     if isinstance(inference, Sampler | VI | IVON) and "batch_size" not in settings:
-        read = open_data(data, None, inference._num_data).batch_size  # a loader's
-        settings |= {} if read is None else {"batch_size": read}
+        of_loader = open_data(data, None, inference._num_data).batch_size
+        settings |= {} if of_loader is None else {"batch_size": of_loader}
     truth = _truth(inference, data, method, simulator, as_flag("resample", resample))
-    own = dict(quantities or {})
+    quantities = dict(quantities or {})
     predict_at = None if predictive is None else rows.as_arguments(predictive)
-    check_quantities(own, truth.fitted.latents)
+    check_quantities(quantities, truth.fitted.latents)
     first = truth.observed(truth.params(1, seed), 0, 1, seed)
     problem = _problem(truth.fitted, first, seed)
     stack = _stack(truth.fitted, first, problem, inference, settings, seed)
     _check_batches(truth, stack)
-    check_values(truth, stack, own, predict_at, seed)
-    fitter = _fitter(inference, problem, stack, settings)
+    check_values(truth, stack, quantities, predict_at, seed)
+    fitter = fitter_for(inference, problem, stack, settings)
     campaign = Campaign(
         truth=truth,
         stack=stack,
         fitter=fitter,
-        quantities=own,
+        quantities=quantities,
         predict_at=predict_at,
         count=count,
         seed=seed,
@@ -239,18 +219,18 @@ def _truth(
     simulator: Callable[..., Any] | None,
     resample: bool,
 ) -> Truth:
-    """Where data sets come from.
+    """The distribution that true latents and data sets are drawn from.
 
     Raises:
-        ArgumentError: a simulator or resampled covariates beside a posterior.
+        ArgumentError: a simulator or resampled covariates are combined with a posterior.
     """
-    opened = open_data(data, None, inference._num_data, module_device(inference.model))
+    opened = inference._open(data, None)
     arguments = opened.first()
     if opened.batch_size is not None:  # a loader
         arguments = rows.concatenate(list(opened.in_order()))
     num_data = inference._num_data or rows.count(arguments)
 
-    def of(model: Any) -> Generator:
+    def generator_of(model: Any) -> Generator:
         generator = Generator.of(as_log_posterior(model, num_data), arguments)
         return generator.resampling() if resample else generator
 
@@ -261,22 +241,22 @@ def _truth(
                 "covariates: leave simulator and resample out"
             )
         result = inference.posterior.kept_draws
-        held = result.data.arguments if isinstance(result.data, TensorData) else None
-        if held is not None and digest_of(held) != digest_of(arguments):
+        of_run = result.data.arguments if isinstance(result.data, TensorData) else None
+        if of_run is not None and digest_of(of_run) != digest_of(arguments):
             raise ArgumentError(
                 "method='posterior': the data are not those that the inference was run on: pass "
                 "the same ones"
             )
         params = result.layout.unflatten(torch.cat(list(result.blocks())))
-        return FromPosterior.of(of(inference.model), params)
-    model = of(inference.model)
+        return FromPosterior.of(generator_of(inference.model), params)
+    fitted = generator_of(inference.model)
     if simulator is None:
-        return FromPrior(model, model)
-    return FromPrior.of(model, of(simulator))
+        return FromPrior(fitted, fitted)
+    return FromPrior.of(fitted, generator_of(simulator))
 
 
 def _problem(fitted: Generator, first: Mapping[str, Tensor], seed: int) -> Problem:
-    """The model on the first data set, understood."""
+    """The analyzed model on the first data set."""
     arguments = fitted.shared(), {name: table[0] for name, table in first.items()}
     log_posterior = LogPosterior(fitted.model(), fitted.num_rows)
     opened = open_data(arguments, None, fitted.num_rows)
@@ -291,7 +271,7 @@ def _stack(
     settings: Mapping[str, Any],
     seed: int,
 ) -> Stack:
-    """The first data set, with what all have in common."""
+    """A stack of one data set, the first, with what all data sets share."""
     num_rows, size = fitted.num_rows, settings.get("batch_size")
     if size is not None and not is_auto(size):
         size = as_count("batch_size", size, hint=", or None for all rows")
@@ -320,7 +300,7 @@ def _stack(
 
 
 def _check_batches(truth: Truth, stack: Stack) -> None:
-    """Checks that the model can be run on batches, as a run does.
+    """Checks that the model can be run on batches, if a batch size is set.
 
     Raises:
         PlateError, SiteError: it cannot.
@@ -332,140 +312,16 @@ def _check_batches(truth: Truth, stack: Stack) -> None:
         prepare(log_posterior, opened, Hyperparameters(), None, 1, stack.seeds[0])
 
 
-# ------------------------------------------------------------------ how it is fitted
-
-
-def _fitter(
-    inference: Method, problem: Problem, stack: Stack, settings: Mapping[str, Any]
-) -> Fitter:
-    """How the method is run on many data sets."""
-    init = inference._init_strategy
-    can_start = init is None or (callable(init) and not isinstance(init, Method))
-    if isinstance(inference, NUTS) and can_start:
-        return StackedNUTS(
-            warmup_steps=as_count("warmup_steps", settings.get("warmup_steps", 1000)),
-            max_depth=inference.max_depth,
-            target_accept=inference.target_accept,
-            low_rank=inference.mass == "low_rank",
-            temperature=inference.temperature,
-            compiled=bool(inference._compile),
-            by_pointer=takes_pointers(),
-            init=init,
-        )
-    if isinstance(inference, Sampler) and can_start and not _trains(inference, problem, settings):
-        stacked = _stacked(inference, stack, settings)
-        if stacked is not None:
-            return Stacked(stacked, init)
-    if isinstance(inference, VI | IVON) and can_start and stack.vectorized:
-        fitted = _stacked_fit(inference, problem, stack, settings)
-        if fitted is not None:
-            return fitted
-    searches = (
-        isinstance(inference, Laplace) and init is None and not {"mode", "tune"} & set(settings)
-    )
-    return OneByOne(_alone(inference, stack, settings), takes_modes=searches)
-
-
-def _trains(sampler: Sampler, problem: Problem, settings: Mapping[str, Any]) -> bool:
-    """Whether the sampler's runs start with training, which ends when it will."""
-    chooses_length = any(is_auto(settings.get(each, AUTO)) for each in ("warmup_steps", "thinning"))
-    problem = problem.with_engine(kernel=sampler.kernel)
-    return is_trained(problem, sampler._settings, chooses_length)
-
-
-def _stacked_fit(
-    inference: VI | IVON, problem: Problem, stack: Stack, settings: Mapping[str, Any]
-) -> StackedFit | None:
-    """The fit of every data set by one program; None where each ends when it will, or its
-    optimizer is not a function."""
-    if inference._early_stopping or not inference._is_pure:
-        return None
-    num_steps, num_epochs = settings.get("num_steps"), settings.get("num_epochs")
-    check_length(num_steps, num_epochs)
-    data = open_data(stack.arguments(torch.tensor(0)), stack.batch_size, stack.num_data)
-    total = count_steps(dataclasses.replace(problem, data=data), num_steps, num_epochs)
-
-    def fit_of(state: Any, values: Mapping[str, Tensor], seed: int) -> Fit:
-        places, temperature = slice(0, stack.layout.size), values["temperature"]
-        return Fit(
-            log_posterior=stack.log_posterior,
-            data=None,
-            layout=stack.layout,
-            centers=state.position.detach()[None],
-            sites=stack.log_posterior.latents,
-            gaussians=(inference._gaussian(state, places, temperature / stack.num_data),),
-            seed=seed,
-            attrs={"temperature": float(temperature)},
-        )
-
-    return StackedFit(inference.kernel, total, fit_of, inference._init_strategy)
-
-
-def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> chains.Method | None:
-    """The sampler as chains with a data set each can run it; None where they cannot, as it knows a
-    point or a noise of its one data set."""
-    own, kernel, lr = sampler._settings, sampler.kernel, "lr" in sampler._settings.chosen
-    anchor = own.control_variates
-    anchored = stack.batch_size is not None if is_auto(anchor) else bool(anchor)
-    if not stack.vectorized or anchored or own.subtract_noise:
-        return None
-    is_cold = bool(kernel.values(0)["temperature"] == 0)
-    if is_cold or (kernel.adjusted and stack.batch_size is not None):
-        return None
-    kinds: dict[Any, Kind | None] = {None: None, "diag": "diag", "dense": "dense"}
-    kinds["auto"] = "dense" if stack.layout.size <= GEOMETRY.dense_single else "diag"
-    asked = own.precondition
-    if not (asked is None or isinstance(asked, str)) or asked not in kinds:
-        return None
-    # a larger matrix is learned for one data set alone
-    if (lr and asked is None) or (asked == "dense" and stack.layout.size > WARM_UP.matrix):
-        return None
-
-    def number(name: str, least: int) -> int | None:
-        value = settings.get(name, "auto")
-        return None if is_auto(value) else as_count(name, value, least=least, hint=", or 'auto'")
-
-    return chains.Method(
-        kernel=kernel,
-        lr=lr,
-        friction="friction" in own.chosen,
-        kind=kinds[asked],
-        warmup_steps=number("warmup_steps", 0),
-        thinning=number("thinning", 1),
-    )
-
-
-def _alone(
-    inference: Method, stack: Stack, settings: Mapping[str, Any]
-) -> Callable[[Arguments, int, Mapping[str, Tensor] | None], tuple[Tensor, bool]]:
-    """Runs the method on one data set, as a user would."""
-    how = {"num_chains": 1} if isinstance(inference, Sampler | NUTS) else {}
-
-    def run(
-        arguments: Arguments, seed: int, mode: Mapping[str, Tensor] | None
-    ) -> tuple[Tensor, bool]:
-        own: Any = copy.copy(inference)
-        own.model, own._num_data = stack.log_posterior.model, None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of one of many fits, whose ranks tell
-            known = {} if mode is None else {"mode": mode}
-            own.run(arguments, seed=seed, progress=False, **known, **how, **settings)
-            is_gaussian = isinstance(own, Approximation)
-            posterior = own.posterior
-            result = posterior.kept_draws
-            if is_gaussian:
-                result = posterior.drawn(SIMULATIONS.ranked, seed)
-            draws = torch.stack(list(result.blocks()))
-            return draws, is_gaussian or isinstance(own, SVGD)
-
-    return run
-
-
 # ------------------------------------------------------------------ arguments
 
 
 def _check(inference: Any, method: Any, settings: Mapping[str, Any]) -> None:
-    """Refuses what is not a method, and settings that the method does not have."""
+    """Checks that `inference` is a method, and has the settings.
+
+    Raises:
+        ArgumentError: it is no method, or one without draws.
+        CallError: its `run` does not have a setting, or `sbc` sets it.
+    """
     if not isinstance(inference, Method):
         raise ArgumentError(
             f"inference is a {type(inference).__name__}: pass a method on a model, such as "
@@ -477,20 +333,37 @@ def _check(inference: Any, method: Any, settings: Mapping[str, Any]) -> None:
         raise ArgumentError(f"method={method!r}: pass one of {list(get_args(From))}")
     names = inspect.signature(inference.run).parameters
     for name in settings:
-        if name in _OWN:
-            raise CallError(f"sbc: {name} is not a setting: ranks are among 100 draws of one chain")
+        if name in _SET:
+            raise CallError(f"sbc: {name} cannot be set: ranks are among 100 draws of one chain")
         if name in _OF_ONE_RUN:
             raise CallError(
-                f"sbc: {name} is of one long run, not of many simulations: leave it out"
+                f"sbc: {name} is for one long run, not for many simulations: leave it out"
             )
         if name not in names:
-            own = [each for each in names if each not in ("self", *_OWN, *_OF_ONE_RUN)]
+            settable = [n for n in names if n not in ("self", *_SET, *_OF_ONE_RUN)]
             raise CallError(
-                f"sbc: {type(inference).__name__}.run has no setting '{name}': it has {own}"
+                f"sbc: {type(inference).__name__}.run has no setting '{name}': it has {settable}"
             )
+
+
+def _check_all(inference: Mapping[str, Any], method: Any, settings: Any, resume: Any) -> None:
+    """Checks that there are methods, that all have the settings, and that none is resumed.
+
+    Raises:
+        ArgumentError, CallError: as `_check`; or `resume` is not None.
+    """
+    if resume is not None:
+        raise ArgumentError(
+            "resume: only one method can be resumed: pass it by itself, not in a dict"
+        )
+    if not inference:
+        raise ArgumentError("inference={}: pass a method, or a dict of methods by name")
+    for one in inference.values():
+        _check(one, method, settings)
 
 
 def _seed_of(resume: Any, count: int) -> int:
+    """The seed of an interrupted call, which is continued to `count` simulations."""
     if not isinstance(resume, SBC):
         raise ArgumentError("resume: pass what the interrupted call returned")
     if resume.num_simulations >= count:
@@ -502,8 +375,8 @@ def _seed_of(resume: Any, count: int) -> int:
 
 
 def _in_words(inference: Method) -> str:
-    """A method and its settings."""
+    """The method with its settings, such as "BAOA(lr=auto, ...)"."""
     if isinstance(inference, Sampler):
-        asked = asked_hyperparameters(inference)
-        return f"{type(inference).__name__}({', '.join(f'{n}={v}' for n, v in asked.items())})"
+        settings = asked_hyperparameters(inference)
+        return f"{type(inference).__name__}({', '.join(f'{n}={v}' for n, v in settings.items())})"
     return repr(inference)

@@ -1,32 +1,36 @@
-"""A sampler's arguments, checked, and which of them are to be chosen."""
+"""Checks a sampler's arguments, and finds which of them are to be chosen."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Gaussian
-from pyro_scale.core.validation import AUTO, as_flag, is_auto
+from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
 from pyro_scale.engine.choose_executor import check_compile
-from pyro_scale.errors import ArgumentError, NotRunError
+from pyro_scale.errors import ArgumentError, CallError, NotRunError
 from pyro_scale.infer.approximation import fit_of
 from pyro_scale.kernels import Kernel
+from pyro_scale.results.call_checks import unknown_argument
 from pyro_scale.tuning.choice import Precondition
 from pyro_scale.tuning.plan import Settings
 
-#: The hyperparameters that can be chosen.
+if TYPE_CHECKING:
+    from pyro_scale.infer.sampler import Sampler
+
+#: The hyperparameters that can be "auto".
 _CHOSEN = ("lr", "friction")
 
+#: `control_variates`: whether there are any, where their anchor is, or `"auto"`.
 Anchor: TypeAlias = bool | Mapping[str, Tensor] | Literal["auto"]
 
 
 def settings_of(
-    name: str,
-    kernel_class: type[Kernel],
+    sampler: Sampler,
     hyperparameters: dict[str, Any],
     precondition: Any,
     control_variates: Anchor,
@@ -34,18 +38,26 @@ def settings_of(
     starts: bool,
     compile: bool | Literal["auto"],
 ) -> tuple[Kernel, Settings]:
-    """(The kernel, with stand-ins where a hyperparameter is to be chosen; what was asked for).
+    """(The kernel, with placeholders for hyperparameters that are to be chosen; the settings).
 
     Args:
-        name: of the method.
-        kernel_class: its kernel's.
-        hyperparameters: that were passed, all of them the kernel's.
-        precondition: as the user passed it, like the others that follow but for `starts`.
-        starts: whether chains' starts are to be chosen.
+        sampler: the sampler that is made; gives its name and kernel class.
+        hyperparameters: those that the user passed.
+        precondition: as for `Sampler`, like the others, except for `starts`.
+        starts: whether the chains' starts are to be chosen.
 
     Raises:
-        ArgumentError: a value that means nothing, or nothing beside another one.
+        ArgumentError: a value is out of range, or cannot be combined with another one.
+        CallError: the kernel does not have a hyperparameter.
     """
+    name, kernel_class = type(sampler).__name__, sampler.kernel_class
+    defaults = {field.name: field.default for field in dataclasses.fields(kernel_class)}
+    for argument in hyperparameters:
+        if argument not in defaults:
+            hint = unknown_argument(sampler, argument, defaults)
+            raise CallError(
+                f"{name} has no hyperparameter '{argument}'; it has {list(defaults)}: {hint}"
+            )
     check_compile(compile)
     _check_anchor(control_variates)
     subtract_noise = as_flag("subtract_noise", subtract_noise)
@@ -55,18 +67,17 @@ def settings_of(
     coordinates = as_precondition(precondition, kernel_class, hyperparameters, chosen)
     if kernel_class.adjusted and "lr" in chosen and coordinates is None:
         raise ArgumentError(
-            f"lr='auto': {name} finds it in whitened coordinates: leave precondition and mass out, "
-            "or pass a number for lr"
+            f"lr='auto': {name} chooses it in whitened coordinates: leave precondition and mass "
+            "out, or pass a number for lr"
         )
     has_anchor = control_variates
     if is_auto(control_variates) and (
         kernel_class.adjusted or "lr" not in chosen or subtract_noise
     ):
         has_anchor = False
-    defaults = {field.name: field.default for field in dataclasses.fields(kernel_class)}
     defaults["lr"] = 1.0  # until it is chosen
-    kernel = kernel_class(**hyperparameters | {each: defaults[each] for each in chosen})
-    if coordinates is None:  # where the friction is the kernel's default
+    kernel = kernel_class(**hyperparameters | {argument: defaults[argument] for argument in chosen})
+    if coordinates is None:  # then "auto" friction is the kernel's default
         chosen.discard("friction")
     return kernel, Settings(
         name=name,
@@ -79,8 +90,18 @@ def settings_of(
     )
 
 
+def needs_all_rows(settings: Settings) -> bool:
+    """Whether something is to be chosen or measured from all rows before the first step."""
+    return bool(
+        "lr" in settings.chosen
+        or settings.precondition is not None
+        or settings.control_variates
+        or settings.subtract_noise
+    )
+
+
 def _chosen_of(kernel_class: type[Kernel], hyperparameters: Mapping[str, Any]) -> set[str]:
-    """The hyperparameters that are `"auto"`."""
+    """Names of the hyperparameters that are `"auto"`."""
     for name, value in hyperparameters.items():
         also = " or 'auto'" if name in _CHOSEN else ""
         if isinstance(value, str) and not (also and value == AUTO):
@@ -94,6 +115,7 @@ def _chosen_of(kernel_class: type[Kernel], hyperparameters: Mapping[str, Any]) -
 
 
 def _check_anchor(control_variates: Anchor) -> None:
+    """Checks that `control_variates` has one of its values."""
     is_one = isinstance(control_variates, bool | Mapping) and control_variates != {}
     if not (is_auto(control_variates) or is_one):
         raise ArgumentError(
@@ -105,13 +127,17 @@ def _check_anchor(control_variates: Anchor) -> None:
 def _check_noise(
     name: str, kernel_class: type[Kernel], control_variates: Anchor, subtract_noise: bool
 ) -> None:
-    """Refuses to take off noise that there is not, or twice."""
+    """Checks that there is minibatch noise to subtract, and that it is subtracted once.
+
+    Raises:
+        ArgumentError: it names the argument.
+    """
     anchored, theory = bool(control_variates) and not is_auto(control_variates), kernel_class.theory
     if kernel_class.adjusted and (subtract_noise or anchored):
-        asked = "subtract_noise" if subtract_noise else "control_variates"
+        argument = "subtract_noise" if subtract_noise else "control_variates"
         raise ArgumentError(
-            f"{asked}: {name} takes all rows at every step, whose gradients have no noise: leave "
-            "it out, or use BAOA"
+            f"{argument}: {name} takes all rows at every step, whose gradients have no noise: "
+            "leave it out, or use BAOA"
         )
     if not subtract_noise:
         return
@@ -123,14 +149,14 @@ def _check_noise(
         raise ArgumentError("subtract_noise: control_variates leave no noise to subtract")
 
 
-#: What has a Gaussian, in words.
+#: A fit with a Gaussian, in the words of error messages.
 A_FIT = "a fit of all sites that has been run (Laplace, VI, EKF)"
 #: The kinds of coordinates.
 _KINDS = "auto", "dense", "kron", "low_rank", "diag"
 
 
 def as_precondition(
-    asked: Any,
+    precondition: Any,
     kernel_class: type[Kernel],
     hyperparameters: Mapping[str, Any],
     chosen: set[str],
@@ -138,20 +164,21 @@ def as_precondition(
     """`"auto"`, a kind of coordinates, a fit's Gaussian, or None for the parameters themselves.
 
     Args:
-        asked: what the user passed.
-        kernel_class: the method.
-        hyperparameters: that were passed.
-        chosen: those that are to be chosen.
+        precondition: what the user passed.
+        kernel_class: of the method.
+        hyperparameters: those that the user passed.
+        chosen: names of those that are to be chosen.
 
     Raises:
-        ArgumentError: what is no such thing; coordinates in which other arguments mean nothing.
+        ArgumentError: `precondition` is none of these, or other arguments have no meaning in such
+            coordinates.
     """
     by_site = [name for name, value in hyperparameters.items() if isinstance(value, Mapping)]
     has_mass = hyperparameters.get("mass", 1.0) != 1.0 or "mass" in by_site
-    if is_auto(asked):
+    if is_auto(precondition):
         by_hand = "lr" not in chosen or has_mass or by_site or not kernel_class.whitens
         return None if by_hand else AUTO
-    if asked is None:
+    if precondition is None:
         return None
     if not kernel_class.whitens:
         raise ArgumentError(
@@ -159,33 +186,42 @@ def as_precondition(
         )
     if has_mass or by_site:
         raise ArgumentError(
-            f"precondition={asked!r} moves chains in other coordinates than the sites', where "
-            f"{'mass' if has_mass else by_site[0]} has no meaning: leave one of them out"
+            f"precondition={precondition!r} moves chains in other coordinates than the sites', "
+            f"where {'mass' if has_mass else by_site[0]} has no meaning: leave one of them out"
         )
-    if asked in _KINDS[1:]:
-        return asked
-    gaussian = gaussian_of(asked)
+    if precondition in _KINDS[1:]:
+        return precondition
+    gaussian = gaussian_of(precondition)
     if gaussian is None:
         kinds = ", ".join(map(repr, _KINDS))
-        raise ArgumentError(f"precondition={asked!r}: pass {kinds}, None, or {A_FIT}")
+        raise ArgumentError(f"precondition={precondition!r}: pass {kinds}, None, or {A_FIT}")
     return gaussian
 
 
-def gaussian_of(asked: Any) -> Gaussian | None:
-    """The Gaussian of a fit of all sites, in float64; None of anything else.
+def gaussian_of(value: Any) -> Gaussian | None:
+    """The Gaussian of a fit of all sites, in float64; None for any other value.
 
     Raises:
         ArgumentError: the fit's temperature is 0.
     """
     fit = None
     with contextlib.suppress(NotRunError):
-        fit = fit_of(asked)
+        fit = fit_of(value)
     if fit is None or not fit.gaussians:
         return None
     if fit.temperature == 0:
         raise ArgumentError(
-            "precondition: at temperature 0 the fit has no spread, hence no scales to move in: "
-            "pass fit.at_temperature(1), or a fit at another temperature"
+            "precondition: at temperature 0 the fit has no spread, hence no scales for "
+            "coordinates: pass fit.at_temperature(1), or a fit at another temperature"
         )
     has_all_sites = fit.sites == tuple(fit.log_posterior.latents)
     return fit.gaussians[0].double() if has_all_sites else None
+
+
+def count_or_auto(name: str, value: Any, least: int = 1) -> int | None:
+    """The value as an int, or None if it is `"auto"`.
+
+    Raises:
+        ArgumentError: it is neither; the message names the argument.
+    """
+    return None if is_auto(value) else as_count(name, value, least=least, hint=", or 'auto'")

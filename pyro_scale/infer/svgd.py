@@ -14,53 +14,46 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.schedules import Schedule
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
-from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
-from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.draws import Draws, Steps
-from pyro_scale.engine.loop import simulate
-from pyro_scale.engine.progress import Progress
-from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning
-from pyro_scale.infer.method import Finished, asks
-from pyro_scale.infer.stepwise import SteppedChain, Stepwise
-from pyro_scale.infer.stochastic import check_failures, check_length, count_steps, times_of
-from pyro_scale.kernels.optimizer import as_optimizer, is_pure
+from pyro_scale.infer.method import Finished, SteppedChain, asks
+from pyro_scale.infer.stochastic import Stochastic, check_length, count_steps, times_of
+from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.results.particles import ParticlePosterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.frozen_features import with_frozen_features
-from pyro_scale.run.problem import Problem, as_log_posterior, module_device
-from pyro_scale.run.single_step import Stepping, batch_as_data
+from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.early_stopping import still_rises
 
 
-class SVGD(Stepwise):
-    """Stein variational gradient descent (Liu and Wang 2016): particles that climb to the posterior
-    and repel each other (the equations are at `kernels.SVGD`), in unconstrained space.
+class SVGD(Stochastic):
+    """Stein variational gradient descent (Liu and Wang 2016): particles in unconstrained space that
+    climb the posterior density and repel each other.  `kernels.SVGD` has the equations.
 
-    Use this where a few points have to stand for a posterior of few dimensions.  In many, the
-    repulsion vanishes against the gradients and the particles' variance is far too small (Ba et
-    al. 2022): for networks, an ensemble, `MAP` with `num_chains`, predicts as well, and costs less.
+    Use this if a few points have to represent a posterior of few dimensions.  In many dimensions
+    the repulsion is small beside the gradients, and the particles' variance is far too small (Ba et
+    al. 2022).  For networks, an ensemble, `MAP` with `num_chains`, predicts as well and costs less.
 
-    `get_samples` gives the particles, as draws of one chain.  `pyro.param` sites are moved by the
-    particles' mean gradient.  There are no checkpoints: `save` keeps the particles, and another run
-    starts from them by `init_strategy=SVGD.load(...)`, with its optimizer afresh.
+    `get_samples` returns the particles as draws of one chain.  `pyro.param` sites are moved by the
+    particles' mean gradient.  There are no checkpoints: `save` keeps the particles, and
+    `init_strategy=SVGD.load(...)` starts another run from them, with a new optimizer.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
-        num_particles: how many; one alone climbs to the mode, in unconstrained space.
+        num_particles: number of particles; a single one climbs to the mode, in unconstrained space.
         optimizer: one of TorchOpt's functional ones, `torchopt.adam(1e-2)` by default, or a
             factory of one of torch.optim's, as for `MAP`.
-        temperature: 1 is the posterior; below, a cold one; a float or a schedule.
-        init_strategy: where particles start, as for `MAP`, dicts `[num_particles, ...]`, or another
-            `SVGD`; each in a place of its own, as two in one place never part.
+        temperature: 1 is the posterior, below 1 a cold one; a float or a schedule.
+        init_strategy: where particles start, as for `MAP`: dicts are `[num_particles, ...]`; or
+            another `SVGD`.  All starts must differ, as two particles in one place never part.
         num_data: N, which overrides what the data say.
         compile: as for samplers.
 
     Raises:
-        ArgumentError: an argument that is unknown or out of range.
+        ArgumentError: an argument is unknown or out of range.
 
     Examples:
         >>> import torch, torchopt, pyro, pyro.distributions as dist
@@ -76,6 +69,7 @@ class SVGD(Stepwise):
         (20, 1.99)
     """
 
+    mover = "particle"
     elsewhere: ClassVar[Mapping[str, str]] = {
         "num_chains": "num_particles=, of the constructor",
         "num_samples": "num_particles=, of the constructor: particles are the draws",
@@ -96,10 +90,9 @@ class SVGD(Stepwise):
         compile: bool | Literal["auto"] = "auto",
     ):
         super().__init__(model, init_strategy=init_strategy, num_data=num_data)
-        check_compile(compile)
         self.num_particles = as_count("num_particles", num_particles)
-        self.kernel = kernels.SVGD(optimizer=as_optimizer(optimizer), temperature=temperature)
-        self._compile, self._earlier = compile, Earlier()
+        kernel = kernels.SVGD(optimizer=as_optimizer(optimizer), temperature=temperature)
+        self._set_kernel(kernel, compile)
 
     @without_vmap_warnings()
     def run(
@@ -112,12 +105,12 @@ class SVGD(Stepwise):
         seed: int | None = None,
         progress: bool = True,
     ) -> Self:
-        """Takes `num_steps` steps with all particles, or as many as `num_epochs` epochs have; one
-        batch a step, for all of them.
+        """Takes `num_steps` steps with all particles, or as many as `num_epochs` epochs have.  All
+        particles have the same batch.
 
         Args:
             data: as for samplers: a `DataLoader`, or the model's own arguments.
-            num_steps: steps; one of this and `num_epochs` is needed.
+            num_steps: number of steps; pass this or `num_epochs`.
             num_epochs: passes through the data.
             batch_size: rows a step, for tensors; all of them by default.
             seed: the same seed gives the same particles; drawn from torch's generator by default.
@@ -136,24 +129,10 @@ class SVGD(Stepwise):
         """
         check_length(num_steps, num_epochs)
         self._forget()
-        opened = open_data(data, batch_size, self._num_data, module_device(self.model))
+        opened = self._open(data, batch_size)
         problem = with_frozen_features(self._prepare(opened, choose_seed(seed)))
         steps = Steps(count_steps(problem, num_steps, num_epochs), positions=False)
-        with Progress(steps.total, f"SVGD, {self.num_particles} particles", progress) as bar:
-            draws = simulate(
-                problem.engine,
-                problem.positions,
-                problem.batches(1, "shuffle"),
-                self.kernel.columns(steps.total),
-                steps,
-                problem.seed,
-                self._compile if is_pure(self.kernel.optimizer) else False,
-                bar,
-                self._earlier,
-            )
-        if draws.error is not None:
-            raise draws.error
-        check_failures(problem, draws, "particle")
+        draws = self._simulate(problem, problem.batches(1, "shuffle"), steps, progress)
         trace, size = draws.log_joint.mean(0), problem.engine.layout.size
         self._last = Finished(ParticlePosterior(self._collect(problem, draws), trace))
         if bool(still_rises(trace, size) | still_rises(-trace, size)):
@@ -165,25 +144,20 @@ class SVGD(Stepwise):
         return self
 
     def begin(self, *args: Any, **kwargs: Any) -> SteppedChain:
-        """Particles at their starts, for loops of your own; see `Stepwise.begin`."""
-        data = batch_as_data(self.model, self._num_data, args, kwargs)
-        stepping = Stepping(self._prepare(data, choose_seed(None)), self.kernel)
-        return SteppedChain(
-            stepping,
-            lambda problem, draws, _, batch: check_failures(problem, draws, "particle", batch),
-            self._posterior_of_step,
-        )
+        """Particles at their starts, for your own loops; see `Stepwise.begin`."""
+        data = self._open_batch(args, kwargs)
+        return self._begin(self._prepare(data, choose_seed(None)))
 
     @property
     def trace(self) -> Tensor:
-        """The mean of the particles' log joints at every step, estimated from its batch, in nats,
-        a total: `[steps]`; of `step`, of the latest one."""
+        """Mean of the particles' log joints at every step, estimated from its batch, in nats, a sum
+        over rows: `[steps]`; after `step`, of the latest step."""
         return self.posterior.trace
 
     @property
     def converged(self) -> bool:
-        """Whether the particles' mean log joint is known neither to rise nor to fall from the third
-        quarter of the steps to the last, by 0.1 nats times the root of the dimensions."""
+        """Whether the particles' mean log joint changes, from the third quarter of the steps to the
+        last, by significantly less than 0.1 nats times the root of the number of dimensions."""
         return self.posterior.converged
 
     starts = asks(ParticlePosterior.starts)
@@ -196,19 +170,18 @@ class SVGD(Stepwise):
     posterior: ParticlePosterior
 
     def _prepare(self, data: Data, seed: int) -> Problem:
-        log_posterior = as_log_posterior(self.model, data.num_data)
-        starts = self._starts(self.num_particles, seed)
-        how = self.kernel, starts, self.num_particles, seed
-        problem = self._understand(log_posterior, data, *how)
+        """The analyzed model on the data, with particles at their starts."""
+        problem = self._analyze(data, data.num_data, self.kernel, self.num_particles, seed)
         latents = problem.positions[:, : problem.engine.num_latents]
         if len(torch.unique(latents, dim=0)) < self.num_particles:
             raise ArgumentError(
                 "init_strategy: two particles start in the same place, and would never part: pass "
                 "one that draws, such as pyro.infer.autoguide.init_to_sample, or other values"
             )
-        return problem if is_pure(self.kernel.optimizer) else problem.with_engine(vectorized=False)
+        return problem if self._is_pure else problem.with_engine(vectorized=False)
 
     def _collect(self, problem: Problem, draws: Draws) -> PosteriorDraws:
+        """The particles' last positions as draws of one chain."""
         last = draws.log_joint[:, -1]
         return PosteriorDraws(
             log_posterior=problem.log_posterior,
@@ -229,6 +202,5 @@ class SVGD(Stepwise):
     def _posterior_of_step(
         self, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
     ) -> ParticlePosterior:
-        """The particles after a single step."""
         result = dataclasses.replace(self._collect(problem, draws), data=None)
         return ParticlePosterior(result, draws.log_joint.mean(0), batch)

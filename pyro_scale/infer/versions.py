@@ -1,4 +1,4 @@
-"""The versions that a bug report should name."""
+"""The versions that belong in a bug report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-#: Packages whose versions matter.
+#: Packages whose versions are printed.
 _PACKAGES = (
     *("pyro-scale", "torch", "pyro-ppl", "torchopt", "arviz", "arviz-stats", "xarray"),
     *("zarr", "numpy", "scipy", "pandas", "matplotlib"),
@@ -18,8 +18,8 @@ _PACKAGES = (
 
 
 def show_versions() -> None:
-    """Prints the versions of Python, of the packages that this one stands on and of the C++
-    compiler, and what the machine is.
+    """Prints the versions of Python, of this package and its dependencies, and of the C++ compiler,
+    and describes the machine, for bug reports.
 
     Examples:
         >>> import pyro_scale as ps
@@ -48,7 +48,7 @@ def _version_of(package: str) -> str:
 
 
 def _compiler() -> str:
-    """The first line that the compiler of compiled steps says of itself."""
+    """First line of the version text of the C++ compiler, which compiles steps."""
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
     if path is None:

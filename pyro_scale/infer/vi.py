@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -17,61 +17,63 @@ from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.bound import Bound, Offset
 from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.infer.approximation import Structure
-from pyro_scale.infer.stochastic import Optimized
+from pyro_scale.infer.stochastic import Optimized, Options
 from pyro_scale.kernels.optimizer import as_optimizer, falling_adam
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.problem import Problem
 
-#: Matrices that a dense step holds: the factor, its gradient, the optimizer's and their next.
+#: Matrices that a dense step holds: the factor, its gradient, the optimizer's state, and the next
+#: ones.
 _MATRICES = 8
-#: IVON's step size at first.
+#: IVON's first step size.
 _LR = 0.03
-#: Dimensions up to which the bound's optimum is looked for, the fewest draws for it, and gradients
-#: of rows that are always cheap.
-_MOST_DIMENSIONS, _FEWEST, _CHEAP = 100, 400, 2**22
+#: Dimensions up to which the bound's optimum is searched for.
+_MOST_DIMENSIONS = 100
+#: The fewest draws for that search, and gradients of rows that are always cheap enough.
+_FEWEST, _CHEAP = 400, 2**22
 
 
 class Variational(Optimized):
-    """What VI and IVON share: the bound, and its optimum where that is cheap to find."""
+    """What `VI` and `IVON` share: the evidence lower bound, and its optimum if that is cheap to
+    find."""
 
     objective = "ELBO"
-    #: Whether the run ends with steps to the bound's optimum: nothing was said of step sizes.
+    #: Whether the run ends with steps to the bound's optimum: only if the user set no step size.
     _improves = False
 
-    def _finish(self, fit: Fit, problem: Problem, taken: int) -> Fit:
+    def _finish(self, fit: Fit, problem: Problem, num_gradients: int) -> Fit:
         size, num_data = len(fit.places), problem.log_posterior.num_data
         count = max(_FEWEST, 4 * (size + 1))
-        worth = max(taken, _CHEAP) // (num_data * fit.num_starts)
-        is_here = problem.ranks.is_alone and problem.has_all_rows and fit.temperature > 0
-        if size > _MOST_DIMENSIONS or not is_here or (1 + self._improves) * count > worth:
+        affordable = max(num_gradients, _CHEAP) // (num_data * fit.num_starts)
+        has_bound = problem.ranks.is_alone and problem.has_all_rows and fit.temperature > 0
+        if size > _MOST_DIMENSIONS or not has_bound or (1 + self._improves) * count > affordable:
             return fit
         try:
             return self._at_optimum(fit, problem, count)
         except DataError as error:
             if error.code != "no-length":
                 raise
-            return fit  # a loader that does not end after N rows gives batches only
+            return fit  # a loader that does not end after N rows
 
     def _at_optimum(self, fit: Fit, problem: Problem, count: int) -> Fit:
-        """The fit, moved to the optimum of the bound if `_improves`, with its distance from that
-        optimum in `attrs`.
+        """The fit with its distance from the bound's optimum in `attrs`; if `_improves`, first
+        moved to that optimum.
 
         Args:
             fit: where the optimizer ended.
             problem: of the run.
-            count: draws at which the bound's slope is taken.
+            count: number of draws at which the bound's slope is evaluated.
         """
         size = len(fit.places)
         density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
         gaussians, centers, offsets = list[Gaussian](), list[Tensor](), list[Offset]()
         for start, (gaussian, center) in enumerate(zip(fit.gaussians, fit.centers, strict=True)):
             assert isinstance(gaussian, Dense | Diagonal)
-            own = derived_seed(fit.seed, start, Purpose.APPROXIMATION)
-            source = torch.Generator().manual_seed(own)
-            eps = torch.randn(2, count, size, generator=source, dtype=torch.float64).to(
-                center.device
-            )
+            seed = derived_seed(fit.seed, start, Purpose.APPROXIMATION)
+            source = torch.Generator().manual_seed(seed)
+            eps = torch.randn(2, count, size, generator=source, dtype=torch.float64)
+            eps = eps.to(center.device)
             bound = Bound(density, center, fit.places, fit.temperature)
             if self._improves:
                 gaussian = bound.improved(gaussian, eps[0])
@@ -99,26 +101,25 @@ class VI(Variational):
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         structure: `"diag"` or `"dense"`.
-        optimizer: by default Adam with an lr that falls from 0.01 to 0 over the run (as
-            1 / (1 + step / 1,000) in single steps and with `early_stopping`), which ends, in up to
-            100 dimensions and where that costs no more than the run, with steps to the optimum by
-            all rows' gradients at some draws.  One of TorchOpt's functional ones, or a factory of
-            one of torch.optim's, as for `MAP`, is taken as it is.  At a constant lr the fit keeps
-            moving by about lr: let it fall (`torchopt.schedule.polynomial_schedule`).
+        optimizer: one of TorchOpt's functional ones, or a factory of one of torch.optim's, as for
+            `MAP`; it is used as it is.  At a constant lr the fit keeps moving by about lr, so let
+            it fall (`torchopt.schedule.polynomial_schedule`).  The default is Adam with an lr that
+            falls from 0.01 to 0 over the run (as 1 / (1 + step / 1,000) in single steps and with
+            `early_stopping`).  In up to 100 dimensions, and if it costs no more than the run, the
+            default ends with steps to the bound's optimum, by gradients of all rows at several
+            hundred draws.
         num_particles: draws of q a step.
         sticking_the_landing: leaves out a part of the gradient that is 0 on average (Roeder et al.
-            2017), so that its noise vanishes where q is the posterior.
-        temperature: 1 is the posterior; below, a cold one; a float or a schedule.
-        init_strategy: where the mean starts, as for `MAP`.
-        init_scale: every element's sd at first, as for Pyro's `AutoNormal`: small, so that the
-            first gradients are those near the start; a network whose weights are noisier than it
-            bears learns nothing.
-        num_data: N, which overrides what the data say.
-        compile: as for samplers.
+            2017), so that the gradient's noise vanishes where q is the posterior.
+        temperature: 1 is the posterior, below 1 a cold one; a float or a schedule.
+        init_scale: first sd of every element, as for Pyro's `AutoNormal`: small, so that the first
+            gradients are those near the start.  A network whose weights are too noisy learns
+            nothing.
         early_stopping: as for `MAP`, by the bound.
+        options: `init_strategy`, where the mean starts; `num_data`; `compile`: as for `MAP`.
 
     Raises:
-        ArgumentError: an argument that is unknown or out of range.
+        ArgumentError: an argument is unknown or out of range.
 
     Examples:
         >>> import torch, pyro, pyro.distributions as dist
@@ -143,33 +144,23 @@ class VI(Variational):
         num_particles: int = 1,
         sticking_the_landing: bool = False,
         temperature: float | Schedule = 1.0,
-        init_strategy: Any = None,
         init_scale: float = 0.1,
-        num_data: int | None = None,
-        compile: bool | Literal["auto"] = "auto",
         early_stopping: bool = False,
+        **options: Unpack[Options],
     ):
-        self._improves = optimizer is None
+        self._improves = is_default = optimizer is None
         if not isinstance(init_scale, int | float) or not 0 < init_scale < math.inf:
             raise ArgumentError(f"init_scale={init_scale!r}: pass a number > 0")
         kind = kernels.FullRank if structure == "dense" else kernels.MeanField
         kernel = kind(
-            optimizer=falling_adam(early_stopping)
-            if optimizer is None
-            else as_optimizer(optimizer),
+            optimizer=falling_adam(early_stopping) if is_default else as_optimizer(optimizer),
             num_particles=as_count("num_particles", num_particles),
             sticking_the_landing=sticking_the_landing,
             temperature=temperature,
             init_scale=float(init_scale),
         )
         super().__init__(
-            model,
-            kernel,
-            structure=structure,
-            init_strategy=init_strategy,
-            num_data=num_data,
-            compile=compile,
-            early_stopping=early_stopping,
+            model, kernel, structure=structure, early_stopping=early_stopping, **options
         )
 
     def _check(self, problem: Problem) -> None:
@@ -188,29 +179,27 @@ class VI(Variational):
 
 class IVON(Variational):
     """Variational inference by natural gradients, with independent elements, for networks:
-    improved variational online Newton (Shen et al. 2024; the equations are at `kernels.IVON`).
+    improved variational online Newton (Shen et al. 2024).  `kernels.IVON` has the equations.
 
-    A step costs what Adam's does.  Its optimum is that of `VI(structure="diag")`.
+    A step costs as much as Adam's.  The optimum is that of `VI(structure="diag")`.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
-        lr: the step size in units of Newton's, a float or a schedule, which is taken as it is.  By
-            default it falls from 0.03 to 0 over the run (as 1 / (1 + step / 1,000) in single steps
-            and with `early_stopping`), which ends as that of `VI` does.  At a constant 0.1, the
-            noise of a network's weights, whose precision is small where data say little, makes
-            them move further than the data allow.
-        momentum: the weight of past gradients.
-        forgetting: the weight of past curvature; by default an average over the latter steps, which
-            ends at the published 1 - 1e-5.  At a constant one below, minibatches make the sds too
-            small, and at a constant lr they move the mean about (see `kernels.IVON`): let lr fall.
-        first_curvature: the precision over N at first; 1 is that of rows that each know a param
-            to 1.  Steps go as its inverse: raise it where the likelihood is sharp, such as a
-            network's with little noise, or the first ones are too long.
-        temperature: 1 is the posterior; below, a cold one; a float or a schedule.
-        init_strategy: where the mean starts, as for `MAP`.
-        num_data: N, which overrides what the data say.
-        compile: as for samplers.
+        lr: the step size in units of Newton's step, a float or a schedule, used as it is.  The
+            default falls from 0.03 to 0 over the run (as 1 / (1 + step / 1,000) in single steps and
+            with `early_stopping`), and the run ends as that of `VI` does.  A constant 0.1 is too
+            long for a network: weights of small precision, about which the data say little, move
+            further than the data allow.
+        momentum: weight of past gradients.
+        forgetting: weight of past curvature.  The default averages over the latter steps, and ends
+            at the published 1 - 1e-5.  With a constant below that, minibatches make the sds too
+            small, and with a constant lr they also move the mean (see `kernels.IVON`): let lr fall.
+        first_curvature: first precision over N; 1 is that of rows each of which determines a param
+            to an sd of 1.  Steps are proportional to its inverse.  Raise it if the likelihood is
+            sharp, such as a network's with little noise, as the first steps are too long otherwise.
+        temperature: 1 is the posterior, below 1 a cold one; a float or a schedule.
         early_stopping: as for `MAP`, by the bound.
+        options: `init_strategy`, where the mean starts; `num_data`; `compile`: as for `MAP`.
     """
 
     def __init__(
@@ -222,10 +211,8 @@ class IVON(Variational):
         forgetting: float | Schedule = kernels.IVON.forgetting,
         first_curvature: float = 1.0,
         temperature: float | Schedule = 1.0,
-        init_strategy: Any = None,
-        num_data: int | None = None,
-        compile: bool | Literal["auto"] = "auto",
         early_stopping: bool = False,
+        **options: Unpack[Options],
     ):
         self._improves = lr == "auto"
         falling = Falling(_LR)
@@ -237,15 +224,9 @@ class IVON(Variational):
             first_curvature=first_curvature,
             temperature=temperature,
         )
-        super().__init__(
-            model,
-            kernel,
-            structure="diag",
-            init_strategy=init_strategy,
-            num_data=num_data,
-            compile=compile,
-            early_stopping=early_stopping,
-        )
+        super().__init__(model, kernel, structure="diag", early_stopping=early_stopping, **options)
+
+    _is_pure = True
 
     def _gaussian(self, state: Any, places: slice, temperature: Tensor) -> Gaussian:
         sd = torch.sqrt(temperature.to(state.position) / state.curvature[places])

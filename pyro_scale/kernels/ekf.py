@@ -19,8 +19,8 @@ class EKFState(NamedTuple):
     precision: Tensor
 
     @classmethod
-    def of(cls, gaussian: Gaussian) -> EKFState:
-        """From a Gaussian."""
+    def from_gaussian(cls, gaussian: Gaussian) -> EKFState:
+        """The state with this Gaussian's mean, sds and precision."""
         return cls(gaussian.mean, gaussian.variance.sqrt(), gaussian.precision)
 
     @property
@@ -31,11 +31,11 @@ class EKFState(NamedTuple):
 
 
 def predict(state: EKFState, drift: Tensor) -> EKFState:
-    """The state before the next batch, where the params walk at random between batches:
+    """The state before the next batch, after the params have walked at random:
 
     precision' = (precision^-1 + Q)^-1 = L (I + L^T Q L)^-1 L^T,    precision = L L^T
 
-    with Q diagonal, the walk's variances [D]; the last form loses nothing where they are large.
+    with Q diagonal, the walk's variances [D]; the last form keeps its digits where they are large.
     """
     precision, sd = state.precision, (state.sd.square() + drift).sqrt()
     if precision.dim() == 1:
@@ -48,12 +48,12 @@ def predict(state: EKFState, drift: Tensor) -> EKFState:
 
 
 def absorb(state: EKFState, gradient: Tensor, curvature: Tensor, lr: Tensor) -> EKFState:
-    """The state after a batch, whose log likelihood, a sum over its rows, has this gradient [D]
-    and curvature at the mean:
+    """The state after a batch.  The batch's log likelihood, a sum over its rows, has this gradient
+    [D] and curvature at the mean:
 
     precision' = precision + lr C,    mean' = mean + lr precision'^-1 g
 
-    With lr = 1 that is Bayes' rule where the likelihood is Gaussian and linear (Kalman 1960;
+    With lr = 1 this is Bayes' rule where the likelihood is Gaussian and linear (Kalman 1960;
     Ollivier 2018).
     """
     precision = state.precision + lr * curvature

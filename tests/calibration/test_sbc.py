@@ -93,12 +93,12 @@ def test_networks_that_are_trained_are_fitted_one_by_one(monkeypatch, layers, se
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
 
-    fitter_of = sbc._fitter
+    fitter_of = sbc.fitter_for
 
     def chosen(*args):
         raise Chosen(type(fitter_of(*args)).__name__)
 
-    monkeypatch.setattr(sbc, "_fitter", chosen)
+    monkeypatch.setattr(sbc, "fitter_for", chosen)
     with pytest.raises(Chosen, match=expected):
         ps.sbc(ps.BAOA(model, **settings), (X, Y), num_simulations=20, **QUIET)
 
@@ -112,12 +112,12 @@ def test_matrices_of_many_dimensions_are_learned_one_by_one(monkeypatch, kind, e
         with pyro.plate("data", len(y)):
             pyro.sample("y", dist.Normal(z.mean(), 0.5), obs=y)
 
-    fitter_of = sbc._fitter
+    fitter_of = sbc.fitter_for
 
     def chosen(*args):
         raise Chosen(type(fitter_of(*args)).__name__)
 
-    monkeypatch.setattr(sbc, "_fitter", chosen)
+    monkeypatch.setattr(sbc, "fitter_for", chosen)
     with pytest.raises(Chosen, match=expected):
         ps.sbc(ps.BAOA(model, precondition=kind), Y, num_simulations=20, **QUIET)
 
@@ -355,7 +355,7 @@ def test_models_of_which_no_data_can_be_drawn(model, error, match):
     ("how", "error", "match"),
     [
         ({"num_simulations": 19}, ArgumentError, "num_simulations"),
-        ({"num_samples": 100}, CallError, "num_samples is not a setting"),
+        ({"num_samples": 100}, CallError, "num_samples cannot be set"),
         ({"thining": 3}, CallError, "no setting 'thining'"),
         ({"method": "both"}, ArgumentError, "method='both'"),
         ({"batch_size": 100}, ArgumentError, "batch_size=100"),

@@ -117,7 +117,7 @@ def test_quantities_and_predictions_are_tried_first():
 
 @pytest.mark.parametrize("name", ["checkpoint", "max_seconds", "share_batches"])
 def test_settings_of_one_long_run_are_refused(name):
-    with pytest.raises(CallError, match=f"{name} is of one long run"):
+    with pytest.raises(CallError, match=f"{name} is for one long run"):
         sbc(normal, ROWS, **{name: 1})
 
 

@@ -175,8 +175,8 @@ def test_a_batch_of_all_rows_is_none():
         ({"temperature": 0}, r"temperature=0: pass a number > 0"),
         ({"control_variates": True}, r"control_variates: GHMC takes all rows.*or use BAOA"),
         ({"subtract_noise": True, "lr": 0.1}, r"subtract_noise: GHMC takes all rows"),
-        ({"precondition": None}, r"lr='auto': GHMC finds it in whitened coordinates"),
-        ({"mass": 2.0}, r"lr='auto': GHMC finds it in whitened coordinates.*number for lr"),
+        ({"precondition": None}, r"lr='auto': GHMC chooses it in whitened coordinates"),
+        ({"mass": 2.0}, r"lr='auto': GHMC chooses it in whitened coordinates.*number for lr"),
     ],
 )
 def test_bad_arguments(arguments, match):

@@ -18,7 +18,7 @@ import pyro_scale as ps
 from pyro_scale.compile.trace import trace
 from pyro_scale.errors import ArgumentError, CompileWarning, DataError, NonFiniteError, NotRunError
 from pyro_scale.infer import ekf as ekf_module
-from pyro_scale.infer import ekf_program
+from pyro_scale.infer import ekf_filter
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
@@ -140,15 +140,15 @@ def test_a_second_run_takes_the_program_of_the_first(monkeypatch):
             pyro.sample("y", dist.Normal(x @ w, SD * factor[0]), obs=y)
 
     traces = []
-    monkeypatch.setattr(ekf_program, "trace", lambda *a: traces.append(a) or trace(*a))
+    monkeypatch.setattr(ekf_filter, "trace", lambda *a: traces.append(a) or trace(*a))
     fit = ekf(model, (X, Y), True, transition_sd=0.3)
     for sd, count in ((1.0, 1), (2.0, 2)):
         factor[0] = sd
         fit.run((X, Y), batch_size=BATCH, seed=0, progress=False)
         assert len(traces) == count
         same(fit, ekf(model, (X, Y), False, transition_sd=0.3))
-    copied = pickle.loads(pickle.dumps(fit._last_program))
-    assert copied.like((X[:BATCH], Y[:BATCH])) is None
+    assert fit._programs.program is not None
+    assert pickle.loads(pickle.dumps(fit._programs)).program is None
 
 
 # ------------------------------------------------------------------ walks, empty batches, the prior
@@ -307,8 +307,8 @@ def test_what_is_no_sd_is_refused(given, words):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"v": 0.1}, r"\['v'\] are no latent sites of the model, which has \['w', 'a'\]"),
-        ({"y": 0.1}, r"\['y'\] are no latent sites"),
+        ({"v": 0.1}, r"\['v'\] are not latent sites of the model, which has \['w', 'a'\]"),
+        ({"y": 0.1}, r"\['y'\] are not latent sites"),
         ({"w": double(0.1, 0.2, 0.3)}, r"\['w'\] has the shape \[3\], the site \[2\]"),
         ({"a": double(0.1)}, r"\['a'\] has the shape \[1\], the site \[\]"),
     ],

@@ -23,7 +23,7 @@ from pyro_scale.errors import (
     DataError,
     PyroScaleWarning,
 )
-from pyro_scale.exact import chains, nutpie_api, pointer_check
+from pyro_scale.exact import chains, nutpie_api
 
 pytest.importorskip("nutpie")
 pytestmark = pytest.mark.usefixtures("float64")
@@ -148,11 +148,10 @@ def test_versions_and_interfaces_that_are_not_known_get_a_python_function(monkey
     few = {"num_samples": 50, "warmup_steps": 50, "num_chains": 2, **QUIET}
     pointer = ps.NUTS(linear).run((X, Y), **few).posterior.draws
     assert pointer.attrs["program"] == "compiled log density"
-    monkeypatch.setattr(pointer_check, "KNOWN_VERSIONS", ())
     monkeypatch.setattr(nutpie_api, "KNOWN_VERSIONS", ())
-    pointer_check.takes_pointers.cache_clear()
+    nutpie_api.takes_pointers.cache_clear()
     python = ps.NUTS(linear).run((X, Y), **few).posterior.draws
-    pointer_check.takes_pointers.cache_clear()
+    nutpie_api.takes_pointers.cache_clear()
     assert "called from Python (nutpie" in python.attrs["program"]
     assert torch.equal(pointer.positions, python.positions)
 
@@ -161,12 +160,12 @@ def test_a_wrong_interface_is_noticed_in_another_process(monkeypatch, tmp_path):
     monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     for code, passes in ((crash, False), ("raise AssertionError", False), ("pass", True)):
-        monkeypatch.setattr(pointer_check, "_TRY", code)
-        pointer_check.takes_pointers.cache_clear()
-        assert pointer_check.takes_pointers() == passes
-    monkeypatch.setattr(pointer_check, "_TRY", crash)
-    pointer_check.takes_pointers.cache_clear()
-    assert pointer_check.takes_pointers()  # as it was, of this version
+        monkeypatch.setattr(nutpie_api, "_CHECK", code)
+        nutpie_api.takes_pointers.cache_clear()
+        assert nutpie_api.takes_pointers() == passes
+    monkeypatch.setattr(nutpie_api, "_CHECK", crash)
+    nutpie_api.takes_pointers.cache_clear()
+    assert nutpie_api.takes_pointers()  # as it was, of this version
 
 
 def test_an_error_in_the_model_ends_all_chains():

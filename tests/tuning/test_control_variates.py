@@ -359,7 +359,7 @@ def test_without_control_variates_there_is_no_reduction():
 @pytest.mark.parametrize("asked", [{"control_variates": True}, {"subtract_noise": True}])
 def test_step_sees_no_whole_data(asked):
     sampler = ps.SGLD(logistic, lr=0.01, num_data=N, **asked)
-    with pytest.raises(ArgumentError, match=r"whole data, and .* subtract_noise need it.*use run"):
+    with pytest.raises(ArgumentError, match=r"all rows, and .* subtract_noise need them.*use run"):
         sampler.step(X[:B], LABELS[:B])
 
 
