@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_scale.errors import ArgumentError
 from pyro_scale.rng.philox import Streams
 from pyro_scale.rng.seeds import Purpose
-from pyro_scale.rng.streams import fill_integers, fill_permutations
+from pyro_scale.rng.streams import fill_epochs, fill_integers
 
 Sampling = Literal["shuffle", "replacement", "symmetric"]
 
@@ -65,9 +65,10 @@ class RowIndices:
         self._streams = Streams.of(seed, chains, Purpose.BATCHES)
         self._num_rows, self._batch_size, self._sampling = num_rows, batch_size, sampling
         self._device = device
-        whole = num_rows // batch_size * batch_size
-        self._period = 2 * whole if sampling == "symmetric" else num_rows
-        self._epoch, self._order = -1, torch.empty(len(chains), 0, dtype=torch.int32, device=device)
+        self._mirrored = batch_size if sampling == "symmetric" else 0
+        held_rows = 0 if sampling == "replacement" else num_rows
+        self._orders = torch.empty(len(chains), held_rows, dtype=torch.int32)
+        self._epoch = -1
 
     def at(self, step: int) -> Tensor:
         """The indices of one step, `[chains, batch_size]`."""
@@ -84,31 +85,10 @@ class RowIndices:
         if out is None:
             shape = len(self._streams.chains), stop - start, self._batch_size
             out = torch.empty(shape, dtype=torch.long, device=self._device)
-        begin, end = start * self._batch_size, stop * self._batch_size
+        indices, first = out.view(len(out), -1), start * self._batch_size
         if self._sampling == "replacement":
-            fill_integers(self._streams, begin, self._num_rows, out.view(len(out), -1))
-            return out
-        indices, place = out.view(len(out), end - begin), begin
-        while place < end:
-            epoch, offset = divmod(place, self._period)
-            count = min(end - place, self._period - offset)
-            order = self._held(epoch)[:, offset : offset + count]
-            indices[:, place - begin :][:, :count].copy_(order)
-            place += count
+            fill_integers(self._streams, first, self._num_rows, indices)
+        else:
+            held = self._epoch, self._orders
+            self._epoch = fill_epochs(self._streams, first, self._mirrored, *held, indices)
         return out
-
-    def _held(self, epoch: int) -> Tensor:
-        """All chains' orders in an epoch, held until another one is asked for."""
-        if self._epoch != epoch:
-            shape = len(self._order), self._num_rows
-            rows = self._order if self._order.shape == shape else self._order.new_empty(shape)
-            fill_permutations(self._streams, epoch, rows)
-            self._epoch, self._order = epoch, self._as_order(rows)
-        return self._order
-
-    def _as_order(self, rows: Tensor) -> Tensor:
-        """The order of an epoch from a permutation of the rows."""
-        if self._sampling == "shuffle":
-            return rows
-        forwards = rows[:, : self._period // 2].view(len(rows), -1, self._batch_size)
-        return torch.cat([forwards, forwards.flip(1)], 1).flatten(1)

@@ -266,6 +266,42 @@ static void permute(const Stream& stream, uint64_t index, int64_t size, int32_t*
     }
 }
 
+// of an epoch, from a row on: its order, or its whole batches forwards and then backwards
+static int64_t copy(const int32_t* order, int64_t whole, int64_t mirrored, int64_t from,
+                    int64_t most, int64_t* out) {
+    int64_t count = std::min(most, whole - from);
+    if (from >= whole) {
+        const int64_t batch = (from - whole) / mirrored, row = (from - whole) %% mirrored;
+        order += whole - (batch + 1) * mirrored + row;
+        count = std::min(most, mirrored - row);
+    } else {
+        order += from;
+    }
+    for (int64_t i = 0; i < count; ++i) out[i] = order[i];
+    return count;
+}
+
+extern "C" int64_t epochs(Streams streams, uint64_t first, int64_t count, int64_t rows,
+                          int64_t mirrored, int64_t held, int32_t* orders, int64_t* out) {
+    const int64_t whole = mirrored ? rows / mirrored * mirrored : rows;
+    const uint64_t period = mirrored ? 2 * whole : whole, end = first + count;
+    int64_t epoch = held;
+    for (int64_t i = 0; i < streams.count; ++i) {
+        int32_t* const order = orders + i * rows;
+        epoch = held;
+        for (uint64_t place = first; place < end;) {
+            if (epoch != (int64_t)(place / period)) {
+                epoch = place / period;
+                permute(streams[i], epoch, rows, order);
+            }
+            const int64_t copied = copy(order, whole, mirrored, place %% period, end - place, out);
+            out += copied;
+            place += copied;
+        }
+    }
+    return epoch;
+}
+
 extern "C" void permutations(Streams streams, uint64_t index, int64_t size, int32_t* out) {
     for (int64_t i = 0; i < streams.count; ++i) permute(streams[i], index, size, out + i * size);
 }
@@ -303,8 +339,11 @@ class Native:
         for function in self._normals.values():
             function.argtypes = [streams, place, number, pointer]
         self._integers, self._permutations = functions.integers, functions.permutations
+        self._epochs = functions.epochs
         self._integers.argtypes = [streams, place, number, place, pointer]
         self._permutations.argtypes = [streams, place, number, pointer]
+        self._epochs.argtypes = [streams, place, number, number, number, number, pointer, pointer]
+        self._epochs.restype = number
 
     def normals(self, streams: Streams, first: int, out: Tensor) -> None:
         """As in `philox`."""
@@ -317,6 +356,14 @@ class Native:
     def permutations(self, streams: Streams, index: int, out: Tensor) -> None:
         """As in `philox`."""
         self._permutations(_as_structure(streams), index, out.shape[1], out.data_ptr())
+
+    def epochs(
+        self, streams: Streams, first: int, mirrored: int, held: int, orders: Tensor, out: Tensor
+    ) -> int:
+        """As in `philox`."""
+        counts = out.shape[1], orders.shape[1], mirrored, held
+        pointers = orders.data_ptr(), out.data_ptr()
+        return int(self._epochs(_as_structure(streams), first, *counts, *pointers))
 
 
 def source() -> str:

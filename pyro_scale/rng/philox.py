@@ -135,6 +135,42 @@ def permutations(streams: Streams, index: int, out: Tensor) -> None:
     out.copy_(torch.tensor(orders))
 
 
+def epochs(
+    streams: Streams, first: int, mirrored: int, held: int, orders: Tensor, out: Tensor
+) -> int:
+    """Row indices number first, first + 1, ... of streams, int64 `[chains, numbers]`.
+
+    An epoch goes through all rows in the order of its permutation.
+
+    Args:
+        streams: one a chain.
+        first: the number of the first index.
+        mirrored: 0; or a batch size: an epoch then has its permutation's whole batches alone,
+            forwards and then backwards.
+        held: the epoch whose permutations `orders` holds; -1 for none.
+        orders: int32 `[chains, rows]` in main memory, written over.
+        out: is written.
+
+    Returns:
+        The epoch whose permutations `orders` now holds, that of the last index.
+    """
+    rows, end, place = orders.shape[1], first + out.shape[1], first
+    whole = rows // mirrored * mirrored if mirrored else rows
+    period = 2 * whole if mirrored else whole
+    while place < end:
+        if held != place // period:
+            held = place // period
+            permutations(streams, held, orders)
+        epoch = orders[:, :whole]
+        if mirrored:
+            backwards = epoch.unflatten(1, (-1, mirrored)).flip(1).flatten(1)
+            epoch = torch.cat([epoch, backwards], 1)
+        part = epoch[:, place % period :][:, : end - place]
+        out[:, place - first :][:, : part.shape[1]].copy_(part)
+        place += part.shape[1]
+    return held
+
+
 def _high(product: Tensor) -> Tensor:
     """The upper 32 of 64 bits, whose sign bit is one of them."""
     return (product >> 32) & _MASK

@@ -48,6 +48,21 @@ def fill_permutations(streams: Streams, index: int, out: Tensor) -> None:
     out.copy_(orders)
 
 
+def fill_epochs(
+    streams: Streams, first: int, mirrored: int, held: int, orders: Tensor, out: Tensor
+) -> int:
+    """Writes row indices number first, first + 1, ... of streams, int64 `[chains, numbers]`.
+
+    Takes and returns what `philox.epochs` does.
+    """
+    if out.device.type == "cpu":
+        return _source(out).epochs(streams, first, mirrored, held, orders, out)
+    indices = torch.empty(out.shape, dtype=out.dtype)
+    epoch = fill_epochs(streams, first, mirrored, held, orders, indices)
+    out.copy_(indices)
+    return epoch
+
+
 def _source(out: Tensor) -> Native:
     """What fills a tensor."""
     on_processor = out.device.type == "cpu" and out.is_contiguous()

@@ -13,7 +13,7 @@ from pyro_scale.rng import native as native_module
 from pyro_scale.rng import philox
 from pyro_scale.rng.native import native
 from pyro_scale.rng.philox import Streams
-from pyro_scale.rng.streams import fill_integers, fill_normals, fill_permutations
+from pyro_scale.rng.streams import fill_epochs, fill_integers, fill_normals, fill_permutations
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 words = st.integers(0, 2**32 - 1)
@@ -141,6 +141,42 @@ def test_permutations_of_cpp_are_torchs(stream, index, size):
     philox.permutations(stream, index, theirs)
     assert torch.equal(ours, theirs)
     assert torch.equal(ours.sort().values, torch.arange(size).expand_as(ours))
+
+
+@quick
+@given(
+    streams,
+    st.integers(0, 2**20),
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.booleans(),
+    st.lists(st.integers(1, 90), min_size=1, max_size=3),
+)
+def test_epochs_are_permutations_one_after_another(stream, first, rows, batch, mirrored, counts):
+    """In whichever spans they are asked for, in C++ and in torch: each row once an epoch; mirrored,
+    whole batches forwards and then backwards."""
+    batch = min(batch, rows) if mirrored else 0
+    last = first + sum(counts)
+    period = 2 * (rows // batch * batch) if mirrored else rows
+    expected = []
+    for epoch in range(first // period, (last - 1) // period + 1):
+        order = torch.empty(len(stream.chains), rows, dtype=torch.int32)
+        philox.permutations(stream, epoch, order)
+        batches = list(order.split(batch or rows, 1))
+        if mirrored:
+            batches = batches[: rows // batch]
+            batches += batches[::-1]
+        expected += batches
+    expected = torch.cat(expected, 1)[:, first % period :][:, : last - first]
+    for fill in (fill_epochs, philox.epochs):
+        orders = torch.empty(len(stream.chains), rows, dtype=torch.int32)
+        held, begin, found = -1, first, []
+        for count in counts:
+            out = torch.empty(len(orders), count, dtype=torch.int64)
+            held = fill(stream, begin, batch, held, orders, out)
+            begin += count
+            found.append(out)
+        assert torch.equal(torch.cat(found, 1), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
