@@ -44,7 +44,8 @@ def collect(
     elif isinstance(sink, ToMoments):
         positions = sink.positions(draws)
     else:
-        positions = draws.positions[finished]
+        all_finished = len(finished) == len(draws.positions)  # then the draws are not copied
+        positions = draws.positions if all_finished else draws.positions[finished]
     log_joint = draws.log_joint[finished]
     stats = {"lp": log_joint, "step": draws.kept_steps.expand(log_joint.shape)}
     for name, hyper in problem.engine.kernel.hyperparameters().items():

@@ -22,7 +22,7 @@ from pyro_scale.model.draws import draws
 from pyro_scale.model.sites import Site
 from pyro_scale.model.transforms import bijection
 from pyro_scale.posterior.by_rank import readers_of
-from pyro_scale.posterior.draws import in_chunks
+from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.posterior.predictive import (
     as_dtype,
@@ -143,7 +143,7 @@ def _draw(
                 if probit:
                     variances = sum_of_squares(change, fit, start)
                 else:
-                    chunks = list(in_chunks(moved, [positions - center]))
+                    chunks = list(vmap_in_chunks(moved, [positions - center]))
         except RuntimeError:  # of what has no forward derivatives, such as packed sequences
             if probit:
                 axes = torch.eye(len(fit.places)).to(center)

@@ -11,8 +11,12 @@ from torch import Tensor
 from pyro_scale.core.online_moments import Totals
 from pyro_scale.core.validation import evenly
 from pyro_scale.engine.draws import Draws
-from pyro_scale.posterior.draws import PosteriorDraws, samples_of
-from pyro_scale.posterior.online import OnlineSamples, SampleTotals
+from pyro_scale.posterior.draws import (
+    OnlineSamples,
+    PosteriorDraws,
+    SampleTotals,
+    finite_samples,
+)
 from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem
 
@@ -87,7 +91,7 @@ class ToMoments:
 
     def _part(self, chains: list[int]) -> PartToMoments:
         like = {name: value[chains] for name, value in self._starts.samples.items()}
-        moments = OnlineSamples.of(like, self._num_draws)
+        moments = OnlineSamples.empty(like, self._num_draws)
         none, seen = self._none[chains], self._seen_draws
         return PartToMoments(self._starts, chains, none, moments, self._chunk, seen)
 
@@ -153,4 +157,4 @@ class PartToMoments:
 
     def _sum_up(self, count: int) -> None:
         block, self._waiting = self._waiting[:, :count], self._waiting[:, count:].clone()
-        self.moments.add(samples_of(self._starts, block))
+        self.moments.add(finite_samples(self._starts, block))

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.curvature import fisher
 from pyro_scale.model.sites import Site
-from pyro_scale.posterior.draws import in_chunks
+from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
 from pyro_scale.posterior.gaussians import Fit
 
 #: Axes of a Gaussian that are written out together.
@@ -54,7 +54,7 @@ def sum_of_squares(change: Callable[[Tensor], Any], fit: Fit, start: int) -> Any
     center, size, total = fit.centers[start], len(fit.places), None
     axes = torch.arange(size).split(_AXES)
     noise = (torch.nn.functional.one_hot(some, size).to(center) for some in axes)
-    for found in in_chunks(change, (fit.at(start, some) - center for some in noise)):
+    for found in vmap_in_chunks(change, (fit.at(start, some) - center for some in noise)):
         own = pytree.tree_map(lambda x: x.square().sum(0), found)
         total = own if total is None else pytree.tree_map(torch.add, total, own)
     return total

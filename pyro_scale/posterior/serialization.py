@@ -17,8 +17,7 @@ from pyro_scale.errors import FileError
 from pyro_scale.model.identity import evaluations, first_difference
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.preflight import InitFunction
-from pyro_scale.posterior.draws import PosteriorDraws
-from pyro_scale.posterior.online import SampleTotals
+from pyro_scale.posterior.draws import PosteriorDraws, SampleTotals
 from pyro_scale.run.measurements import (
     GradientNoise,
     Kinetic,

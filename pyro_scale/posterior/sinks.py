@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_scale.core.layout import dtype_name
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError
-from pyro_scale.posterior.draws import PosteriorDraws, samples_of
+from pyro_scale.posterior.draws import PosteriorDraws, finite_samples
 from pyro_scale.posterior.export import attributes, dims_of, own_dims
 from pyro_scale.posterior.moment_sink import ToMoments
 from pyro_scale.run.config import Store
@@ -218,7 +218,7 @@ class ToDisk:
         bare = self._starts.layout.unflatten(positions)
         if not self._transformed and not self._starts.log_posterior.model_info.steady:
             return {f"{POSTERIOR}/{name}": value for name, value in bare.items()}
-        samples = samples_of(self._starts, positions)
+        samples = finite_samples(self._starts, positions)
         constrained = {f"{POSTERIOR}/{name}": value for name, value in samples.items()}
         return constrained | {f"{UNCONSTRAINED}/{name}": bare[name] for name in self._transformed}
 

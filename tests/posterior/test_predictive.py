@@ -22,7 +22,7 @@ from repetitions import each_once, long_but
 import pyro_scale as ps
 from pyro_scale import metrics
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.posterior import draws, reductions, row_batches
+from pyro_scale.posterior import chunked_vmap, reductions, row_batches
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
 SIZE = 12
@@ -232,7 +232,7 @@ def batch_size(request, monkeypatch):
     """Rows at a time, and once also fewer draws at a time than there are."""
     rows, small = request.param
     if small:
-        monkeypatch.setattr(draws, "_CHUNK_BYTES", small)
+        monkeypatch.setattr(chunked_vmap, "CHUNK_BYTES", small)
         monkeypatch.setattr(reductions, "_SORTED", small // 8)
     return rows
 
