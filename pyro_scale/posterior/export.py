@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import PosteriorDraws
-from pyro_scale.posterior.site_rows import data_sites
+from pyro_scale.posterior.row_batches import data_sites
 from pyro_scale.storage.lazy_draws import StoredSamples
 
 #: The name of the rows' dimension where the model has no plate for them.

@@ -22,7 +22,7 @@ from pyro_scale.model.sites import Site
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.predictive import join
 from pyro_scale.posterior.reductions import Central, Ranked, Reduction, is_of_classes, is_one_hot
-from pyro_scale.posterior.site_rows import data_sites
+from pyro_scale.posterior.row_batches import data_sites
 
 #: What a reduction keeps of the predictive draws of some sites.
 Predict = Callable[[Arguments, Sequence[str], Reduction], dict[str, Any]]

@@ -26,8 +26,8 @@ from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.like_run import check_like_run
 from pyro_scale.posterior.prediction_sets import check_asked, predict_sets
 from pyro_scale.posterior.reductions import Reduce, Reduction
+from pyro_scale.posterior.row_batches import data_sites
 from pyro_scale.posterior.serialization import contents_of
-from pyro_scale.posterior.site_rows import data_sites
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.rng.seeds import Purpose, choose_seed, generator
 from pyro_scale.run.problem import module_device

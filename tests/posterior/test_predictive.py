@@ -233,7 +233,7 @@ def batch_size(request, monkeypatch):
     rows, small = request.param
     if small:
         monkeypatch.setattr(chunked_vmap, "CHUNK_BYTES", small)
-        monkeypatch.setattr(reductions, "_SORTED", small // 8)
+        monkeypatch.setattr(reductions, "_NUMBERS_SORTED", small // 8)
     return rows
 
 
@@ -620,10 +620,10 @@ REFUSED = {
     "nan": ("Normal", [math.nan], UNKNOWN),
     "names": ("Normal", ["mean", "variance"], UNKNOWN),
     "scalar": ("Normal", torch.tensor(0.5), UNKNOWN),
-    "entropy": ("Normal", "entropy", "'y' is a Normal, not of classes: pass reduce='variance'"),
-    "counts": ("Multinomial", "entropy", "'y' is a Multinomial, not of classes"),
-    "variance": ("Categoricals", "variance", "'y' is of classes, .* pass reduce='entropy'"),
-    "order": ("OrderedLogistic", [0.1], "'y' is of classes, which have no order: .*'mean'"),
+    "entropy": ("Normal", "entropy", "'y' is a Normal, which has no classes: pass reduce="),
+    "counts": ("Multinomial", "entropy", "'y' is a Multinomial, which has no classes"),
+    "variance": ("Categoricals", "variance", "'y' is categorical, .* pass reduce='entropy'"),
+    "order": ("OrderedLogistic", [0.1], "'y' is categorical, and classes have no order: .*'mean'"),
 }
 
 
