@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +38,14 @@ from pyro_scale.model.transforms import bijection
 from pyro_scale.posterior.by_rank import readers_of
 from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
 from pyro_scale.posterior.gaussians import Fit
-from pyro_scale.posterior.predictive import Terms, predict_rows, spread_evenly
+from pyro_scale.posterior.predictive import (
+    Terms,
+    explain_failures,
+    reduce_batches,
+    spread_evenly,
+)
 from pyro_scale.posterior.reductions import Reduce, Reduction, as_reduction
-from pyro_scale.posterior.row_batches import data_sites
+from pyro_scale.posterior.row_batches import data_sites, row_batches
 
 #: Unconstrained arguments of sites by name, as tensors, at one position.
 Outputs = Callable[[Tensor], dict[str, dict[str, Tensor]]]
@@ -94,13 +99,15 @@ def predict(
             if len(draws_of_start):
                 yield terms(_linearized_sites(fit, start, draws_of_start, chunk, names, probit))
 
-    options = {"num_samples": num_samples, "batch_size": batch_size, "return_sites": return_sites}
-    options["probit"] = probit
-    facts = {"reduce": reduce, **options}
-    with readers_of(result, "linearized predict", arguments, True, **facts) as readers:
-        return predict_rows(
-            result, arguments, batch_size, names, reduction, readers, terms_by_start
-        )
+    facts: dict[str, Any] = {"num_samples": num_samples, "batch_size": batch_size}
+    facts |= {"return_sites": return_sites, "reduce": reduce, "probit": probit}
+    with (
+        readers_of(result, "linearized predict", arguments, True, **facts) as readers,
+        explain_failures(result, arguments, batch_size),
+    ):
+        may_split = not reduction.keeps_draws
+        batches = row_batches(result, arguments, batch_size, names, readers.share, may_split)
+        return reduce_batches(result, batches, reduction, readers, terms_by_start)
 
 
 def _linearized_sites(
@@ -154,9 +161,7 @@ def _linearized_sites(
         }
 
 
-def _linear_outputs(
-    outputs: Outputs, center: Tensor, positions: Tensor
-) -> dict[str, dict[str, Tensor]]:
+def _linear_outputs(outputs: Outputs, center: Tensor, positions: Tensor) -> Any:
     """The outputs, linearized at the center, at positions `[n, D]`: `[n, ...]` each."""
 
     def linear(away: Tensor) -> Any:
@@ -168,12 +173,8 @@ def _linear_outputs(
         with PlainLSTM():
             chunks = list(vmap_in_chunks(linear, [away]))
     except RuntimeError:  # something has no forward derivatives, such as packed sequences
-        change = _changes(outputs, center, away)
-        linearized: dict[str, dict[str, Tensor]] = pytree.tree_map(
-            torch.add, outputs(center), change
-        )
-        return linearized
-    return pytree.tree_map(lambda *parts: torch.cat(parts), *chunks)  # type: ignore[no-any-return]
+        return pytree.tree_map(torch.add, outputs(center), _changes(outputs, center, away))
+    return pytree.tree_map(lambda *parts: torch.cat(parts), *chunks)
 
 
 def _changes(outputs: Outputs, center: Tensor, away: Tensor) -> Any:
@@ -196,18 +197,6 @@ def _changes(outputs: Outputs, center: Tensor, away: Tensor) -> Any:
 # ------------------------------------------------------------------ arguments of distributions
 
 
-class _Scale(Protocol):
-    """A map from an unconstrained scale to an argument's values."""
-
-    def __call__(self, values: Tensor, /) -> Tensor:
-        """The argument."""
-        ...
-
-    def inv(self, argument: Tensor, /) -> Tensor:
-        """The unconstrained values."""
-        ...
-
-
 class _Softmax:
     """Logarithms -> probabilities, symmetric in the classes, unlike the stick-breaking bijection
     of `biject_to`."""
@@ -220,7 +209,7 @@ class _Softmax:
         return probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
 
 
-def _scales(site: Site) -> dict[str, _Scale]:
+def _scales(site: Site) -> dict[str, Any]:
     """The unconstrained scales of a site's arguments that depend on the params, by name.
 
     Raises:
@@ -240,7 +229,7 @@ def _scales(site: Site) -> dict[str, _Scale]:
     return scales
 
 
-def _scale(constraint: Any) -> _Scale:
+def _scale(constraint: Any) -> Any:
     return _Softmax() if constraint is constraints.simplex else bijection(constraint)
 
 

@@ -67,19 +67,18 @@ def check_model(log_posterior: LogPosterior, argument: str) -> None:
 def log_likelihood(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
     """Log likelihood of every row at every draw, in nats, without the factor N/B:
     `[chains * draws, N]` for each data site, in the data's order."""
+    log_posterior = result.log_posterior
+
+    def of_chunk(chunk: Chunk) -> dict[str, Tensor]:
+        values = result.over_draws(
+            lambda params: log_posterior.log_likelihood(params, chunk.arguments, chunk.indices)
+        )
+        return {name: value[:, chunk.keep] for name, value in values.items()}
+
     with readers_of(result, "log_likelihood", data) as readers:
-        chunks = chunks_of(result.log_posterior, data, share=readers.share)
-        parts = [part for part, _ in readers.map(partial(_log_likelihood_of, result), chunks)]
+        chunks = chunks_of(log_posterior, data, share=readers.share)
+        parts = [part for part, _ in readers.map(of_chunk, chunks)]
         return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
-
-
-def _log_likelihood_of(result: PosteriorDraws, chunk: Chunk) -> dict[str, Tensor]:
-    """Log likelihood of the rows of one chunk, `[chains * draws, rows]` for each data site."""
-
-    def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
-        return result.log_posterior.log_likelihood(params, chunk.arguments, chunk.indices)
-
-    return {name: value[:, chunk.keep] for name, value in result.over_draws(values).items()}
 
 
 def log_likelihood_of_rows(result: PosteriorDraws, params: Params, chunk: Chunk) -> Tensor:
@@ -102,11 +101,9 @@ def log_likelihood_of_rows(result: PosteriorDraws, params: Params, chunk: Chunk)
 def row_log_likelihood(result: PosteriorDraws, chunk: Chunk) -> Tensor:
     """Log likelihood of the rows of one chunk at every draw, summed over data sites,
     `[chains * draws, rows]`."""
-
-    def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"rows": log_likelihood_of_rows(result, params, chunk)}
-
-    return result.over_draws(values)["rows"]
+    return result.over_draws(
+        lambda params: {"rows": log_likelihood_of_rows(result, params, chunk)}
+    )["rows"]
 
 
 def observed_data(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
@@ -146,37 +143,13 @@ def predict(
     options = {"num_samples": num_samples, "batch_size": batch_size, "return_sites": return_sites}
     with readers_of(result, "predict", arguments, True, reduce=reduce, **options) as readers:
         drawn, reduction = resample_equally(result, num_samples), as_reduction(reduce)
-        sites_at = partial(_terms_by_block, drawn, return_sites, reduction)
-        return predict_rows(
-            result, arguments, batch_size, return_sites, reduction, readers, sites_at
-        )
-
-
-def predict_rows(
-    result: PosteriorDraws,
-    arguments: Arguments,
-    batch_size: int | None,
-    return_sites: Sequence[str] | None,
-    reduction: Reduction,
-    readers: Readers,
-    terms_by_block: Callable[[Chunk, Terms], Iterable[dict[str, tuple[Tensor, ...]]]],
-) -> dict[str, Any]:
-    """Reduced predictions for all rows of a call, by site.
-
-    Args:
-        result: of the run.
-        arguments: the model's arguments.
-        batch_size: rows that are predicted together; None for all.
-        return_sites: the sites to predict; None for the default sites.
-        reduction: what is returned of the draws.
-        readers: the processes that share out the rows.
-        terms_by_block: applies a function of sites to the sites at every draw, for a chunk of rows;
-            returns its values `[draws, ...]`, one block of draws after another.
-    """
-    with _explain_failures(result, arguments, batch_size):
-        may_split = not reduction.keeps_draws
-        batches = row_batches(result, arguments, batch_size, return_sites, readers.share, may_split)
-        return _reduce_batches(result, batches, reduction, readers, terms_by_block)
+        terms_by_block = partial(_terms_by_block, drawn, return_sites, reduction)
+        with explain_failures(result, arguments, batch_size):
+            may_split = not reduction.keeps_draws
+            batches = row_batches(
+                result, arguments, batch_size, return_sites, readers.share, may_split
+            )
+            return reduce_batches(result, batches, reduction, readers, terms_by_block)
 
 
 def predict_all(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
@@ -184,18 +157,27 @@ def predict_all(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
     with readers_of(result, "draws for all rows", data, draws=True) as readers:
         chunks = chunks_of(result.log_posterior, data, share=readers.share)
         batches, reduction = RowBatches(chunks, row_axes(result)), AllDraws()
-        sites_at = partial(_terms_by_block, result, list(data_sites(result)), reduction)
-        return _reduce_batches(result, batches, reduction, readers, sites_at)
+        terms_by_block = partial(_terms_by_block, result, list(data_sites(result)), reduction)
+        return reduce_batches(result, batches, reduction, readers, terms_by_block)
 
 
-def _reduce_batches(
+def reduce_batches(
     result: PosteriorDraws,
     batches: RowBatches,
     reduction: Reduction,
     readers: Readers,
     terms_by_block: Callable[[Chunk, Terms], Iterable[dict[str, tuple[Tensor, ...]]]],
 ) -> dict[str, Any]:
-    """Reduced predictions for batches of rows, joined along the rows."""
+    """Reduced predictions for batches of rows, by site, joined along the rows.
+
+    Args:
+        result: of the run.
+        batches: the rows.
+        reduction: what is returned of the draws.
+        readers: the processes that share out the rows.
+        terms_by_block: applies a function of sites to the sites at every draw, for a chunk of rows;
+            returns its values `[draws, ...]`, one block of draws after another.
+    """
 
     def reduce_chunk(chunk: Chunk) -> tuple[dict[str, Any], dict[str, int]]:
         """(The reduced values of the chunk's rows, the rows' axis in these), by site."""
@@ -239,7 +221,7 @@ def _terms_by_block(
 
 
 @contextlib.contextmanager
-def _explain_failures(
+def explain_failures(
     result: PosteriorDraws, arguments: Arguments, batch_size: int | None
 ) -> Iterator[None]:
     """Turns an error that the model raises on new rows into one that says why.

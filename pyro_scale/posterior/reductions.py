@@ -80,20 +80,10 @@ class Values:
         """Adds a block of draws, `[draws, ...]`."""
         self.values.append(terms[0])
 
-    def by_column(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """(All draws as floats, `[draws, ...]`; the same as tables `[draws, elements]`, each small
-        enough to be sorted in one call)."""
-        values = torch.cat(self.values)
-        values = values if values.is_floating_point() else values.float()
-        table = values.reshape(len(values), values.shape[1:].numel())
-        return values, table.split(max(1, _NUMBERS_SORTED // len(values)), dim=1)
-
-
-class RepeatedValues(Values):
-    """Keeps all draws of one term that has several values for each posterior draw."""
-
-    def add(self, terms: Sequence[Tensor]) -> None:
-        self.values.append(terms[0].flatten(0, 1))
+    @property
+    def total(self) -> Tensor:
+        """All draws, `[draws, ...]`."""
+        return torch.cat(self.values)
 
 
 class Reduction:
@@ -132,7 +122,7 @@ class AllDraws(Reduction):
         return (site.value,)
 
     def total(self, draws: Values) -> Tensor:
-        return torch.cat(draws.values)
+        return draws.total
 
 
 class Mean(Reduction):
@@ -203,7 +193,7 @@ class Quantiles(Reduction):
         return (site.value,)
 
     def total(self, draws: Values) -> Tensor:
-        values, columns = draws.by_column()
+        values, columns = _columns(draws.total)
         levels = values.new_tensor(self.levels)
         quantiles = [levels.new_empty(len(levels), 0)]  # torch has none of no elements
         quantiles += [column.quantile(levels, dim=0) for column in columns if column.numel()]
@@ -221,7 +211,7 @@ class Central(Reduction):
 
     level: float
     repeats: int
-    observed_only, accumulator = False, RepeatedValues
+    observed_only, accumulator = False, Values
 
     def terms(self, site: Site) -> tuple[Tensor, ...]:
         if self.repeats > 1 and site.kind == "observed":
@@ -229,7 +219,7 @@ class Central(Reduction):
         return (site.value.expand(self.repeats, *site.value.shape),)
 
     def total(self, draws: Values) -> Interval:
-        values, columns = draws.by_column()
+        values, columns = _columns(draws.total.flatten(0, 1))
         level = torch.tensor([self.level], dtype=torch.float64, device=values.device)
         ends = zip(*(central(column, level) for column in columns), strict=True)
         lower, upper = (torch.cat(end, 1).reshape(values.shape[1:]) for end in ends)
@@ -285,6 +275,14 @@ def as_reduction(reduce: Reduce | Reduction | None) -> Reduction:
         f"reduce={reduce!r}: pass one of {list(_BY_NAME)}, or quantiles' levels from 0 to 1, such "
         "as [0.05, 0.5, 0.95]"
     )
+
+
+def _columns(values: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    """(Draws `[draws, ...]` as floats; the same as tables `[draws, elements]`, each small enough to
+    be sorted in one call)."""
+    values = values if values.is_floating_point() else values.float()
+    table = values.reshape(len(values), values.shape[1:].numel())
+    return values, table.split(max(1, _NUMBERS_SORTED // len(values)), dim=1)
 
 
 def _is_level(level: object) -> bool:

@@ -136,29 +136,24 @@ def row_batches(
         size = share.size(size or num_rows, num_rows)
     if size is None or size >= num_rows:
         return together
-    is_required = batch_size is not None and batch_size < num_rows
     try:
         axes = _axes_of_batches(result, arguments, size, num_rows, return_sites)
-    except _RowsDepend as error:
-        if is_required:
-            raise ArgumentError(
-                f"batch_size={batch_size}: site '{error}' is not the same for a row by itself as "
-                "beside other rows (a lag, a sum or a mean over rows, ...), so all rows have to be "
-                "predicted together: leave batch_size out"
-            ) from None
-        return together
-    except LatentShapeChanged as error:
-        if is_required:
-            raise ArgumentError(
-                f"batch_size={batch_size}: site '{error.name}' has a value for each row that the "
-                "model was run on, so all of them have to be predicted together: leave batch_size "
-                "out"
-            ) from None
-        return together
-    except Exception:  # raised by the model on fewer rows
-        if is_required:
+    except Exception as error:  # fewer rows may be an error of any kind for the model
+        if batch_size is None or batch_size >= num_rows:
+            return together
+        if isinstance(error, _RowsDepend):
+            reason = (
+                f"site '{error}' is not the same for a row by itself as beside other rows (a lag, "
+                "a sum or a mean over rows, ...)"
+            )
+        elif isinstance(error, LatentShapeChanged):
+            reason = f"site '{error.name}' has a value for each row that the model was run on"
+        else:
             raise
-        return together
+        raise ArgumentError(
+            f"batch_size={batch_size}: {reason}, so all rows have to be predicted together: leave "
+            "batch_size out"
+        ) from None
     starts = range(0, num_rows, size)
     parts = [rows.take(arguments, slice(start, start + size)) for start in starts]
     return RowBatches(share.of(split(result.log_posterior, parts)), axes)

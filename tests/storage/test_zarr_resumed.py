@@ -364,7 +364,7 @@ def test_what_was_written_by_time_stays_where_a_run_goes_on(cut_at, tmp_path, mo
         fitted(checkpoint=tmp_path / "run", **how)
     monkeypatch.undo()
     monkeypatch.setattr(sinks, "_MOST_DRAWS", 7)
-    before = zarr_store.DrawStore.opened(how["store"]).count
+    before = zarr_store.DrawStore.open(how["store"]).count
     truncate = zarr_store.DrawStore.truncate
 
     def seen(self, count):
