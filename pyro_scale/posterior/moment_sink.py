@@ -69,7 +69,7 @@ class ToMoments:
         ranks, parts = self._problem.ranks, zip(self._parts, finished, strict=True)
         of_ranks = ranks.at_first(
             [(part.chains, part.moments, part.kept, places) for part, places in parts],
-            "what draws come to",
+            "the moments of draws",
         )
         merged = None
         if of_ranks is not None:
@@ -82,7 +82,7 @@ class ToMoments:
             ordered, layout = [chains[n] for n in sorted(chains)], of_parts[0][1].layout
             totals = SampleTotals(Totals.of(sums, ordered), layout) if chains else None
             merged = totals, kept
-        merged = ranks.of_first(merged, "what all draws come to")
+        merged = ranks.of_first(merged, "the moments of all draws")
         assert merged is not None  # rank 0 has it
         self.totals, self._kept = merged
 

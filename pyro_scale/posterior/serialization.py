@@ -87,7 +87,7 @@ def layout_of(contents: Mapping[str, Any]) -> Layout:
     """
     dtypes = tuple(getattr(torch, name) for name in contents["dtypes"])
     if not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
-        raise ValueError(f"{contents['dtypes']} are no dtypes")
+        raise ValueError(f"{contents['dtypes']} are not dtypes")
     shapes = tuple(torch.Size(shape) for shape in contents["shapes"])
     return Layout(tuple(contents["names"]), shapes, dtypes)
 
