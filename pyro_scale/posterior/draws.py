@@ -107,6 +107,10 @@ class PosteriorDraws:
         shape = self.positions.shape[:2]
         return {name: value.unflatten(0, shape) for name, value in self.over_draws(sites).items()}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: pickle would write the memory of `positions` again for each view."""
+        return {name: v for name, v in vars(self).items() if name not in ("samples", "_values")}
+
     @property
     def _are_unconstrained(self) -> bool:
         """Whether every site's value is its part of the position."""

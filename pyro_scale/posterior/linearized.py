@@ -50,7 +50,7 @@ from pyro_scale.posterior.row_batches import data_sites, row_batches
 #: Unconstrained arguments of sites by name, as tensors, at one position.
 Outputs = Callable[[Tensor], dict[str, dict[str, Tensor]]]
 
-#: Principal axes of a Gaussian that are in memory together.
+#: Axes of a Gaussian along which changes are computed together, to limit memory.
 _AXES_TOGETHER = 256
 
 

@@ -119,11 +119,10 @@ def leaves_of(tree):
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-@pytest.mark.parametrize("chains", [1, 2])
-def test_draws_are_in_memory_once(chains):
+def test_draws_are_in_memory_once():
     """Draws are written into one tensor, and neither measurements nor `get_samples` need another
     one of this size, besides what `get_samples` returns."""
-    size, draws = 100_000, 120
+    size, draws, chains = 50_000, 120, 2
 
     def model(y):
         w = pyro.sample("w", dist.Normal(torch.zeros(size), 1.0).to_event(1))
