@@ -155,8 +155,9 @@ class Fit:
 
     def _as_draws(self, positions: Tensor) -> PosteriorDraws:
         """Positions `[chains, n, D]` with the model, data and facts of the fit."""
-        facts = self.log_posterior, self.data, self.layout, positions, {}, self.attrs
-        return PosteriorDraws(*facts, ranks=self.ranks)
+        return PosteriorDraws(
+            self.log_posterior, self.data, self.layout, positions, {}, self.attrs, ranks=self.ranks
+        )
 
     def replaced(self, **changes: Any) -> Fit:
         """The fit with other values of these attributes."""
