@@ -271,11 +271,7 @@ def _differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> li
     ]
     if log_posterior.num_data != contents["num_data"]:
         lines.append(f"N is {contents['num_data']} in the file, {log_posterior.num_data} here")
-    return (
-        lines
-        or _transform_differences(contents, log_posterior)
-        or _density_differences(contents, log_posterior)
-    )
+    return lines or _value_differences(contents, log_posterior)
 
 
 def _describe(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
@@ -287,16 +283,23 @@ def _describe(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
     }
 
 
-def _transform_differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
-    """Sites that have another constrained value at the same unconstrained one, in words."""
+def _value_differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
+    """In words: sites that have another constrained value at the same unconstrained one; else the
+    first site that has another log density on the file's batch."""
     device = device_of(contents, log_posterior)
-    start, then = contents["start"], contents["start_values"]
-    now = log_posterior.constrain({name: value.to(device) for name, value in start.items()})
-    return [
+    start = {name: value.to(device) for name, value in contents["start"].items()}
+    values = log_posterior.constrain(start)
+    lines = [
         f"'{name}' has another support or transform"
-        for name, value in then.items()
-        if not _close(now[name].cpu(), value)
+        for name, value in contents["start_values"].items()
+        if not _close(values[name].cpu(), value)
     ]
+    then = contents.get("log_densities")
+    if lines or then is None:  # files of earlier versions have no log densities
+        return lines
+    now = _log_densities(log_posterior, start, to_device(contents["arguments"], device))
+    line = first_difference(then, now, _LOG_DENSITY_TOL)
+    return [] if line is None else [f"of the file's batch {line}"]
 
 
 def _log_densities(
@@ -305,18 +308,6 @@ def _log_densities(
     """Log densities of the batch on which the model was analyzed, by site."""
     indices = log_posterior.first_indices()
     return evaluations(log_posterior.with_jacobian(), start, arguments, indices)
-
-
-def _density_differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
-    """The first site that has another log density on the file's batch, in words."""
-    then = contents.get("log_densities")
-    if then is None:  # files of earlier versions have none
-        return []
-    device = device_of(contents, log_posterior)
-    start = {name: value.to(device) for name, value in contents["start"].items()}
-    now = _log_densities(log_posterior, start, to_device(contents["arguments"], device))
-    line = first_difference(then, now, _LOG_DENSITY_TOL)
-    return [] if line is None else [f"of the file's batch {line}"]
 
 
 def _close(now: Tensor, then: Tensor) -> bool:
