@@ -16,7 +16,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import terms_of
-from pyro_scale.posterior.draws import in_chunks
+from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
 
 #: A function of one draw's sites, and of the data as the model takes them.
 Quantity = Callable[..., Any]
@@ -135,7 +135,7 @@ def rank(
 
     numbers, is_random = torch.arange(len(positions)), predict_at is not None
     with own_generator(seed), torch.no_grad():
-        parts = list(in_chunks(values, [numbers], is_random))
+        parts = list(vmap_in_chunks(values, [numbers], is_random))
     every = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     source = torch.Generator().manual_seed(seed)
     ranked = Ranked({}, {}, {}, {})

@@ -22,8 +22,8 @@ from pyro_scale.errors import ArgumentError, DataError, ModelError, SiteError
 from pyro_scale.model.checks import inside_support
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.sites import Site
-from pyro_scale.posterior.draws import in_chunks
-from pyro_scale.posterior.site_rows import data_axes
+from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
+from pyro_scale.posterior.row_batches import data_axes
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: Data sets that are drawn at a time, by a seed of their own: the same, however many there are.
@@ -260,7 +260,7 @@ class Generator:
                 for name, place in self.places.items()
             }
 
-        parts = list(in_chunks(inside, [numbers]))
+        parts = list(vmap_in_chunks(inside, [numbers]))
         for name in self.places:
             outside = torch.nonzero(~torch.cat([part[name] for part in parts]))[:, 0]
             if len(outside):

@@ -25,7 +25,7 @@ from pyro_scale.engine.reuse import Earlier
 from pyro_scale.engine.step import Engine
 from pyro_scale.kernels import Kernel
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.posterior.draws import in_chunks
+from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.rng.streams import NoiseStream
 
@@ -198,7 +198,7 @@ class Stack:
     def each(self, function: Callable[[Tensor], T]) -> T:
         """A function of a data set's number, of all of them, as many at a time as memory allows:
         what it gives, `[chains, ...]`."""
-        parts: list[T] = list(in_chunks(function, [torch.arange(self.num_chains)]))
+        parts: list[T] = list(vmap_in_chunks(function, [torch.arange(self.num_chains)]))
         return pytree.tree_map(lambda *leaves: torch.cat(leaves), *parts)
 
     def log_joint(self, position: Tensor, number: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.like_run import check_like_run
 from pyro_scale.posterior.predictive import predictive_means
-from pyro_scale.posterior.site_rows import data_sites
+from pyro_scale.posterior.row_batches import data_sites
 
 #: What is said of chains that are apart.
 APART = (

@@ -16,7 +16,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.diagnostics.replay_steps import Rerun, rerun
 from pyro_scale.model.examine import as_word, examine, in_short
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.posterior.serialization import layout_of, understood
+from pyro_scale.posterior.serialization import layout_of, prepare_model
 from pyro_scale.storage import files
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def replay(path: files.FilePath, model: Any) -> Replay:
         ('w', 'the step size is above the stable range')
     """
     contents = files.read(path, "crash dump")
-    log_posterior, layout = understood(contents, model), layout_of(contents)
+    log_posterior, layout = prepare_model(contents, model), layout_of(contents)
     steps = list(rerun(contents, log_posterior))
     broken = next((step for step in steps if not step.is_sound), steps[-1])
     site, reason = _diagnosis(contents, log_posterior, layout, steps, broken)

@@ -92,8 +92,8 @@ def frozen_latents(result: PosteriorDraws) -> list[str]:
 
 def _unconstrained(result: PosteriorDraws, name: str) -> Tensor:
     """Some draws of some elements of a latent, `[chains, some, elements]`."""
-    chains, places = torch.arange(result.num_chains)[:, None], spread(result.positions, _DRAWS_SEEN)
-    return result.positions[chains, places][..., _columns(result, name)]
+    places = spread(result.positions, _DRAWS_SEEN)
+    return result.unconstrained_elements(places, _columns(result, name))
 
 
 def _columns(result: PosteriorDraws, name: str) -> Tensor:
@@ -126,9 +126,8 @@ def _rounds_moves(result: PosteriorDraws, name: str) -> bool:
     step = result.sample_stats.get("step")
     if step is None or result.attrs.get("whitened") or step.shape[1] < 2:
         return False
-    chains = torch.arange(result.num_chains)[:, None]
     places = torch.arange(step.shape[1])[-_DRAWS_SEEN:]
-    draws = result.positions[chains, places][..., _columns(result, name)].double()
+    draws = result.unconstrained_elements(places, _columns(result, name)).double()
     steps = step[:, places].diff(dim=1).double()[..., None]
     least = (draws.diff(dim=1) / steps).square().mean((0, 1))
     rounding = spacing(draws, result.layout.dtype).square().mean((0, 1)) / 12

@@ -21,7 +21,7 @@ from pyro_scale.infer.method import Method
 from pyro_scale.metrics.regression import log_predictive_density
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.predictive import resample_equally, row_log_likelihood
-from pyro_scale.posterior.site_rows import data_sites
+from pyro_scale.posterior.row_batches import data_sites
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.results.particles import ParticlePosterior

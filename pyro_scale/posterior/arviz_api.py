@@ -1,7 +1,7 @@
-"""The only file that imports ArviZ: it serves 0.23 and 1.x.
+"""The only module that imports ArviZ, for versions 0.23 and 1.x.
 
-What 1.x calls a DataTree was an InferenceData, and `psislw` of 1.x takes log likelihoods where that
-of 0.23 took log weights, their negatives.
+ArviZ 1.x has a DataTree in place of InferenceData.  Its `psislw` takes log likelihoods; that of
+0.23 takes log weights, which are their negatives.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def rhat(draws: Any) -> Any:
 
 
 def ess(draws: Any, method: Literal["bulk", "tail", "mean"]) -> Any:
-    """The effective number of draws of every variable of a Dataset with dims chain and draw."""
+    """Effective sample size of every variable of a Dataset with dims chain and draw."""
     with _quiet_arviz() as arviz:
         return arviz.ess(draws, method=method)
 
 
 def mcse_of_mean(draws: Tensor) -> float:
-    """The Monte Carlo standard error of the mean of draws, `[chains, draws]`."""
+    """Monte Carlo standard error of the mean of draws, `[chains, draws]`."""
     with _quiet_arviz() as arviz:
         return float(arviz.mcse(draws.numpy(), method="mean"))
 
@@ -43,13 +43,12 @@ def psis(log_ratios: Tensor, relative_ess: float) -> tuple[Tensor, Tensor]:
     """Pareto-smoothed importance sampling (Vehtari et al. 2024).
 
     Args:
-        log_ratios: of target over proposal, up to a constant, `[rows, draws]`.
-        relative_ess: draws' worth in independent ones, as a part of their number.
+        log_ratios: log of target over proposal, up to a constant, `[rows, draws]`.
+        relative_ess: effective sample size over number of draws.
 
     Returns:
-        The log weights, which sum to one over the draws, and the shape k of the tail of each
-        row's weights, `[rows]`; minus infinity where all weights are the same, as of a row that
-        is masked.
+        (Log weights `[rows, draws]`, normalized over the draws; the Pareto shape k of each row's
+        weights, `[rows]`, which is minus infinity if all weights are equal, as for a masked row).
     """
     log_ratios = log_ratios.double().cpu()
     log_weights = torch.full_like(log_ratios, -math.log(log_ratios.shape[1]))
@@ -71,13 +70,18 @@ def psis(log_ratios: Tensor, relative_ess: float) -> tuple[Tensor, Tensor]:
 
 
 def summary(tree: Any) -> Any:
-    """ArviZ's own table of a posterior, a row an element."""
+    """ArviZ's summary of a posterior: a DataFrame, one row for each element."""
     with _quiet_arviz() as arviz:
         return arviz.summary(tree)
 
 
 def tree_of(datasets: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
-    """Groups of Datasets as ArviZ's functions take them: an InferenceData or a DataTree."""
+    """The groups as an InferenceData (ArviZ 0.23) or a DataTree (1.x).
+
+    Args:
+        datasets: xarray Datasets by group.
+        attrs: attributes of the whole.
+    """
     with _quiet_arviz() as arviz:
         if not _is_1():
             return arviz.InferenceData(attrs=attrs, **datasets)
@@ -89,20 +93,20 @@ def tree_of(datasets: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
 
 
 def _is_1() -> bool:
-    """Whether ArviZ is of the line that begins with 1."""
+    """Whether ArviZ has version 1 or later."""
     return int(importlib.metadata.version("arviz").partition(".")[0]) >= 1
 
 
 @contextlib.contextmanager
 def _quiet_arviz() -> Iterator[Any]:
-    """ArviZ, imported when it is needed, without the notice of its next version, and without what
-    it and NumPy say of single draws and of draws that overflow, on which nobody can act."""
+    """A context manager that imports ArviZ on first use and silences messages that users can do
+    nothing about: its notice of version 1, and warnings about single draws and overflow."""
     with exclusive, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", RuntimeWarning)
         import arviz
 
-        log = getattr(arviz, "_log", logging.getLogger("arviz"))  # logging does not know its own
+        log = getattr(arviz, "_log", logging.getLogger("arviz"))  # it is not in logging's registry
         level = log.level
         log.setLevel(logging.ERROR)
         try:

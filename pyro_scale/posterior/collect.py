@@ -1,4 +1,4 @@
-"""From a finished run to a result: statistics of the draws, and the facts of the run."""
+"""From a finished run to its draws: statistics of each draw, and the facts of the run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from pyro_scale.posterior.sinks import ToDisk
 from pyro_scale.run.problem import Problem
 from pyro_scale.storage.lazy_draws import Positions, spread
 
-#: Draws below which their variance says nothing of the posterior's.
-_FEWEST_DRAWS = 20
-#: Numbers in all draws that it is judged by.
-_MOST_NUMBERS = 2**21
+#: Draws of a chain that are needed to estimate the posterior's variance.
+_MIN_DRAWS = 20
+#: Numbers in the draws by which the variance is estimated, at most.
+_MAX_NUMBERS = 2**21
 
 
 def collect(
@@ -36,33 +36,39 @@ def collect(
     attrs: Mapping[str, Any],
     sink: ToDisk | ToMoments | None = None,
 ) -> PosteriorDraws:
-    """The finished chains of a simulation, whose draws may have gone into a sink."""
+    """The draws of a run's finished chains, with their statistics and the facts of the run.
+
+    Args:
+        problem: of the run.
+        draws: what the engine kept.
+        columns: values of the hyperparameters at every step.
+        attrs: the method and its settings.
+        sink: where the draws are; None for memory.
+    """
     finished, numbers = torch.tensor(draws.finished), problem.numbers(len(draws.log_joint))
-    if isinstance(sink, ToDisk):
-        positions: Positions = sink.kept(draws)
-        draws = draws.first(positions.shape[1])
-    elif isinstance(sink, ToMoments):
-        positions = sink.positions(draws)
+    online = None if sink is None else sink.totals
+    if sink is not None:
+        positions: Positions = sink.positions(draws)
+        if online is None:  # of draws in a store, some may be missing at the end
+            draws = draws.first(positions.shape[1])
+    elif len(finished) == len(draws.positions):
+        positions = draws.positions  # without a copy
     else:
         positions = draws.positions[finished]
     log_joint = draws.log_joint[finished]
+    kernel = problem.engine.kernel
     stats = {"lp": log_joint, "step": draws.kept_steps.expand(log_joint.shape)}
-    for name, hyper in problem.engine.kernel.hyperparameters().items():
+    for name, hyper in kernel.hyperparameters().items():
         column = columns[name][draws.kept_steps]
-        of_sites = (
+        by_site = (
             {f"{name}_{site}": column[:, i] for i, site in enumerate(hyper)}
             if isinstance(hyper, Mapping)
             else {name: column}
         )
-        stats |= {label: each.expand(log_joint.shape) for label, each in of_sites.items()}
-    weight, kernel = _weights(columns["lr"][draws.kept_steps]), problem.engine.kernel
+        stats |= {label: values.expand(log_joint.shape) for label, values in by_site.items()}
+    weight = _weights(columns["lr"][draws.kept_steps])
     if weight is not None and not (isinstance(kernel.lr, Cyclical) or kernel.adjusted):
         stats["weight"] = weight.expand(log_joint.shape)
-    times = {
-        "sampling_time": draws.seconds,
-        "compile_time": draws.compile_seconds,
-        "program": draws.program,
-    }
     return PosteriorDraws(
         log_posterior=problem.log_posterior,
         data=problem.data,
@@ -72,17 +78,19 @@ def collect(
         attrs={
             **attrs,
             **facts_of(problem.log_posterior, problem.seed),
-            **times,
+            "sampling_time": draws.seconds,
+            "compile_time": draws.compile_seconds,
+            "program": draws.program,
             "batch_size": problem.batch_size,
             "frozen_base": problem.base,
         },
-        online=sink.totals if isinstance(sink, ToMoments) else None,
+        online=online,
         chains=[numbers[chain] for chain in draws.finished],
     )
 
 
 def facts_of(log_posterior: LogPosterior, seed: int) -> dict[str, Any]:
-    """The facts of any run."""
+    """Facts that every run has, by name: N, B, seed and versions."""
     return {
         "num_data": log_posterior.num_data,
         "batch_size": log_posterior.model_info.batch_size,
@@ -95,13 +103,13 @@ def facts_of(log_posterior: LogPosterior, seed: int) -> dict[str, Any]:
     }
 
 
-#: Of an installed package; looking it up takes half a millisecond.
+#: The version of an installed package; cached, because a lookup takes half a millisecond.
 _version = functools.cache(version)
 
 
 def _weights(lr: Tensor) -> Tensor | None:
-    """How much each draw counts, 1 on average: as much as its step is long (Welling and Teh
-    2011), `[draws]`; None where all are alike.  Sites of their own lr count alike."""
+    """Weights of the draws, `[draws]`, proportional to their step size (Welling and Teh 2011), 1 on
+    average; None if all are equal.  With one lr for each site, the mean over sites is used."""
     if not len(lr):
         return None
     relative = lr / lr.mean(0)
@@ -112,19 +120,24 @@ def _weights(lr: Tensor) -> Tensor | None:
 def warn_of_short_warmup(
     problem: Problem, result: PosteriorDraws, values: Mapping[str, Tensor], warmup_steps: int
 ) -> None:
-    """Warns when warm-up is under five relaxation times, judged by the draws' own variance."""
-    chains, _, size = result.positions.shape
-    chosen = spread(result.positions, max(_FEWEST_DRAWS, _MOST_NUMBERS // (chains * size)))
-    draws = result.positions[torch.arange(chains)[:, None], chosen].flatten(0, 1)
-    latents = draws[..., : problem.engine.num_latents]
-    cyclical = isinstance(problem.engine.kernel.lr, Cyclical)
-    if len(latents) < _FEWEST_DRAWS or values["temperature"] == 0 or cyclical:
-        return
+    """Warns if the warm-up took less than five relaxation times, by the variance of the draws.
+
+    Args:
+        problem: of the run.
+        result: its draws.
+        values: the hyperparameters, averaged over the draws.
+        warmup_steps: of the run.
+    """
     engine, theory = problem.engine, problem.engine.kernel.theory
-    if theory is None:
+    chains, _, size = result.positions.shape
+    chosen = spread(result.positions, max(_MIN_DRAWS, _MAX_NUMBERS // (chains * size)))
+    draws = result.positions[torch.arange(chains)[:, None], chosen].flatten(0, 1)
+    latents = draws[..., : engine.num_latents]
+    is_cyclical = isinstance(engine.kernel.lr, Cyclical)
+    if len(latents) < _MIN_DRAWS or values["temperature"] == 0 or is_cyclical or theory is None:
         return
     values = engine.kernel_values(values)
-    # torch's own var is many times slower here
+    # torch.var is many times slower for these shapes
     squares = (latents - latents.mean(0)).square_().sum(0, dtype=torch.float64)
     precision = values["temperature"] / engine.pad(squares / (len(latents) - 1))
     steps = float(theory.relaxation_steps(values, precision)[: engine.num_latents].max())

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.online_moments import Moments
-from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.core.online_moments import Moments, OnlineMoments, Totals
 from pyro_scale.data.sources import Data
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.model.module_trace import trace_modules
-from pyro_scale.posterior.online import OnlineSamples, SampleTotals
+from pyro_scale.posterior.chunked_vmap import CHUNK_BYTES, vmap_in_chunks
 from pyro_scale.run.measurements import Measurements
 from pyro_scale.storage.lazy_draws import Positions, StoredPositions, StoredSamples
-
-#: Bytes of the largest tensor of one vmapped call over draws.
-_CHUNK_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -36,21 +26,21 @@ class PosteriorDraws:
     """The draws of a run's finished chains.
 
     Attributes:
-        log_posterior: what was sampled.
-        data: what it was run on; None for single steps.
-        layout: of a position.
-        positions: unconstrained draws, `[chains, draws, D]`; where they were not kept, some of
-            them and the chains' last states.
-        sample_stats: by name, `[chains, draws]`.
+        log_posterior: the model that was sampled.
+        data: the data of the run; None for single steps and for draws from a file.
+        layout: of a position: where each site is in it.
+        positions: unconstrained draws, `[chains, draws, D]`, in memory or in a store.  Where draws
+            were not kept, a few of them and the chains' last states.
+        sample_stats: statistics of each draw by name, `[chains, draws]`.
         attrs: strings and numbers: method, hyperparameters, N, B, seed, versions, seconds, ...
-        measurements: what was measured besides.
-        online: what draws came to that were not kept.
-        chains: the chains' numbers; None where they are all that were started.
-        tables: `"summary"` and `"diagnostics"` of the chains of all processes, where these are
-            those of one; None where they are all.
-        ranks: the processes that share out what reads rows again; every one of them has all draws.
-        unfinished: draws of chains that were ended before those in `positions`, `[n, D]`; None
-            where there are none.
+        measurements: gradient noise and temperatures of the run.
+        online: moments of all draws, where draws were not kept.
+        chains: the chains' numbers; None if every chain that was started finished.
+        tables: `"summary"` and `"diagnostics"` of the chains of all processes, where the draws are
+            those of one process; None otherwise.
+        ranks: the processes that share out later passes through the rows.  Each has all draws.
+        unfinished: draws of chains that were interrupted before those in `positions` ended,
+            `[n, D]`; None if there are none.
     """
 
     log_posterior: LogPosterior
@@ -68,92 +58,121 @@ class PosteriorDraws:
 
     @property
     def every_draw(self) -> PosteriorDraws:
-        """The result for what does not tell chains apart: draws of unfinished chains come last, in
-        one chain with all others."""
+        """All draws for computations that ignore chains.  If some chains are unfinished, all draws
+        are in one chain, those of unfinished chains last."""
         if self.unfinished is None:
             return self
         draws = torch.cat([*self.blocks(), self.unfinished])
-        return replace(self, positions=draws[None], unfinished=None)
+        return dataclasses.replace(self, positions=draws[None], unfinished=None)
 
     @property
     def num_chains(self) -> int:
-        """Chains that finished."""
+        """Number of finished chains."""
         return self.positions.shape[0]
 
     @property
     def weights(self) -> Tensor | None:
-        """How much each draw counts, `[chains, draws]`, where they do not count alike."""
+        """Weights of the draws, `[chains, draws]`, 1 on average; None if all are equal."""
         return self.sample_stats.get("weight")
 
     @cached_property
     def samples(self) -> Mapping[str, Tensor]:
         """Constrained latents and deterministic sites outside the data's plate,
-        `[chains, draws, ...]`, in float32 at least: NumPy and statistics want no half precision."""
+        `[chains, draws, ...]`, in float32 at least: NumPy and statistics want no half precision.
+        They share no memory with `positions`."""
+        values = self._values
+        if isinstance(values, StoredSamples) or not self._are_unconstrained:
+            return values
+        return {
+            name: value.clone(memory_format=torch.contiguous_format)
+            for name, value in values.items()
+        }
+
+    @cached_property
+    def _values(self) -> Mapping[str, Tensor]:
+        """`samples`, but views of `positions` where sites have no transform."""
         if isinstance(self.positions, StoredPositions):
             return self.positions.samples
-
         log_posterior = self.log_posterior
-        if log_posterior.is_unconstrained and not log_posterior.model_info.steady:
-            bare = self.layout.unflatten(self.positions)
-            return {
-                name: _at_least_single(bare[name]).clone(memory_format=torch.contiguous_format)
-                for name in log_posterior.latents
-            }
+        if self._are_unconstrained:
+            values = self.layout.unflatten(self.positions)
+            return {name: _at_least_single(values[name]) for name in log_posterior.latents}
 
-        def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
+        def sites(params: dict[str, Tensor]) -> dict[str, Tensor]:
             constrained = log_posterior.constrain(params)
             latents = {name: constrained[name] for name in log_posterior.latents}
-            sites = latents | log_posterior.deterministics(params)
-            return {name: _at_least_single(value) for name, value in sites.items()}
+            values = latents | log_posterior.deterministics(params)
+            return {name: _at_least_single(value) for name, value in values.items()}
 
-        chains, draws = self.positions.shape[:2]
-        flat = self.over_draws(values)
-        return {k: v.reshape(chains, draws, *v.shape[1:]) for k, v in flat.items()}
+        shape = self.positions.shape[:2]
+        return {name: value.unflatten(0, shape) for name, value in self.over_draws(sites).items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: pickle would write the memory of `positions` again for each view."""
+        return {name: v for name, v in vars(self).items() if name not in ("samples", "_values")}
+
+    @property
+    def _are_unconstrained(self) -> bool:
+        """Whether every site's value is its part of the position."""
+        log_posterior = self.log_posterior
+        return log_posterior.is_unconstrained and not log_posterior.model_info.steady
 
     def all_samples(self) -> dict[str, Tensor]:
-        """Those of all chains, one after another, `[chains * draws, *shape]`, in memory of their
-        own."""
+        """`samples` of all chains, one chain after another, `[chains * draws, ...]`, as a copy that
+        the caller may change."""
         chains, draws = (torch.arange(size) for size in self.positions.shape[:2])
-        if isinstance(self.samples, StoredSamples):
-            return self.samples.at(chains.repeat_interleave(len(draws)), draws.repeat(len(chains)))
-        return {name: value.flatten(0, 1).clone() for name, value in self.samples.items()}
+        if isinstance(self._values, StoredSamples):
+            return self._values.at(chains.repeat_interleave(len(draws)), draws.repeat(len(chains)))
+        return {name: value.flatten(0, 1).clone() for name, value in self._values.items()}
 
     def samples_at(self, chains: Tensor, draws: Tensor) -> dict[str, Tensor]:
-        """Those at (chains, draws), which are broadcast, `[..., *shape]`."""
-        if isinstance(self.samples, StoredSamples):
-            return self.samples.at(chains, draws)
-        return {name: value[chains, draws] for name, value in self.samples.items()}
+        """`samples` at indices (chains, draws), which are broadcast together, `[..., *shape]`."""
+        if isinstance(self._values, StoredSamples):
+            return self._values.at(chains, draws)
+        return {name: value[chains, draws] for name, value in self._values.items()}
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Of one draw of every site."""
-        if isinstance(self.samples, StoredSamples):
-            return self.samples.shapes
-        return {name: value.shape[2:] for name, value in self.samples.items()}
+        """The shape of one draw of every site in `samples`."""
+        if isinstance(self._values, StoredSamples):
+            return self._values.shapes
+        return {name: value.shape[2:] for name, value in self._values.items()}
 
     def elements(self, name: str, places: Tensor) -> Tensor:
-        """All draws of some elements of a site, by their places in the flattened one, `[chains,
-        draws, len(places)]`."""
-        if isinstance(self.samples, StoredSamples):
-            return self.samples.elements(name, places)
-        return self.samples[name].reshape(*self.positions.shape[:2], -1)[..., places]
+        """All draws of some elements of a site in `samples`, `[chains, draws, len(places)]`.
+
+        Args:
+            name: of the site.
+            places: indices into the site's flattened value.
+        """
+        if isinstance(self._values, StoredSamples):
+            return self._values.elements(name, places)
+        return self._values[name].reshape(*self.positions.shape[:2], -1)[..., places]
+
+    def unconstrained_elements(self, draws: Tensor, columns: Tensor) -> Tensor:
+        """Some columns of some draws of every chain in `positions`,
+        `[chains, len(draws), len(columns)]`."""
+        chains = torch.arange(self.num_chains)[:, None]
+        if isinstance(self.positions, StoredPositions):
+            return self.positions[chains, draws][..., columns]
+        return self.positions[chains[..., None], draws[:, None], columns]
 
     def moments(self, levels: Sequence[float]) -> dict[str, Moments]:
-        """Posterior means, sds and quantiles, by site."""
+        """Posterior means, sds, quantiles at these levels, R-hat and ESS, by site."""
         if self.online is not None:
             return self.online.moments(levels)
         chains, count = self.positions.shape[:2]
         every = torch.arange(chains)[:, None]
         width = chains * self.layout.size * torch.finfo(self.layout.dtype).bits // 8
-        online = OnlineSamples.of(self.samples_at(every, torch.zeros(1).long()), count)
-        for columns in torch.arange(count).split(max(1, _CHUNK_BYTES // width)):
-            online.add(self.samples_at(every, columns))
-        totals = online.online.totals(range(chains))
-        return SampleTotals(totals, online.layout).moments(levels)
+        online = OnlineSamples.empty(self.samples_at(every, torch.zeros(1).long()), count)
+        for block in torch.arange(count).split(max(1, CHUNK_BYTES // width)):
+            online.add(self.samples_at(every, block))
+        return SampleTotals(online.online.totals(range(chains)), online.layout).moments(levels)
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """Points' constrained values: `pyro.param` sites and unfrozen weights."""
+        """Constrained values of the point-estimated sites (`pyro.param`, unfrozen weights) at the
+        last draw."""
         last = self.layout.unflatten(self.positions[0, -1])
         constrained = self.log_posterior.constrain(last)
         return {name: constrained[name] for name in self.log_posterior.points}
@@ -161,157 +180,133 @@ class PosteriorDraws:
     def over_draws(
         self, function: Callable[[dict[str, Tensor]], dict[str, Tensor]], random: bool = False
     ) -> dict[str, Tensor]:
-        """A function of one draw's unconstrained params, of all draws: `[chains * draws, ...]`.
+        """Values of a function at every draw, `[chains * draws, ...]` by name.
 
         Args:
-            function: of params, to a dict of tensors.
+            function: from one draw's unconstrained params to a dict of tensors.
             random: whether it draws from torch's generator.
         """
-        parts = list(self.chunks(function, random))
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        total = self.positions.shape[0] * self.positions.shape[1]
+        values: dict[str, Tensor] = {}
+        start = 0
+        for chunk in self.chunks(function, random):
+            count = len(next(iter(chunk.values()), ()))
+            if not values:  # each value is written once, into its place
+                values = {n: value.new_empty(total, *value.shape[1:]) for n, value in chunk.items()}
+            for name, value in chunk.items():
+                values[name][start : start + count] = value
+            start += count
+        return values
 
     def chunks(
         self, function: Callable[[dict[str, Tensor]], Any], random: bool = False
     ) -> Iterator[Any]:
-        """The same of some draws after others, as many as memory allows, `[draws, ...]` each."""
+        """Values of a function at every draw, in chunks that fit into memory, `[draws, ...]`; the
+        arguments are those of `over_draws`."""
 
-        def of_one(position: Tensor) -> Any:
+        def at_position(position: Tensor) -> Any:
             return function(self.layout.unflatten(position))
 
-        yield from in_chunks(of_one, self.blocks(), random)
+        yield from vmap_in_chunks(at_position, self.blocks(), random)
 
     def blocks(self) -> Iterator[Tensor]:
-        """All positions, chain by chain, as many at a time as are in memory, `[n, D]`."""
+        """All positions, chain by chain, in blocks that fit into memory, `[n, D]`."""
         if isinstance(self.positions, StoredPositions):
             return self.positions.blocks()
         return iter([self.positions.flatten(0, 1)])
 
 
 def _at_least_single(value: Tensor) -> Tensor:
-    """A value in float32 where it is of half precision."""
+    """The value, in float32 if it is of half precision."""
     if not value.is_floating_point():
         return value
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
-def in_chunks(
-    function: Callable[[Tensor], Any], blocks: Iterable[Tensor], random: bool = False
-) -> Iterator[Any]:
-    """A function of one vector, of some of the vectors after others, as many as memory allows:
-    vmapped, or one by one for what vmap refuses.
+def finite_samples(starts: PosteriorDraws, positions: Tensor) -> dict[str, Tensor]:
+    """Constrained values of positions, by site, `[chains, n, ...]`, for sinks.
 
-    How many those are does not depend on the blocks, nor do the numbers that it draws.
+    A chain that broke has NaN (0 for integer sites) from the first state on that is not finite or
+    at which the model cannot be evaluated.
 
     Args:
-        function: of a vector [D], to a pytree of tensors.
-        blocks: the vectors, `[n, D]` each; at least one.
-        random: whether it draws from torch's generator.
+        starts: the model, with the chains' finite starts as draws.
+        positions: `[chains, n, D]`.
     """
-    blocks = iter(blocks)
-    block = next(blocks)
-    with torch.no_grad(), _Normals(), without_vmap_warnings():
-        with exclusive, trace_modules():  # their mode may be another one than when it was run
-            size = max(1, _CHUNK_BYTES // _largest(function, block[0].clone()))
-        every = torch.vmap(function, randomness="different" if random else "error")
-        chunks = _of_size(size, itertools.chain([block], blocks))
-        first = next(chunks)
-        try:
-            with exclusive:  # they draw from torch's generator, which other threads may have seeded
-                values = every(first)
-        except (RuntimeError, NotImplementedError):  # of a model, or a sampler of Pyro's
-            vectors = itertools.chain(first, itertools.chain.from_iterable(chunks))
-            for vector in vectors:
-                with exclusive:
-                    values = _stack(function(vector))
-                yield values
-            return
-        yield values
-        for chunk in chunks:
-            with exclusive:
-                values = every(chunk)
-            yield values
+    is_sound = torch.isfinite(positions).all(-1)
 
-
-def _of_size(size: int, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The same vectors, so many at a time."""
-    held: list[Tensor] = []
-    for block in blocks:
-        held.append(block)
-        if sum(map(len, held)) >= size:
-            *parts, last = _together(held).split(size)
-            yield from parts
-            held = [last]
-    yield _together(held)
-
-
-def _together(blocks: list[Tensor]) -> Tensor:
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-
-
-def _stack(values: Any) -> Any:
-    return pytree.tree_map(lambda value: value[None], values)
-
-
-def _largest(function: Callable[[Tensor], Any], position: Tensor) -> int:
-    """Bytes of the largest tensor that a call makes."""
-    with own_generator(), _Sizes() as sizes:
-        function(position)
-    return sizes.largest
-
-
-class _Normals(TorchFunctionMode):
-    """Has normals drawn as `torch.randn` does, which vmap takes, and not in place."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.normal and len(args) == 2 and all(isinstance(a, Tensor) for a in args):
-            mean, sd = torch.broadcast_tensors(*args)
-            return mean + sd * torch.randn(mean.shape, dtype=mean.dtype, device=mean.device)
-        if func is Tensor.normal_ and len(args) == 1 and not kwargs:
-            return torch.randn(args[0].shape, dtype=args[0].dtype, device=args[0].device)
-        return func(*args, **(kwargs or {}))
-
-
-class _Sizes(TorchDispatchMode):
-    """Keeps an eye on the tensors that are made; a view is none."""
-
-    largest = 1
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(made):
-            if isinstance(leaf, Tensor):
-                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
-        return made
-
-
-def samples_of(starts: PosteriorDraws, positions: Tensor) -> dict[str, Tensor]:
-    """Constrained values by site of draws `[chains, n, D]`; NaN (0 of whole numbers) of chains that
-    broke, from the state on at which the model cannot be evaluated."""
-    sound = torch.isfinite(positions).all(-1)
-
-    def of_sound_ones(chains: slice, draws: slice) -> Mapping[str, Tensor]:
-        here = sound[chains, draws, None]
-        held = positions[chains, draws].where(here, starts.positions[0, 0])
-        return dataclasses.replace(starts, positions=held).samples
+    def evaluate(chains: slice, draws: slice) -> Mapping[str, Tensor]:
+        mask = is_sound[chains, draws, None]
+        finite = positions[chains, draws].where(mask, starts.positions[0, 0])
+        return dataclasses.replace(starts, positions=finite)._values
 
     every = slice(None), slice(None)
     try:
-        samples = of_sound_ones(*every)
+        samples = evaluate(*every)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        # at the last state of a chain that broke, or is about to: it went no further
-        for chain in torch.nonzero(sound[:, 0])[:, 0].tolist():
-            last = int(sound[chain].sum()) - 1
+        # only the last finite state of a chain can be the cause, because the chain stopped there
+        for chain in torch.nonzero(is_sound[:, 0])[:, 0].tolist():
+            last = int(is_sound[chain].sum()) - 1
             try:
-                of_sound_ones(slice(chain, chain + 1), slice(last, last + 1))
+                evaluate(slice(chain, chain + 1), slice(last, last + 1))
             except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-                sound[chain, last] = False
-        samples = of_sound_ones(*every)
-    if bool(sound.all()):
+                is_sound[chain, last] = False
+        samples = evaluate(*every)
+    if bool(is_sound.all()):
         return dict(samples)
     return {
         name: value.masked_fill(
-            ~sound.reshape(*sound.shape, *(1 for _ in value.shape[2:])),
+            ~is_sound.reshape(*is_sound.shape, *(1 for _ in value.shape[2:])),
             torch.nan if value.is_floating_point() else 0,
         )
         for name, value in samples.items()
     }
+
+
+@dataclass(frozen=True)
+class OnlineSamples:
+    """Accumulates moments of the draws of all sites.
+
+    Attributes:
+        online: the moments of all sites' elements.
+        layout: where each site is among these elements.
+    """
+
+    online: OnlineMoments
+    layout: Layout
+
+    @classmethod
+    def empty(cls, like: Mapping[str, Tensor], num_draws: int) -> OnlineSamples:
+        """An accumulator without draws.
+
+        Args:
+            like: draws of the sites, `[chains, n, ...]`, for their shapes.
+            num_draws: draws of each chain that will be added.
+        """
+        layout = Layout.of({name: value[0, 0] for name, value in like.items()})
+        num_chains = len(next(iter(like.values())))
+        return cls(OnlineMoments(num_chains, layout.size, num_draws), layout)
+
+    def add(self, samples: Mapping[str, Tensor]) -> None:
+        """Adds the next draws, `[chains, n, ...]` by site."""
+        self.online.add(torch.vmap(torch.vmap(self.layout.flatten))(dict(samples)))
+
+
+@dataclass(frozen=True)
+class SampleTotals:
+    """Accumulated moments of the draws of all sites.
+
+    Attributes:
+        totals: the moments of all sites' elements.
+        layout: where each site is among these elements.
+    """
+
+    totals: Totals
+    layout: Layout
+
+    def moments(self, levels: Sequence[float]) -> dict[str, Moments]:
+        """Mean, sd, quantiles at these levels, R-hat and ESS by site, in double precision."""
+        names, double = self.layout.names, (torch.float64,) * len(self.layout.names)
+        layout = Layout(names, self.layout.shapes, double)
+        parts = [layout.unflatten(part) for part in self.totals.moments(levels)]
+        return {name: Moments(*(part[name] for part in parts)) for name in names}

@@ -1,4 +1,4 @@
-"""Exports draws to ArviZ: groups with named dims and coords."""
+"""Export of draws to ArviZ: groups of variables with named dims and coords."""
 
 from __future__ import annotations
 
@@ -12,45 +12,39 @@ from torch import Tensor
 
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import PosteriorDraws
-from pyro_scale.posterior.site_rows import data_sites
+from pyro_scale.posterior.row_batches import data_sites
 from pyro_scale.storage.lazy_draws import StoredSamples
 
-#: The name of the rows' dimension where the model has no plate for them.
+#: Name of the rows' dimension if the model has no plate for them.
 ROWS = "row"
 
 
 def to_inference_data(result: PosteriorDraws, groups: Mapping[str, Mapping[str, Tensor]]) -> Any:
-    """ArviZ's InferenceData, or, with ArviZ 1, the DataTree that took its place.
+    """The groups as ArviZ's InferenceData (0.23) or DataTree (1.x).
 
     Args:
         result: of the run.
-        groups: by group, by variable: `[chains, draws, ...]`, but `observed_data` as it is; a
-            posterior in a store is read when it is needed.
+        groups: variables by group, `[chains, draws, ...]`; those of `observed_data` have no
+            chains and draws.  A posterior in a store is read when it is used.
     """
     import xarray
 
-    datasets: dict[str, Any] = {
-        group: xarray.Dataset(
-            {name: _array(result, group, name, value) for name, value in variables.items()},
-            attrs=attributes(result.attrs),
-        )
-        for group, variables in groups.items()
-        if variables and not isinstance(variables, StoredSamples)
-    }
+    datasets, attrs = {}, attributes(result.attrs)
     for group, variables in groups.items():
         if isinstance(variables, StoredSamples):
-            datasets = {
-                group: variables.dataset().assign_attrs(attributes(result.attrs)),
-                **datasets,
-            }
-    return arviz_api.tree_of(datasets, attributes(result.attrs))
+            datasets[group] = variables.dataset().assign_attrs(attrs)
+        elif variables:
+            arrays = {name: _array(result, group, name, v) for name, v in variables.items()}
+            datasets[group] = xarray.Dataset(arrays, attrs=attrs)
+    return arviz_api.tree_of(datasets, attrs)
 
 
 def _array(result: PosteriorDraws, group: str, name: str, value: Tensor) -> Any:
+    """The variable as an `xarray.DataArray`."""
     import xarray
 
     value = value.detach().cpu()
-    array = (value.float() if value.dtype is torch.bfloat16 else value).numpy()  # it has no such
+    array = (value.float() if value.dtype is torch.bfloat16 else value).numpy()  # NumPy has none
     lead = () if group == "observed_data" else ("chain", "draw")
     dims = (*lead, *dims_of(result, group, name, array.ndim - len(lead)))
     coords = {dim: np.arange(size) for dim, size in zip(dims, array.shape, strict=True)}
@@ -60,14 +54,21 @@ def _array(result: PosteriorDraws, group: str, name: str, value: Tensor) -> Any:
 
 
 def dims_of(result: PosteriorDraws, group: str, name: str, count: int) -> list[str]:
-    """A variable's dims after chain and draw: plates by their names, the rest by the site's."""
+    """Names of a variable's dims after chain and draw: names of plates, others by the site's name.
+
+    Args:
+        result: of the run.
+        group: the variable's group.
+        name: of the variable.
+        count: number of these dims.
+    """
     info = result.log_posterior.model_info
     if group == "sample_stats":
         return []
     rows = _rows_dim(result, name)
     if group == "log_likelihood":
         return [rows]
-    dims = own_dims(result, name, count)
+    dims = numbered_dims(result, name, count)
     site = info.sites.get(name)
     if site is None:
         return dims
@@ -81,21 +82,21 @@ def dims_of(result: PosteriorDraws, group: str, name: str, count: int) -> list[s
     return dims
 
 
-def own_dims(result: PosteriorDraws, name: str, count: int) -> list[str]:
-    """A site's dims named after itself, none of which is another site."""
+def numbered_dims(result: PosteriorDraws, name: str, count: int) -> list[str]:
+    """Names of dims by the site's name, `<site>_dim_0`, ..., distinct from all sites' names."""
     sites = result.log_posterior.model_info.sites
-    taken = "_" if any(f"{name}_dim_{i}" in sites for i in range(count)) else ""
-    return [f"{name}_dim_{i}{taken}" for i in range(count)]
+    suffix = "_" if any(f"{name}_dim_{i}" in sites for i in range(count)) else ""
+    return [f"{name}_dim_{i}{suffix}" for i in range(count)]
 
 
 def _rows_dim(result: PosteriorDraws, name: str) -> str:
-    """The name of the dimension of a site's rows: that of the data's plate, or of the site's own
-    plate if the site needs the whole data, as it may have fewer values than there are rows."""
+    """Name of the dim of a site's rows: that of the data's plate; or that of the site's plate if
+    the site needs the whole data, because it may then have fewer values than the data have rows."""
     info = result.log_posterior.model_info
-    own = info.scaling.rules.get(name)
-    if own is not None and own.whole_data:
-        plates = info.sites[name].plates if name in info.sites and not own.depth else ()
-        return str(next((f.name for f in plates if f.dim == own.dim), f"{name}_{ROWS}"))
+    rule = info.scaling.rules.get(name)
+    if rule is not None and rule.whole_data:
+        plates = info.sites[name].plates if name in info.sites and not rule.depth else ()
+        return str(next((f.name for f in plates if f.dim == rule.dim), f"{name}_{ROWS}"))
     names = {
         next((f.name for f in site.plates if f.dim == rule.dim), ROWS)
         for name, rule in info.scaling.rules.items()
@@ -105,7 +106,7 @@ def _rows_dim(result: PosteriorDraws, name: str) -> str:
 
 
 def attributes(attrs: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """netCDF attributes are strings and numbers; the rest goes in as JSON."""
+    """The attributes as strings and numbers, which netCDF can store; other values as JSON."""
     return {
         key: value if isinstance(value, str | int | float) else json.dumps(value)
         for key, value in attrs.items()
@@ -113,13 +114,13 @@ def attributes(attrs: Mapping[str, Any]) -> dict[str, str | int | float]:
 
 
 def grouped(result: PosteriorDraws, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`[chains * draws, ...]` -> `[chains, draws, ...]`."""
+    """The values with shape `[chains, draws, ...]`, from `[chains * draws, ...]`."""
     chains, draws = result.positions.shape[:2]
     return {k: v.reshape(chains, draws, *v.shape[1:]) for k, v in values.items()}
 
 
 def log_likelihood_bytes(result: PosteriorDraws, num_sites: int) -> int:
-    """The size of the pointwise log likelihood of all draws."""
+    """Bytes that the log likelihood of every row at every draw would take."""
     chains, draws = result.positions.shape[:2]
     size = torch.finfo(result.layout.dtype).bits // 8
     return chains * draws * result.log_posterior.num_data * num_sites * size

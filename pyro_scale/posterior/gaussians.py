@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import torch
+from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
+from torch.distributions import constraints
 
-from pyro_scale.core.gaussian import Gaussian
+from pyro_scale.core.exclusive import exclusive
+from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian, as_structure
 from pyro_scale.core.layout import Layout
 from pyro_scale.data.sources import Data
 from pyro_scale.distributed.ranks import ALONE, Ranks
@@ -19,29 +26,31 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.rng.seeds import Purpose, generator
 
-#: Draws of each start, unless the user asks for others.
-_DRAWS = 1000
-#: Of which so many are drawn at a time: torch fills memory in chunks of 16.
-_AT_ONCE = 16
+#: Default number of draws of each start.
+_NUM_DRAWS = 1000
+#: Draws that are made in one call: torch's generator fills memory in blocks of 16 numbers.
+_DRAWS_TOGETHER = 16
 
 
 @dataclass(frozen=True)
 class Fit:
-    """An approximation from each start.
+    """A Gaussian, or a mode, for each start of an approximation.
 
     Attributes:
-        log_posterior: what was approximated.
-        data: what it was run on; None for single steps.
-        layout: of a position.
-        centers: the Gaussians' means or the modes, `[starts, D]`; sites and points without a
-            Gaussian stay there.
-        sites: those with a Gaussian, in the layout's order.
-        gaussians: over their elements, one a start; none of a MAP.
+        log_posterior: the model that was approximated.
+        data: the data of the run; None for single steps and for fits from a file.
+        layout: of a position: where each site is in it.
+        centers: means of the Gaussians, or modes, `[starts, D]`.  Sites and params without a
+            Gaussian have the same value in all draws.
+        sites: names of the sites with a Gaussian, in the layout's order.
+        gaussians: over these sites' elements, one for each start; empty for MAP.
         seed: of the run.
         attrs: strings and numbers: method, N, B, seed, versions, seconds, ...
-        trace: the objective's estimate at every step, in nats, a total: `[starts, steps]`.
-        ranks: the processes that share out what reads rows again; every one of them has the fit.
-        other_target: why the fit is not meant to be the model's posterior; empty where it is.
+        trace: estimates of the objective at every step, in nats, summed over rows,
+            `[starts, steps]`.
+        ranks: the processes that share out later passes through the rows.  Each has the fit.
+        other_target: the reason why the fit does not approximate the model's posterior; empty if it
+            does.
     """
 
     log_posterior: LogPosterior
@@ -58,70 +67,74 @@ class Fit:
 
     @cached_property
     def result(self) -> PosteriorDraws:
-        """The draws of the run's seed: 1,000 a start, the same at each call; of a MAP, one."""
-        every = torch.arange(self.num_draws)
-        return self._result_of(torch.stack([self.drawn(i, every) for i in range(self.num_starts)]))
+        """1,000 draws of each start's Gaussian, by the run's seed; for MAP, the modes."""
+        indices = torch.arange(self.num_draws)
+        return self._as_draws(
+            torch.stack([self.drawn(start, indices) for start in range(self.num_starts)])
+        )
 
     @property
     def num_starts(self) -> int:
-        """Where it began, and where it has a center."""
+        """Number of starts, each with a center."""
         return len(self.centers)
 
     @property
     def num_draws(self) -> int:
-        """Of a start."""
-        return _DRAWS if self.gaussians else 1
+        """Number of draws of each start in `result`."""
+        return _NUM_DRAWS if self.gaussians else 1
 
     def drawn(self, start: int, chosen: Tensor) -> Tensor:
-        """Those of a start's draws that are chosen, in order, `[n, D]`, without holding the
-        others."""
+        """The draws of one start in `result` at these indices, in ascending order, `[n, D]`,
+        without the other draws in memory."""
         if not self.gaussians:
             return self.centers[start].repeat(len(chosen), 1)
         source = generator(self.seed, start, Purpose.APPROXIMATION)
         noise, last = [self.noise(0)], int(chosen[-1]) if len(chosen) else -1
-        for first in range(0, last + 1, _AT_ONCE):
-            normals = self.noise(min(_AT_ONCE, _DRAWS - first), source)
-            noise.append(normals[chosen[(chosen >= first) & (chosen < first + _AT_ONCE)] - first])
+        for first in range(0, last + 1, _DRAWS_TOGETHER):
+            block = self.noise(min(_DRAWS_TOGETHER, _NUM_DRAWS - first), source)
+            is_chosen = (chosen >= first) & (chosen < first + _DRAWS_TOGETHER)
+            noise.append(block[chosen[is_chosen] - first])
         return self.at(start, torch.cat(noise))
 
     def by_start(self, chosen: Tensor) -> list[Tensor]:
-        """Those of all starts' draws that are chosen, in order, `[n, D]` of each start."""
+        """The draws in `result` at these indices into all starts' draws, in ascending order: a
+        tensor `[n, D]` for each start."""
         starts, draws = chosen // self.num_draws, chosen % self.num_draws
         return [self.drawn(start, draws[starts == start]) for start in range(self.num_starts)]
 
     def thin(self, chosen: Tensor) -> PosteriorDraws:
-        """The same as one chain, `[1, n, D]`, without holding the others."""
-        return self._result_of(torch.cat(self.by_start(chosen))[None])
+        """The draws of `by_start` as one chain, `[1, n, D]`."""
+        return self._as_draws(torch.cat(self.by_start(chosen))[None])
 
     def draws(self, noise: Tensor) -> PosteriorDraws:
-        """Draws `[1, n]`, from each start in turn, given standard normals `[n, d]`."""
+        """New draws `[1, n, D]`, from each start in turn, given standard normals `[n, d]`."""
         starts = torch.arange(len(noise)) % len(self.centers)
         positions = self.centers[starts]
         if self.gaussians:
             for start in range(len(self.centers)):
                 positions[starts == start] = self.at(start, noise[starts == start])
-        return self._result_of(positions[None])
+        return self._as_draws(positions[None])
 
     def noise(self, count: int, source: torch.Generator | None = None) -> Tensor:
-        """Standard normals `[count, d]`, from torch's generator unless another is given."""
+        """Standard normals `[count, d]`, by default from torch's global generator."""
         shape = count, len(self.places)
         return torch.randn(shape, generator=source, dtype=self.centers.dtype).to(self.centers)
 
     def seeded_noise(self, count: int, seed: int) -> Tensor:
-        """The same of a seed, whose first draws are the same, however many there are."""
+        """Standard normals `[count, d]` by a seed; the first rows are the same for any count."""
         sources = (generator(seed, i, Purpose.APPROXIMATION, block=1) for i in range(count))
         return torch.cat([self.noise(1, source) for source in sources])
 
     @property
     def temperature(self) -> float:
-        """By what the posterior's covariance was multiplied."""
+        """The factor of the Gaussians' covariances relative to those of the posterior."""
         return float(self.attrs.get("temperature", 1.0))
 
     def at_temperature_1(self, start: int) -> Gaussian:
-        """The Gaussian of a start, as it would be at temperature 1.
+        """The Gaussian of a start, with the covariance that it has at temperature 1.
 
         Raises:
-            ArgumentError: the temperature is 0, at which it has no spread.
+            ArgumentError: the temperature is 0, at which the covariance is 0.
         """
         if self.temperature == 0:
             raise ArgumentError(
@@ -131,21 +144,94 @@ class Fit:
 
     @cached_property
     def places(self) -> Tensor:
-        """Where in a position the Gaussians' elements are, [d]."""
+        """Indices of the Gaussians' elements in a position, `[d]`."""
         return self.layout.places(self.sites)
 
     def at(self, start: int, noise: Tensor) -> Tensor:
-        """Positions `[n, D]`, from standard normals `[n, d]`."""
+        """Positions `[n, D]` of one start's Gaussian, given standard normals `[n, d]`."""
         positions = self.centers[start].repeat(len(noise), 1)
         positions[:, self.places] = self.gaussians[start].sample(noise)
         return positions
 
-    def _result_of(self, positions: Tensor) -> PosteriorDraws:
-        result = PosteriorDraws(
-            self.log_posterior, self.data, self.layout, positions, {}, self.attrs
+    def _as_draws(self, positions: Tensor) -> PosteriorDraws:
+        """Positions `[chains, n, D]` with the model, data and facts of the fit."""
+        return PosteriorDraws(
+            self.log_posterior, self.data, self.layout, positions, {}, self.attrs, ranks=self.ranks
         )
-        return dataclasses.replace(result, ranks=self.ranks)
 
     def replaced(self, **changes: Any) -> Fit:
-        """The fit with these attributes in place of its own."""
+        """The fit with other values of these attributes."""
         return dataclasses.replace(self, **changes)
+
+
+class Guide(PyroModule):
+    """A Gaussian approximation as a Pyro guide, which `SVI` can optimize further.
+
+    It draws all latent sites from one Gaussian in unconstrained space, whose mean and spread are
+    params.  The guide of a mode is a Delta, without a Jacobian, as `AutoDelta` has it.
+
+    Args:
+        fit: the first start's Gaussian is used.  Sites without a Gaussian stay at the center.
+
+    Raises:
+        ArgumentError: the fit is at temperature 0, so that it has no density.
+    """
+
+    def __init__(self, fit: Fit):
+        # a unique name, because Pyro's store identifies params by name
+        super().__init__(f"guide_{uuid.uuid4().hex[:12]}")
+        self._fit = fit
+        self.loc: Any = PyroParam(fit.centers[0, fit.places].clone(), constraints.real)
+        self._is_dense = False
+        if fit.gaussians:
+            fit.at_temperature_1(0)  # raises at temperature 0
+            self._is_dense = not isinstance(fit.gaussians[0], Diagonal)
+            gaussian = as_structure(fit.gaussians[0], self._is_dense)
+            spread = (
+                gaussian.scale_tril if isinstance(gaussian, Dense) else gaussian.variance.sqrt()
+            )
+            kind = constraints.lower_cholesky if self._is_dense else constraints.positive
+            self.scale: Any = PyroParam(spread.clone(), kind)
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Samples every latent site; the arguments are the model's."""
+        fit, log_posterior = self._fit, self._fit.log_posterior
+        position = fit.centers[0].index_put((fit.places,), self._draw())
+        params = fit.layout.unflatten(position)
+        with exclusive, pyro.poutine.block():  # this run only determines the sites' supports
+            sites = log_posterior.run(
+                params, log_posterior.model_info.example, log_posterior.first_indices()
+            ).sites
+        self._read_params()  # again, because the run has removed the marks by which SVI finds them
+        values, plates = {}, {}
+        for name in log_posterior.latents:
+            site = sites[name]
+            event_dim = len(site.fn.event_shape)
+            batch_shape = site.value.shape[: site.value.dim() - event_dim]
+            log_density = site.value.new_zeros(batch_shape)
+            if fit.gaussians and site.log_det is not None:  # divided equally among the elements
+                log_density = log_density - site.log_det / max(1, batch_shape.numel())
+            with ExitStack() as stack:
+                for frame in site.plates:
+                    if frame.name not in plates:
+                        plates[frame.name] = pyro.plate(frame.name, frame.size, dim=frame.dim)
+                    stack.enter_context(plates[frame.name])
+                values[name] = pyro.sample(
+                    name, dist.Delta(site.value, log_density=log_density, event_dim=event_dim)
+                )
+        return values
+
+    def _read_params(self) -> tuple[Any, Any]:
+        """(The mean, the scale or None), registered with Pyro as params by being read."""
+        return self.loc, self.scale if self._fit.gaussians else None
+
+    def _draw(self) -> Tensor:
+        """An unconstrained draw of the elements with a Gaussian, `[d]`."""
+        loc, scale = self._read_params()
+        if scale is None:
+            return loc
+        if self._is_dense:
+            fn: Any = dist.MultivariateNormal(loc, scale_tril=scale)
+        else:
+            fn = dist.Normal(loc, scale).to_event(1)
+        return pyro.sample("_position", fn, infer={"is_auxiliary": True})

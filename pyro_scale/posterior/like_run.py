@@ -1,4 +1,4 @@
-"""Rows that are passed after a run, beside those that it had."""
+"""Checks that rows which are passed after a run have the form of the run's rows."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pyro_scale.errors import CallError
 from pyro_scale.model.failed_call import argument_name
 from pyro_scale.model.log_posterior import LogPosterior
 
-#: Columns of a frame that an error names all.
-_MOST_LISTED = 20
+#: An error message lists the columns of a frame up to this number.
+_MAX_LISTED = 20
 
 
 def check_like_run(log_posterior: LogPosterior, data: Data | None, *batches: object) -> None:
-    """Refuses arguments that the model would silently take for others: one row for many, one column
+    """Checks for arguments that a model would silently misread: one row for many, or one column
     for another.
 
-    Other sizes pass: of images, of sequences, of whatever a model takes at any size.
+    Sizes are not checked, because a model may take images or sequences of any size.
 
     Args:
-        log_posterior: what was run.
-        data: what it was run on, whose columns may have names; None where that is not known.
+        log_posterior: of the run.
+        data: of the run, whose columns may have names; None if they are not kept.
         batches: the model's arguments as they are passed: those by position, those by name.
 
     Raises:
@@ -37,8 +37,11 @@ def check_like_run(log_posterior: LogPosterior, data: Data | None, *batches: obj
     model, info = log_posterior.model, log_posterior.model_info
     if info.is_function:
         return
-    known = info.example
-    shapes = {argument_name(model, known, n): leaf.shape[1:] for n, leaf in rows.named_rows(known)}
+    example = info.example
+    shapes = {
+        argument_name(model, example, place): leaf.shape[1:]
+        for place, leaf in rows.named_rows(example)
+    }
     columns = {}
     if isinstance(data, TensorData | OwnSubsamples):
         columns = {argument_name(model, data.arguments, n): c for n, c in data.columns.items()}
@@ -54,22 +57,23 @@ def check_like_run(log_posterior: LogPosterior, data: Data | None, *batches: obj
 
 
 def _check_columns(name: str, names: list[Any], expected: list[Any]) -> None:
+    """Checks the columns of an argument, by their names."""
     if names == expected or _are_words(names) != _are_words(expected):
-        return  # a frame of an array has numbers for names
+        return  # frames made from arrays have numbers for names
     pairs = zip_longest(names, expected)
     first = next((place for place, (one, other) in enumerate(pairs) if one != other), 0)
-    instead = f"{name}[{_listed(expected, first)}]"
+    fix = f"{name}[{_listed(expected, first)}]"
     if len(names) == len(expected) and set(names) != set(expected):
-        instead += f", or {name}.to_numpy() if they are the same by other names"
-    raise _refusal(
+        fix += f", or {name}.to_numpy() if they are the same by other names"
+    raise _not_like_run(
         f"argument {name} has the columns {_listed(names, first)}, and the run had "
-        f"{_listed(expected, first)}; they are taken by position: pass {instead}"
+        f"{_listed(expected, first)}; they are taken by position: pass {fix}"
     )
 
 
 def _listed(names: list[Any], first: int) -> str:
-    """Names, in a long list those from the first that differs on."""
-    if len(names) <= _MOST_LISTED:
+    """The names as a list; of many names, three from the first difference on."""
+    if len(names) <= _MAX_LISTED:
         return str(names)
     return f"[..., {str(names[first : first + 3])[1:-1]}, ...]"
 
@@ -79,22 +83,23 @@ def _are_words(names: list[Any]) -> bool:
 
 
 def _check_dimensions(name: str, leaf: Any, trailing: list[int]) -> None:
+    """Checks that an argument is rows of the run's shape, except for sizes."""
     shape = list(leaf.shape if isinstance(leaf, Tensor) else np.shape(leaf))
     if len(shape) == 1 + len(trailing):
         return
-    instead = "rows with as many dimensions"
+    fix = "rows with as many dimensions"
     if shape == trailing:
         is_series = hasattr(leaf, "to_frame")
-        instead = f"one row as {name}.to_frame().T" if is_series else f"one row as {name}[None]"
+        fix = f"one row as {name}.to_frame().T" if is_series else f"one row as {name}[None]"
     elif trailing == [1] and len(shape) == 1:
-        instead = f"{name}.to_frame()" if hasattr(leaf, "to_frame") else f"{name}[:, None]"
+        fix = f"{name}.to_frame()" if hasattr(leaf, "to_frame") else f"{name}[:, None]"
     elif not trailing and shape[1:] == [1]:
-        instead = f"{name}.squeeze(1)" if not hasattr(leaf, "columns") else f"{name}.iloc[:, 0]"
-    rest = ", ".join(map(str, ["N", *trailing]))
-    raise _refusal(
-        f"argument {name} has shape {shape}, and the run had rows of shape [{rest}]: pass {instead}"
+        fix = f"{name}.squeeze(1)" if not hasattr(leaf, "columns") else f"{name}.iloc[:, 0]"
+    expected = ", ".join(map(str, ["N", *trailing]))
+    raise _not_like_run(
+        f"argument {name} has shape {shape}, and the run had rows of shape [{expected}]: pass {fix}"
     )
 
 
-def _refusal(message: str) -> CallError:
+def _not_like_run(message: str) -> CallError:
     return CallError(message, code="not-rows")

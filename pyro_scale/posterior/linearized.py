@@ -1,15 +1,29 @@
-"""The predictive distribution of the model linearized at a Gaussian's mean."""
+"""Predictions of the model linearized at a Gaussian's mean, and the probit approximation.
+
+The arguments of the observed sites' distributions are taken as linear in the params, on an
+unconstrained scale (Immer et al. 2021).  For classes, the probit approximation gives the
+predictive distribution without draws: logits are divided by sqrt(1 + pi/8 times their variance)
+(MacKay 1992).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import TransformedDistribution, constraints
+from torch.distributions import (
+    Bernoulli,
+    Categorical,
+    OneHotCategorical,
+    TransformedDistribution,
+    constraints,
+)
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.onednn import PlainLSTM
@@ -22,18 +36,22 @@ from pyro_scale.model.draws import draws
 from pyro_scale.model.sites import Site
 from pyro_scale.model.transforms import bijection
 from pyro_scale.posterior.by_rank import readers_of
-from pyro_scale.posterior.draws import in_chunks
+from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.posterior.predictive import (
-    as_dtype,
+    Terms,
     explain_failures,
-    join,
+    reduce_batches,
     spread_evenly,
 )
-from pyro_scale.posterior.probit import GivenLogits, check_probit, shrink, sum_of_squares
-from pyro_scale.posterior.reductions import Reduce, Reduction, reduction_of
-from pyro_scale.posterior.row_batches import row_batches
-from pyro_scale.posterior.site_rows import data_sites
+from pyro_scale.posterior.reductions import Reduce, Reduction, as_reduction
+from pyro_scale.posterior.row_batches import data_sites, row_batches
+
+#: Unconstrained arguments of sites by name, as tensors, at one position.
+Outputs = Callable[[Tensor], dict[str, dict[str, Tensor]]]
+
+#: Axes of a Gaussian along which changes are computed together, to limit memory.
+_AXES_TOGETHER = 256
 
 
 def predict(
@@ -45,16 +63,25 @@ def predict(
     reduce: Reduce | Reduction | None = None,
     probit: bool = False,
 ) -> dict[str, Any]:
-    """Draws of the observed sites, `[draws, ...]`, one for each draw of the approximation, or what
-    is kept of them; with `probit`, of the distribution that MacKay's approximation gives.
+    """Predictive draws of the observed sites by the linearized model, `[draws, ...]` by name, one
+    for each draw of the fit; or what `reduce` returns of them.
+
+    Args:
+        fit: the Gaussians.
+        arguments: the model's arguments.
+        num_samples: draws of the fit, evenly spaced; None for all.
+        batch_size: rows that are predicted together; None for all.
+        return_sites: observed sites; None for all.
+        reduce: as for `predictive.predict`.
+        probit: whether draws are from the probit approximation of the predictive distribution.
 
     Raises:
-        ArgumentError: there is no Gaussian; a site has no arguments that can be linearized.
+        ArgumentError: the fit has no Gaussian; a site has no arguments that can be linearized.
     """
     if not fit.gaussians:
         raise ArgumentError("linearized=True needs a Gaussian: fit Laplace, VI or EKF")
-    here = fit.thin(torch.arange(1))  # what it knows of the model
-    names = list(data_sites(here))
+    result = fit.thin(torch.arange(1))
+    names = list(data_sites(result))
     if not names:
         raise ArgumentError("linearized=True: the model has no observed site with a distribution")
     for name in return_sites or ():
@@ -62,133 +89,135 @@ def predict(
             raise ArgumentError(
                 f"return_sites: linearized=True gives the observed sites {names}, not '{name}'"
             )
+    names = list(return_sites or names)
     total = fit.num_starts * fit.num_draws
     positions = fit.by_start(spread_evenly(total, total if num_samples is None else num_samples))
-    reduction = None if reduce is None else reduction_of(reduce)
+    reduction = as_reduction(reduce)
 
-    def kept(chunk: Chunk) -> dict[str, Any]:
-        drawn = [
-            _draw(fit, start, own, chunk, return_sites or names, probit)
-            for start, own in enumerate(positions)
-            if len(own)
-        ]
-        return {
-            name: _reduce_draws([sites[name] for sites in drawn], reduction) for name in drawn[0]
-        }
+    def terms_by_start(chunk: Chunk, terms: Terms) -> Iterator[dict[str, tuple[Tensor, ...]]]:
+        for start, draws_of_start in enumerate(positions):
+            if len(draws_of_start):
+                yield terms(_linearized_sites(fit, start, draws_of_start, chunk, names, probit))
 
-    asked = {"num_samples": num_samples, "batch_size": batch_size, "return_sites": return_sites}
-    asked["probit"] = probit
-    with readers_of(here, "linearized predict", arguments, True, reduce=reduce, **asked) as readers:
-        with explain_failures(here, arguments, batch_size):
-            batches = row_batches(
-                here, arguments, batch_size, return_sites or names, readers.share, bool(reduction)
-            )
-            values = readers.map(kept, batches.chunks)
-        sites, axes = fit.log_posterior.model_info.sites, dict(batches.axes)
-        if reduction is not None:
-            axes = {name: reduction.axis(sites[name], axis) for name, axis in axes.items()}
-        joined = join(values, axes)
-    return as_dtype(joined, fit.layout.dtype) if reduction else joined
+    facts: dict[str, Any] = {"num_samples": num_samples, "batch_size": batch_size}
+    facts |= {"return_sites": return_sites, "reduce": reduce, "probit": probit}
+    with (
+        readers_of(result, "linearized predict", arguments, True, **facts) as readers,
+        explain_failures(result, arguments, batch_size),
+    ):
+        may_split = not reduction.keeps_draws
+        batches = row_batches(result, arguments, batch_size, names, readers.share, may_split)
+        return reduce_batches(result, batches, reduction, readers, terms_by_start)
 
 
-def _reduce_draws(sites: Sequence[Site], reduction: Reduction | None) -> Any:
-    """Draws of one site, `[n, ...]` from each start, or what is kept of them."""
-    if reduction is None:
-        return torch.cat([site.value for site in sites])
-    draws = reduction.gathered()
-    for site in sites:
-        draws.add(reduction.terms(site))
-    return reduction.total(draws)
-
-
-def _draw(
+def _linearized_sites(
     fit: Fit, start: int, positions: Tensor, chunk: Chunk, names: Sequence[str], probit: bool
 ) -> dict[str, Site]:
-    """Sites whose distributions and draws are those of the positions `[n, D]` of one start, or as
-    many of their distribution by the probit approximation."""
+    """Observed sites, with the linearized model's distributions and draws at positions `[n, D]` in
+    a leading dimension; with `probit`, n draws of the probit approximation instead.
 
-    def sites(position: Tensor, drawn: Mapping[str, Tensor] | None = None) -> Mapping[str, Site]:
+    Args:
+        fit: the Gaussians.
+        start: whose Gaussian it is.
+        positions: draws of this Gaussian.
+        chunk: the rows.
+        names: the sites.
+        probit: whether to use the probit approximation.
+    """
+
+    def sites_at(position: Tensor, drawn: Mapping[str, Tensor] | None = None) -> Mapping[str, Site]:
         params, log_posterior = fit.layout.unflatten(position), fit.log_posterior
         return log_posterior.simulate(params, chunk.arguments, chunk.indices, drawn).sites
 
     center = fit.centers[start]
     with torch.enable_grad():
-        here = sites(center.detach().clone().requires_grad_())
-    linear = {name: _linear_arguments(here[name]) for name in names}
-    drawn = {name: site.value.detach() for name, site in here.items() if site.kind == "observed"}
-
+        sites = sites_at(center.detach().clone().requires_grad_())
+    scales = {name: _scales(sites[name]) for name in names}
+    drawn = {name: site.value.detach() for name, site in sites.items() if site.kind == "observed"}
     if probit:
-        check_probit([here[name] for name in names])
+        _check_classes([sites[name] for name in names])
 
     def outputs(position: Tensor) -> dict[str, dict[str, Tensor]]:
-        with GivenLogits() as given:
-            there = sites(position, drawn)  # nothing is drawn under vmap
-            own = {name: given.arguments(there[name]) for name in linear}
+        with _OriginalLogits() as logits:
+            moved = sites_at(position, drawn)  # nothing is drawn under vmap
+            arguments = {name: logits.arguments(moved[name]) for name in names}
         return {
-            name: {key: to.inv(own[name][key]) for key, to in scales.items()}
-            for name, scales in linear.items()
+            name: {key: scale.inv(arguments[name][key]) for key, scale in scales[name].items()}
+            for name in names
         }
 
-    def change(away: Tensor) -> dict[str, dict[str, Tensor]]:
-        found: dict[str, dict[str, Tensor]] = torch.func.jvp(outputs, (center,), (away,))[1]
-        return found
-
-    def moved(away: Tensor) -> dict[str, dict[str, Tensor]]:
-        now, change = torch.func.jvp(outputs, (center,), (away,))[:2]
-        return {n: {k: now[n][k] + change[n][k] for k in now[n]} for n in now}
-
     with torch.no_grad():
-        try:
-            with PlainLSTM():
-                if probit:
-                    variances = sum_of_squares(change, fit, start)
-                else:
-                    chunks = list(in_chunks(moved, [positions - center]))
-        except RuntimeError:  # of what has no forward derivatives, such as packed sequences
-            if probit:
-                axes = torch.eye(len(fit.places)).to(center)
-                squares = _changes(outputs, center, fit.at(start, axes) - center)
-                variances = pytree.tree_map(lambda x: x.square().sum(0), squares)
-            else:
-                chunks = [
-                    pytree.tree_map(
-                        torch.add, outputs(center), _changes(outputs, center, positions - center)
-                    )
-                ]
         if probit:
-            shrunk = pytree.tree_map(shrink, outputs(center), variances)
-            chunks = [pytree.tree_map(lambda x: x.expand(len(positions), *x.shape), shrunk)]
-        joined_sites = pytree.tree_map(lambda *parts: torch.cat(parts), *chunks)
+            logits = _probit_logits(outputs, fit, start)
+            values = pytree.tree_map(lambda x: x.expand(len(positions), *x.shape), logits)
+        else:
+            values = _linear_outputs(outputs, center, positions)
         return {
-            name: _draws_of(
-                here[name],
-                {key: linear[name][key](value) for key, value in joined_sites[name].items()},
+            name: _with_arguments(
+                sites[name],
+                {key: scale(values[name][key]) for key, scale in scales[name].items()},
             )
             for name in names
         }
 
 
-def _changes(outputs: Callable[[Tensor], Any], center: Tensor, away: Tensor) -> Any:
-    """The derivatives of a pytree of tensors, a function of params [D], along `[n, D]`: by a
-    backward pass for each number in it, which takes any layer that can be trained."""
+def _linear_outputs(outputs: Outputs, center: Tensor, positions: Tensor) -> Any:
+    """The outputs, linearized at the center, at positions `[n, D]`: `[n, ...]` each."""
+
+    def linear(away: Tensor) -> Any:
+        values, change = torch.func.jvp(outputs, (center,), (away,))[:2]
+        return pytree.tree_map(torch.add, values, change)
+
+    away = positions - center
+    try:
+        with PlainLSTM():
+            chunks = list(vmap_in_chunks(linear, [away]))
+    except RuntimeError:  # something has no forward derivatives, such as packed sequences
+        return pytree.tree_map(torch.add, outputs(center), _changes(outputs, center, away))
+    return pytree.tree_map(lambda *parts: torch.cat(parts), *chunks)
+
+
+def _changes(outputs: Outputs, center: Tensor, away: Tensor) -> Any:
+    """Derivatives of the outputs at the center along `away`, `[n, D]`: a pytree of `[n, ...]`.
+
+    Takes a backward pass for each number in the outputs; works for any layer that can be trained.
+    """
     with torch.enable_grad():
         leaf = center.detach().clone().requires_grad_()
         values, structure = pytree.tree_flatten(outputs(leaf))
         flat = torch.cat([value.reshape(-1) for value in values])
-    found = torch.cat([away @ rows.mT for _, rows in jacobian_rows(flat, [leaf])], dim=1)
-    parts = found.split([value.numel() for value in values], dim=1)
+    products = torch.cat([away @ rows.mT for _, rows in jacobian_rows(flat, [leaf])], dim=1)
+    parts = products.split([value.numel() for value in values], dim=1)
     pairs = zip(parts, values, strict=True)
     return pytree.tree_unflatten(
         [part.reshape(len(away), *value.shape) for part, value in pairs], structure
     )
 
 
-def _linear_arguments(site: Site) -> dict[str, Any]:
-    """The arguments of a site that depend on the params -> the map from an unconstrained scale,
-    on which they are taken as linear."""
+# ------------------------------------------------------------------ arguments of distributions
+
+
+class _Softmax:
+    """Logarithms -> probabilities, symmetric in the classes, unlike the stick-breaking bijection
+    of `biject_to`."""
+
+    def __call__(self, logs: Tensor) -> Tensor:
+        return logs.softmax(-1)
+
+    def inv(self, probs: Tensor) -> Tensor:
+        """Probabilities -> logarithms."""
+        return probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
+
+
+def _scales(site: Site) -> dict[str, Any]:
+    """The unconstrained scales of a site's arguments that depend on the params, by name.
+
+    Raises:
+        ArgumentError: the site has no such arguments.
+    """
     try:
-        arguments = _arguments(site)
-        kinds = fisher.base_of(site.fn).arg_constraints
+        base = fisher.base_of(site.fn)
+        arguments, kinds = fisher.own_arguments(base), base.arg_constraints
         scales = {k: _scale(kinds[k]) for k, value in arguments.items() if value.requires_grad}
     except (fisher.NoInformation, NotImplementedError):
         scales = {}
@@ -200,41 +229,116 @@ def _linear_arguments(site: Site) -> dict[str, Any]:
     return scales
 
 
-def _arguments(site: Site) -> dict[str, Tensor]:
-    return fisher.own_arguments(fisher.base_of(site.fn))
-
-
-class _Softmax:
-    """Logarithms -> probabilities: unlike a bijection, it takes all of them alike."""
-
-    def __call__(self, logs: Tensor) -> Tensor:
-        return logs.softmax(-1)
-
-    def inv(self, probs: Tensor) -> Tensor:
-        """Probabilities -> logarithms."""
-        return probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
-
-
 def _scale(constraint: Any) -> Any:
     return _Softmax() if constraint is constraints.simplex else bijection(constraint)
 
 
-def _draws_of(site: Site, changed: Mapping[str, Tensor]) -> Site:
-    """A site's distribution with arguments `[n, ...]` in place of its own, and draws of it."""
+def _with_arguments(site: Site, replaced: Mapping[str, Tensor]) -> Site:
+    """The site with other arguments of its distribution, `[n, ...]` each, and n draws of it."""
     base = fisher.base_of(site.fn)
     arguments = {name: value.detach() for name, value in fisher.own_arguments(base).items()}
-    # what the constructor takes besides, such as a Multinomial's total_count
+    # other parameters of the constructor, such as a Multinomial's total_count
     others = inspect.signature(type(base)).parameters.keys() - set(base.arg_constraints)
     kept = {n: getattr(base, n) for n in others - {"validate_args"} if hasattr(base, n)}
-    fn = type(base)(**{**kept, **arguments, **changed}, validate_args=False)
+    fn = type(base)(**{**kept, **arguments, **replaced}, validate_args=False)
     if transforms := list(_transforms(site.fn)):
         fn = TransformedDistribution(fn, transforms, validate_args=False)
     return dataclasses.replace(site, fn=fn, value=draws(fn, 1)[0])
 
 
 def _transforms(fn: Any) -> Iterator[Any]:
-    """What a wrapped distribution does to values of what is inside, innermost first."""
+    """The transforms of a wrapped distribution, innermost first."""
     if hasattr(fn, "base_dist"):
         yield from _transforms(fn.base_dist)
     if isinstance(fn, TransformedDistribution):
         yield from fn.transforms
+
+
+# ------------------------------------------------------------------ probit approximation
+
+
+def _check_classes(sites: Sequence[Site]) -> None:
+    """Checks that the probit approximation applies to the sites.
+
+    Raises:
+        ArgumentError: a site is neither Bernoulli nor Categorical.
+    """
+    for site in sites:
+        base = fisher.base_of(site.fn)
+        if not isinstance(base, Bernoulli | Categorical | OneHotCategorical):
+            raise ArgumentError(
+                f"linearized='probit': site '{site.name}' is a {type(base).__name__}, and the "
+                "approximation is for Bernoulli and Categorical ones: pass linearized=True"
+            )
+
+
+def _probit_logits(outputs: Outputs, fit: Fit, start: int) -> Any:
+    """The logits of the predictive distribution, given those of the model."""
+    center = fit.centers[start]
+    try:
+        with PlainLSTM():
+            variances = _variances(outputs, fit, start)
+    except RuntimeError:  # something has no forward derivatives, such as packed sequences
+        axes = torch.eye(len(fit.places)).to(center)
+        changes = _changes(outputs, center, fit.at(start, axes) - center)
+        variances = pytree.tree_map(lambda x: x.square().sum(0), changes)
+    return pytree.tree_map(
+        lambda logits, variance: logits / (1 + math.pi / 8 * variance).sqrt(),
+        outputs(center),
+        variances,
+    )
+
+
+def _variances(outputs: Outputs, fit: Fit, start: int) -> Any:
+    """Variances of the linearized outputs under one of the fit's Gaussians: the sum of the squares
+    of their changes along the Gaussian's axes."""
+    center, size, total = fit.centers[start], len(fit.places), None
+
+    def change(away: Tensor) -> Any:
+        return torch.func.jvp(outputs, (center,), (away,))[1]
+
+    axes = torch.arange(size).split(_AXES_TOGETHER)
+    noise = (torch.nn.functional.one_hot(block, size).to(center) for block in axes)
+    for changes in vmap_in_chunks(change, (fit.at(start, block) - center for block in noise)):
+        squares = pytree.tree_map(lambda x: x.square().sum(0), changes)
+        total = squares if total is None else pytree.tree_map(torch.add, total, squares)
+    return total
+
+
+class _OriginalLogits(TorchFunctionMode):
+    """Records the logits that `Categorical` normalizes.
+
+    `Categorical` keeps logits - logsumexp(logits) only.  A constant added to all logits changes no
+    probability, but it does change the variances of logits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # by id: (a tensor, the logits that it was computed from); the tensor keeps its id in use
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+        self._normalized: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        out, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
+        if name == "logsumexp":
+            self._sums[id(out)] = out, args[0]
+        elif name in ("sub", "__sub__"):
+            _, logits = self._sums.get(id(args[1]), (None, None))
+            if logits is args[0]:
+                self._normalized[id(out)] = out, logits
+        elif name == "expand" and id(args[0]) in self._normalized:
+            _, logits = self._normalized[id(args[0])]
+            self._normalized[id(out)] = out, logits
+        return out
+
+    def arguments(self, site: Site) -> dict[str, Tensor]:
+        """The arguments of a site's distribution, with its original logits."""
+        base = fisher.base_of(site.fn)
+        arguments = dict(fisher.own_arguments(base))
+        if isinstance(base, Categorical | OneHotCategorical) and "logits" in arguments:
+            normalized = base.logits
+            _, logits = self._normalized.get(id(normalized), (normalized, normalized))
+            arguments["logits"] = logits.expand_as(arguments["logits"])
+        return arguments

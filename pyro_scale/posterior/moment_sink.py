@@ -1,4 +1,4 @@
-"""Draws that are added up, by chain, and forgotten."""
+"""A sink that accumulates moments of draws, and does not keep the draws."""
 
 from __future__ import annotations
 
@@ -11,28 +11,35 @@ from torch import Tensor
 from pyro_scale.core.online_moments import Totals
 from pyro_scale.core.validation import evenly
 from pyro_scale.engine.draws import Draws
-from pyro_scale.posterior.draws import PosteriorDraws, samples_of
-from pyro_scale.posterior.online import OnlineSamples, SampleTotals
+from pyro_scale.posterior.draws import (
+    OnlineSamples,
+    PosteriorDraws,
+    SampleTotals,
+    finite_samples,
+)
 from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem
 
-#: Draws of all chains that are kept to be looked at, and their bytes.
-_SEEN, _HELD_BYTES = 1000, 2**25
+#: Draws of all chains that are kept to measure temperatures, and their bytes, at most.
+_KEPT_DRAWS, _KEPT_BYTES = 1000, 2**25
 
 
 class ToMoments:
-    """Adds draws up and forgets all but some, from which temperatures are found out.
+    """Accumulates moments of the draws of a run.  Keeps a few draws, by which temperatures are
+    measured.
 
     Args:
-        starts: a result whose draws are the chains' starts.
-        first: those, `[chains, 1, D]`.
+        starts: the chains' starts, as draws.
+        first: positions of these, `[chains, 1, D]`.
         problem: of the run.
-        num_draws: draws of each chain that are to come.
-        chunk: draws that are added at a time.
+        num_draws: draws of each chain that will be added.
+        chunk: draws of each chain that are accumulated in one call.
 
     Attributes:
-        totals: what the draws of all processes' finished chains have come to; None where there is
-            no such chain.
+        none: an empty tensor of draws, `[chains, 0, D]`.
+        kept_places: numbers of the draws that are kept.
+        totals: moments of the finished chains of all processes, after `end`; None if no chain
+            finished.
     """
 
     totals: SampleTotals | None
@@ -40,117 +47,104 @@ class ToMoments:
     def __init__(
         self, starts: PosteriorDraws, first: Tensor, problem: Problem, num_draws: int, chunk: int
     ):
-        self._starts, self._none, self._problem = starts, first[:, :0], problem
-        self._num_draws, self._chunk = num_draws, chunk
+        self.starts, self.none, self._problem = starts, first[:, :0], problem
+        self.num_draws, self.chunk = num_draws, chunk
         width = first.numel() * first.element_size()
-        self._seen_draws = evenly(num_draws, max(1, min(_SEEN // len(first), _HELD_BYTES // width)))
+        affordable = max(1, min(_KEPT_DRAWS // len(first), _KEPT_BYTES // width))
+        self.kept_places = evenly(num_draws, affordable)
         self._parts: list[PartToMoments] = []
-        self._seen: dict[int, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}
 
     def begin(self, parts: Sequence[Part]) -> list[PartToMoments]:
-        """What adds up the draws of some parts."""
-        self._parts = [self._part(list(part.chains)) for part in parts]
+        """The sinks of the run's parts on this process."""
+        self._parts = [PartToMoments(self, list(part.chains)) for part in parts]
         return self._parts
 
     def end(self, finished: Sequence[Sequence[int]]) -> None:
-        """Has what the draws of all processes have come to, on each.
+        """Merges the moments of all ranks, on every rank.
 
         Args:
-            finished: the places of the chains of each part that have reached the end.
+            finished: for each part, the indices of its chains that reached the end.
         """
-        ranks, own = self._problem.ranks, zip(self._parts, finished, strict=True)
-        told = ranks.at_first(
-            [(part.chains, part.moments, part.seen, places) for part, places in own],
-            "what draws come to",
+        ranks, parts = self._problem.ranks, zip(self._parts, finished, strict=True)
+        of_ranks = ranks.at_first(
+            [(part.chains, part.moments, part.kept, places) for part, places in parts],
+            "the moments of draws",
         )
-        ended = None
-        if told is not None:
-            chains: dict[int, tuple[int, int]] = {}
-            parts = [part for of_rank in told for part in of_rank]
-            for i, (numbers, _, _, places) in enumerate(parts):
+        merged = None
+        if of_ranks is not None:
+            of_parts = [part for of_rank in of_ranks for part in of_rank]
+            chains: dict[int, tuple[int, int]] = {}  # number -> (part, index in it)
+            for i, (numbers, _, _, places) in enumerate(of_parts):
                 chains |= {numbers[place]: (i, place) for place in places}
-            seen = {n: parts[i][2][place] for n, (i, place) in chains.items()}
-            sums = [moments.online for _, moments, _, _ in parts]
-            ordered, layout = [chains[n] for n in sorted(chains)], parts[0][1].layout
+            kept = {n: of_parts[i][2][place] for n, (i, place) in chains.items()}
+            sums = [moments.online for _, moments, _, _ in of_parts]
+            ordered, layout = [chains[n] for n in sorted(chains)], of_parts[0][1].layout
             totals = SampleTotals(Totals.of(sums, ordered), layout) if chains else None
-            ended = totals, seen
-        ended = ranks.of_first(ended, "what all draws come to")
-        assert ended is not None  # it is rank 0's
-        self.totals, self._seen = ended
+            merged = totals, kept
+        merged = ranks.of_first(merged, "the moments of all draws")
+        assert merged is not None  # rank 0 has it
+        self.totals, self._kept = merged
 
     def positions(self, draws: Draws) -> Tensor:
-        """Some draws of the finished chains, evenly over the run, and where they are now."""
+        """The kept draws of the finished chains of a run, evenly spaced, and the chains' last
+        states, `[chains, n, D]`."""
         numbers = self._problem.numbers(len(draws.log_joint))
-        seen = [self._seen[numbers[chain]] for chain in draws.finished]
-        some = torch.stack([each[: min(map(len, seen))] for each in seen])
-        return torch.cat([some, draws.state.position[draws.finished, None].cpu()], 1)
-
-    def _part(self, chains: list[int]) -> PartToMoments:
-        like = {name: value[chains] for name, value in self._starts.samples.items()}
-        moments = OnlineSamples.of(like, self._num_draws)
-        none, seen = self._none[chains], self._seen_draws
-        return PartToMoments(self._starts, chains, none, moments, self._chunk, seen)
+        kept = [self._kept[numbers[chain]] for chain in draws.finished]
+        common = torch.stack([of_chain[: min(map(len, kept))] for of_chain in kept])
+        return torch.cat([common, draws.state.position[draws.finished, None].cpu()], 1)
 
 
 class PartToMoments:
-    """Adds the draws of some chains up, always as many at a time, so that sums are rounded alike.
+    """Accumulates moments of the draws of some chains, in blocks of `chunk` draws, so that rounding
+    does not depend on when draws came.
 
     Args:
-        starts: a result whose draws are the chains' starts.
-        chains: their numbers.
-        none: of their draws, `[chains, 0, D]`.
-        moments: of none of them.
-        chunk: draws that are added at a time.
-        seen_draws: the numbers of those that are kept to be looked at.
+        run: the sink of all parts.
+        chains: numbers of the chains.
 
     Attributes:
-        moments: of all but those that wait.
-        seen: the draws that are kept.
+        moments: those of all draws but the ones that wait for a full block.
+        kept: the draws that are kept, `[chains, n, D]`.
     """
 
-    def __init__(
-        self,
-        starts: PosteriorDraws,
-        chains: Sequence[int],
-        none: Tensor,
-        moments: OnlineSamples,
-        chunk: int,
-        seen_draws: Tensor,
-    ):
-        self._starts, self.chains, self._begun = starts, chains, (moments.online.state(), none)
-        self._chunk, self._seen_draws, self.moments = chunk, seen_draws, moments
-        self._waiting = self.seen = none
+    def __init__(self, run: ToMoments, chains: list[int]):
+        self._run, self.chains = run, chains
+        like = {name: value[chains] for name, value in run.starts.samples.items()}
+        self.moments = OnlineSamples.empty(like, run.num_draws)
+        self._waiting = self.kept = run.none[chains]
+        self._begun = self.state()
 
     @property
     def count(self) -> int:
-        """Draws of each chain that it has got."""
+        """Draws of each chain that were added."""
         return self.moments.online.count + self._waiting.shape[1]
 
     def add(self, positions: Tensor) -> None:
-        """Takes the next draws."""
-        places = self._seen_draws - self.count
-        here = places[(places >= 0) & (places < positions.shape[1])]
-        self.seen = torch.cat([self.seen, positions[:, here]], 1)
+        """Adds the next draws, `[chains, n, D]`."""
+        places = self._run.kept_places - self.count
+        in_block = places[(places >= 0) & (places < positions.shape[1])]
+        self.kept = torch.cat([self.kept, positions[:, in_block]], 1)
         self._waiting = torch.cat([self._waiting, positions], 1)
-        while self._waiting.shape[1] >= self._chunk:
-            self._sum_up(self._chunk)
+        while self._waiting.shape[1] >= self._run.chunk:
+            self._accumulate(self._run.chunk)
 
     def close(self) -> None:
-        """Adds up what it holds."""
+        """Accumulates the draws that wait."""
         if self._waiting.shape[1]:
-            self._sum_up(self._waiting.shape[1])
+            self._accumulate(self._waiting.shape[1])
 
     def state(self) -> dict[str, Any]:
-        """What another one needs to go on."""
-        return {"sums": self.moments.online.state(), "waiting": self._waiting, "seen": self.seen}
+        """What another sink needs to continue, as tensors and plain values."""
+        return {"sums": self.moments.online.state(), "waiting": self._waiting, "seen": self.kept}
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
-        """Takes up where another one was; None begins anew."""
-        sums, none = self._begun
-        state = state or {"sums": sums, "waiting": none, "seen": none}
-        self._waiting, self.seen = state["waiting"], state["seen"]
+        """Continues from the state of another sink; None starts without draws."""
+        state = state or self._begun
+        self._waiting, self.kept = state["waiting"], state["seen"]
         self.moments.online.go_on_from(state["sums"])
 
-    def _sum_up(self, count: int) -> None:
+    def _accumulate(self, count: int) -> None:
+        """Accumulates the first `count` draws that wait."""
         block, self._waiting = self._waiting[:, :count], self._waiting[:, count:].clone()
-        self.moments.add(samples_of(self._starts, block))
+        self.moments.add(finite_samples(self._run.starts, block))

@@ -1,4 +1,4 @@
-"""Prediction intervals and sets of classes, conformal ones among them."""
+"""Prediction intervals and sets of classes, from the posterior alone or conformal."""
 
 from __future__ import annotations
 
@@ -22,20 +22,24 @@ from pyro_scale.model.sites import Site
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.predictive import join
 from pyro_scale.posterior.reductions import Central, Ranked, Reduction, is_of_classes, is_one_hot
-from pyro_scale.posterior.site_rows import data_sites
+from pyro_scale.posterior.row_batches import data_sites
 
-#: What a reduction keeps of the predictive draws of some sites.
+#: The reduced predictions of some sites, by name.
 Predict = Callable[[Arguments, Sequence[str], Reduction], dict[str, Any]]
 
-#: Draws of a row that an interval is made of, at least.
-_DRAWS = 1000
+#: Predictive draws of each row from which an interval is computed, at least.
+_MIN_DRAWS = 1000
 
 
-def check_asked(interval: float | None, calibrate: Any, reduce: Any) -> None:
-    """Refuses levels out of range, and arguments that contradict each other."""
+def check_interval(interval: float | None, calibrate: Any, reduce: Any) -> None:
+    """Checks `predict`'s arguments for intervals.
+
+    Raises:
+        ArgumentError: the level is out of range; `calibrate` without `interval`; `reduce` with it.
+    """
     if interval is None:
         if calibrate is not None:
-            raise ArgumentError("calibrate: it is of intervals: pass interval= too, such as 0.9")
+            raise ArgumentError("calibrate= needs interval=: pass interval= too, such as 0.9")
         return
     if isinstance(interval, bool) or not isinstance(interval, int | float) or not 0 < interval < 1:
         raise ArgumentError(f"interval={interval!r}: pass a probability in (0, 1), such as 0.9")
@@ -52,20 +56,20 @@ def predict_sets(
     held_out: Data | None,
     num_draws: int,
 ) -> dict[str, Any]:
-    """Intervals, and sets of classes, that hold an observation with a probability of `level`.
+    """Intervals, or sets of classes, that contain an observation with probability `level`, by site.
 
     Args:
-        result: the model, and a draw.
-        predict: what a reduction keeps of the predictive draws.
-        arguments: the model's own.
-        return_sites: sites; observed ones by default.
+        result: the model, and at least one draw.
+        predict: computes reduced predictions of some sites.
+        arguments: the model's arguments.
+        return_sites: the sites; observed ones by default.
         level: the probability.
-        held_out: rows that calibrate them; without, the posterior is taken at its word.
-        num_draws: how many posterior draws `predict` uses.
+        held_out: rows by which intervals are calibrated; None for the posterior's intervals.
+        num_draws: number of posterior draws that `predict` uses.
 
     Raises:
-        ArgumentError: a site that has no intervals, or too few draws for the level.
-        DataError: held-out rows that are too few, or not observed.
+        ArgumentError: a site has no intervals, or there are too few draws for the level.
+        DataError: there are too few held-out rows, or they have no observations.
     """
     sites = result.log_posterior.model_info.sites
     observed = [name for name, site in sites.items() if site.kind == "observed"]
@@ -75,9 +79,9 @@ def predict_sets(
     if held_out is not None:
         _check_rows_apart(result, names)
         _check_unseen(result, held_out)
-    # of several sites that are drawn, one may be given another's draw, which would be held fixed
-    alone = sum(site.kind in ("observed", "enumerated") for site in sites.values()) == 1
-    repeats = -(-_DRAWS // num_draws) if alone else 1
+    # with several drawn sites, one may depend on the draw of another, which repeats hold fixed
+    is_only_drawn = sum(site.kind in ("observed", "enumerated") for site in sites.values()) == 1
+    repeats = -(-_MIN_DRAWS // num_draws) if is_only_drawn else 1
     classes = [name for name in names if name in observed and is_of_classes(sites[name])]
     numbers = [name for name in names if name not in classes]
     kinds: dict[str, _Classes | _Numbers] = {name: _Classes(sites[name]) for name in classes}
@@ -85,60 +89,64 @@ def predict_sets(
     if numbers:
         _check_draws(level, num_draws * repeats)
 
-    def predicted(arguments: Arguments) -> dict[str, Any]:
-        kept = predict(arguments, classes, Ranked(held_out is not None)) if classes else {}
-        return kept | (predict(arguments, numbers, Central(level, repeats)) if numbers else {})
+    def predict_all(arguments: Arguments) -> dict[str, Any]:
+        predicted = predict(arguments, classes, Ranked(held_out is not None)) if classes else {}
+        return predicted | (predict(arguments, numbers, Central(level, repeats)) if numbers else {})
 
     if held_out is None:
-        kept = predicted(arguments)
-        return {name: kinds[name].plain(kept[name], level) for name in names}
+        predicted = predict_all(arguments)
+        return {name: kinds[name].uncalibrated(predicted[name], level) for name in names}
     axes = data_sites(result)
     scores: dict[str, list[Tensor]] = {name: [] for name in names}
     for part in held_out.in_order(CHUNK_ROWS):
-        values, kept = _observations(result, part, names), predicted(part)
+        values, predicted = _observations(result, part, names), predict_all(part)
         for name in names:
-            scored = kinds[name].scores(kept[name], values[name])
-            by_row = scored.movedim(kinds[name].axis(axes[name]), 0)
+            part_scores = kinds[name].scores(predicted[name], values[name])
+            by_row = part_scores.movedim(kinds[name].axis(axes[name]), 0)
             scores[name].append(by_row.reshape(len(by_row), -1).amax(1))
     thresholds = {
         name: _threshold(torch.cat(parts).double(), level) for name, parts in scores.items()
     }
-    kept = predicted(arguments)
-    return {name: kinds[name].conformal(kept[name], thresholds[name]) for name in names}
+    predicted = predict_all(arguments)
+    return {name: kinds[name].conformal(predicted[name], thresholds[name]) for name in names}
 
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Intervals of a site of numbers."""
+    """Intervals of a site whose values are numbers."""
 
     site: Site
 
-    def plain(self, predicted: Interval, level: float) -> Interval:
-        """As the posterior has them."""
+    def uncalibrated(self, predicted: Interval, level: float) -> Interval:
+        """The posterior's intervals; those of integers end in integers."""
         if self._is_discrete:
             return Interval(predicted.lower.floor(), predicted.upper.ceil())
         return predicted
 
     def scores(self, predicted: Interval, values: Tensor) -> Tensor:
-        """How far observations are outside of their intervals, in units of its width."""
+        """Distances of observations from their intervals over the width; negative inside."""
         width = self._width(predicted)
         return torch.maximum(predicted.lower - values, values - predicted.upper) / width
 
     def conformal(self, predicted: Interval, threshold: Tensor) -> Interval:
-        """Those whose observations would have a score up to the threshold."""
+        """The intervals of all values with a score up to the threshold."""
         margin = threshold * self._width(predicted)
         lower, upper = predicted.lower - margin, predicted.upper + margin
-        if self._is_discrete:  # the whole numbers in it, or else the one in the middle
+        if self._is_discrete:  # the integers in the interval, or else the one in the middle
             middle = ((predicted.lower + predicted.upper) / 2).floor()
             lower, upper = lower.ceil().minimum(middle), upper.floor().maximum(middle)
         return Interval(*(end.clamp(*self._bounds) for end in (lower, upper)))
 
     def axis(self, axis: int) -> int:
-        """Where the rows are in scores, given where they are in values."""
+        """The axis of the rows in the scores, given that in the site's value, from the right."""
         return axis
 
     def _width(self, predicted: Interval) -> Tensor:
-        """Of intervals; of whole numbers, how many are in one."""
+        """The width of intervals; for integers, how many an interval has.
+
+        Raises:
+            ArgumentError: a width is 0.
+        """
         width = predicted.upper - predicted.lower + self._is_discrete
         if not (width > 0).all():
             raise ArgumentError(
@@ -150,6 +158,7 @@ class _Numbers:
 
     @property
     def _support(self) -> Any:
+        """The constraint on an element of the site's values; None if it is not known."""
         try:
             support = self.site.fn.support
         except NotImplementedError:
@@ -160,28 +169,37 @@ class _Numbers:
 
     @property
     def _is_discrete(self) -> bool:
+        """Whether the site's values are integers."""
         return self.site.kind == "observed" and bool(getattr(self._support, "is_discrete", False))
 
     @property
     def _bounds(self) -> tuple[float, float]:
-        """What no observation is below or above, where that is the same for all rows."""
-        ends = (getattr(self._support, f"{which}_bound", None) for which in ("lower", "upper"))
-        least, most = (float(e) if isinstance(e, int | float) else None for e in ends)
-        return -math.inf if least is None else least, math.inf if most is None else most
+        """The lower and upper bound of the support, infinite unless equal for all rows."""
+        lower = getattr(self._support, "lower_bound", None)
+        upper = getattr(self._support, "upper_bound", None)
+        return (
+            float(lower) if isinstance(lower, int | float) else -math.inf,
+            float(upper) if isinstance(upper, int | float) else math.inf,
+        )
 
 
 @dataclass(frozen=True)
 class _Classes:
-    """Sets of classes."""
+    """Sets of classes of a site whose values are classes."""
 
     site: Site
 
-    def plain(self, predicted: Tensor, level: float) -> Tensor:
-        """As the posterior has them; probabilities are meant to add up to decimals."""
+    def uncalibrated(self, predicted: Tensor, level: float) -> Tensor:
+        """The posterior's sets: the most probable classes, up to `level`, as booleans
+        `[..., classes]`.  Probabilities are compared to six decimals, because sums are rounded."""
         return predicted.double().round(decimals=6) < round(level, 6)
 
     def scores(self, predicted: Tensor, values: Tensor) -> Tensor:
-        """Those of the classes that were observed."""
+        """The scores of the observed classes.
+
+        Raises:
+            DataError: an observation is no class of the site.
+        """
         labels = values.argmax(-1) if is_one_hot(self.site) else values.long()
         if not ((labels >= 0) & (labels < predicted.shape[-1])).all():
             raise DataError(
@@ -191,21 +209,21 @@ class _Classes:
         return predicted.gather(-1, labels[..., None])[..., 0]
 
     def conformal(self, predicted: Tensor, threshold: Tensor) -> Tensor:
-        """The classes whose scores are up to the threshold."""
+        """The sets of classes with a score up to the threshold, as booleans `[..., classes]`."""
         return predicted <= threshold
 
     def axis(self, axis: int) -> int:
-        """Where the rows are in scores, given where they are in values."""
+        """The axis of the rows in the scores, given that in the site's value, from the right."""
         return axis + 1 if is_one_hot(self.site) else axis
 
 
 def _observations(
     result: PosteriorDraws, arguments: Arguments, names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The observed values of some sites.
+    """The observed values of some sites, by name.
 
     Raises:
-        DataError: there are none, or not of all rows.
+        DataError: a site is not observed, or not for all rows.
     """
     log_posterior, parts = result.log_posterior, []
     params = result.layout.unflatten(result.positions[0, 0])
@@ -220,45 +238,60 @@ def _observations(
 
 
 def _check_observed(site: Site, is_drawn: bool) -> None:
-    """Refuses a site some of whose values are missing."""
-    what = None
+    """Checks that all values of a site are observed.
+
+    Raises:
+        DataError: values are missing.
+    """
+    problem = None
     if is_drawn:
-        what = "was not observed: pass the model's observations with the held-out rows"
+        problem = "was not observed: pass the model's observations with the held-out rows"
     elif _is_masked(site):
-        what = "has a mask: leave rows out whose observations are missing"
+        problem = "has a mask: leave rows out whose observations are missing"
     elif not site.value.isfinite().all():
-        what = "has NaN or infinite values: leave their rows out"
-    if what is not None:
-        raise DataError(f"calibrate: site '{site.name}' {what}")
+        problem = "has NaN or infinite values: leave their rows out"
+    if problem is not None:
+        raise DataError(f"calibrate: site '{site.name}' {problem}")
 
 
 def _is_masked(site: Site) -> bool:
-    own = True if site.mask is None else site.mask
+    """Whether a mask hides some of the site's values."""
     try:
-        inner = mask_of(site.fn)
+        mask = mask_of(site.fn)
     except NoInformation:
         return False
-    return not (torch.as_tensor(own).all() and inner.all())
+    site_mask = torch.as_tensor(True if site.mask is None else site.mask)
+    return not (site_mask.all() and mask.all())
 
 
 def _check_rows_apart(result: PosteriorDraws, names: Sequence[str]) -> None:
-    """Refuses sites whose rows are not predicted one by one, alike."""
-    known = data_sites(result)
+    """Checks that sites have a value for each row that does not depend on other rows.
+
+    Raises:
+        ArgumentError: a site has none.
+    """
+    by_row = data_sites(result)
     for name in names:
-        if name not in known or not is_row_wise(result.log_posterior):
+        if name not in by_row or not is_row_wise(result.log_posterior):
             raise ArgumentError(
                 f"calibrate: site '{name}' has no value a row that is predicted apart from the "
-                f"other rows, of which there are {list(known) if known else 'none'}: leave "
+                f"other rows, of which there are {list(by_row) if by_row else 'none'}: leave "
                 "calibrate out, or name others by return_sites="
             )
 
 
 def _check_unseen(result: PosteriorDraws, held_out: Data) -> None:
-    """Refuses the very tensors that the fit has seen."""
+    """Checks that the held-out rows are not the tensors of the run.
+
+    Raises:
+        ArgumentError: they are.
+    """
     if result.data is None:
         return
-    seen, new = (rows.leaves(data.first()) for data in (result.data, held_out))
-    if new and [each.data_ptr() for each in seen] == [each.data_ptr() for each in new]:
+    old, new = (
+        [leaf.data_ptr() for leaf in rows.leaves(data.first())] for data in (result.data, held_out)
+    )
+    if new and old == new:
         raise ArgumentError(
             "calibrate: these are rows that the fit has seen, on which it does better than on new "
             "ones: pass others, held out of run()"
@@ -266,6 +299,11 @@ def _check_unseen(result: PosteriorDraws, held_out: Data) -> None:
 
 
 def _check_draws(level: float, count: int) -> None:
+    """Checks that there are enough draws to estimate the ends of intervals of this level.
+
+    Raises:
+        ArgumentError: there are too few.
+    """
     if 1 - 2 / (count + 1) < round(level, 6) - 1e-9:
         raise ArgumentError(
             f"interval={level}: {count} draws tell levels up to {1 - 2 / (count + 1):.3g}: pass a "
@@ -274,7 +312,11 @@ def _check_draws(level: float, count: int) -> None:
 
 
 def _threshold(scores: Tensor, level: float) -> Tensor:
-    """The conformal threshold of rows' scores."""
+    """The conformal threshold for scores of held-out rows, `[rows]`.
+
+    Raises:
+        DataError: there are too few rows for the level.
+    """
     if rank_of(len(scores), level) > len(scores):
         least = math.ceil(round(level / (1 - level), 9))
         raise DataError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,46 +23,69 @@ from pyro_scale.model.recorder import LatentShapeChanged
 from pyro_scale.model.sites import Site
 from pyro_scale.posterior.by_rank import Readers, readers_of
 from pyro_scale.posterior.draws import PosteriorDraws
-from pyro_scale.posterior.reductions import Mean, Reduce, Reduction, Values, reduction_of
-from pyro_scale.posterior.row_batches import RowBatches, row_batches, run_at_first_draw
-from pyro_scale.posterior.site_rows import chosen_sites, data_sites, row_axes
+from pyro_scale.posterior.reductions import (
+    AllDraws,
+    Mean,
+    Reduce,
+    Reduction,
+    Values,
+    as_reduction,
+)
+from pyro_scale.posterior.row_batches import (
+    RowBatches,
+    chosen_sites,
+    data_sites,
+    row_axes,
+    row_batches,
+    run_at_first_draw,
+)
+
+#: A reduction's terms of sites, by name.
+Terms = Callable[[Mapping[str, Site]], dict[str, tuple[Tensor, ...]]]
 
 
-def check_model(log_posterior: LogPosterior, asked: str) -> None:
-    """Refuses what needs a model's sites where there are none, but a function.
+def check_model(log_posterior: LogPosterior, argument: str) -> None:
+    """Checks that there is a model with sites, not only a log density.
+
+    Args:
+        log_posterior: of the run.
+        argument: the method or argument that needs sites, for the error message.
 
     Raises:
-        ArgumentError: names what was asked for.
+        ArgumentError: the log posterior was made from a function.
     """
     if log_posterior.model_info.is_function:
         raise ArgumentError(
-            f"{asked}: a log posterior made from a function has no model to predict with, only "
+            f"{argument}: a log posterior made from a function has no model to predict with, only "
             "its density: run a Pyro model, or compute it from get_samples()"
         )
 
 
+# ------------------------------------------------------------------ log likelihood
+
+
 def log_likelihood(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
-    """Per data site `[chains * draws, N]` in the data's order, in nats, without N/B."""
+    """Log likelihood of every row at every draw, in nats, without the factor N/B:
+    `[chains * draws, N]` for each data site, in the data's order."""
+    log_posterior = result.log_posterior
+
+    def of_chunk(chunk: Chunk) -> dict[str, Tensor]:
+        values = result.over_draws(
+            lambda params: log_posterior.log_likelihood(params, chunk.arguments, chunk.indices)
+        )
+        return {name: value[:, chunk.keep] for name, value in values.items()}
+
     with readers_of(result, "log_likelihood", data) as readers:
-        chunks = chunks_of(result.log_posterior, data, share=readers.share)
-        parts = [part for part, _ in readers.map(partial(log_likelihood_of, result), chunks)]
+        chunks = chunks_of(log_posterior, data, share=readers.share)
+        parts = [part for part, _ in readers.map(of_chunk, chunks)]
         return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
 
 
-def log_likelihood_of(result: PosteriorDraws, chunk: Chunk) -> dict[str, Tensor]:
-    """The same of a chunk's new rows."""
-
-    def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
-        return result.log_posterior.log_likelihood(params, chunk.arguments, chunk.indices)
-
-    return {name: value[:, chunk.keep] for name, value in result.over_draws(values).items()}
-
-
 def log_likelihood_of_rows(result: PosteriorDraws, params: Params, chunk: Chunk) -> Tensor:
-    """The same at params, of all sites together, `[rows]`: a row is one with all its sites.
+    """Log likelihood of the rows of one chunk at given params, summed over data sites, `[rows]`.
 
     Raises:
-        ArgumentError: sites of a model of all rows have different numbers of values.
+        ArgumentError: data sites have different numbers of values, so that no row has all sites.
     """
     values = result.log_posterior.log_likelihood(params, chunk.arguments, chunk.indices)
     sizes = {name: len(value) for name, value in values.items()}
@@ -76,16 +99,15 @@ def log_likelihood_of_rows(result: PosteriorDraws, params: Params, chunk: Chunk)
 
 
 def row_log_likelihood(result: PosteriorDraws, chunk: Chunk) -> Tensor:
-    """The same of all draws, `[draws, rows]`."""
-
-    def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"rows": log_likelihood_of_rows(result, params, chunk)}
-
-    return result.over_draws(values)["rows"]
+    """Log likelihood of the rows of one chunk at every draw, summed over data sites,
+    `[chains * draws, rows]`."""
+    return result.over_draws(
+        lambda params: {"rows": log_likelihood_of_rows(result, params, chunk)}
+    )["rows"]
 
 
 def observed_data(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
-    """The observed values of each site; those with a value a row in the data's order."""
+    """The observed values of each observed site; rows are in the data's order."""
     params = result.layout.unflatten(result.positions[0, 0])
     parts = []
     for chunk in chunks_of(result.log_posterior, data):
@@ -95,7 +117,9 @@ def observed_data(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
     return join(parts, row_axes(result))
 
 
-#: What to do where rows of groups are predicted that the data did not have.
+# ------------------------------------------------------------------ predictions
+
+#: What to do where an index of a group is out of range.
 _NEW_GROUPS = (
     "if it is the index of a group: one that is new has no draws. With a sampler, give the groups' "
     "plate a place for it when you fit: a group without rows is drawn given the others"
@@ -110,57 +134,112 @@ def predict(
     return_sites: Sequence[str] | None,
     reduce: Reduce | Reduction | None = None,
 ) -> dict[str, Any]:
-    """Draws of observed and other sites, `[draws, ...]`, one for each posterior draw, or what is
-    kept of them.
+    """Posterior predictive draws of observed and other sites, `[draws, ...]` by name, one for each
+    posterior draw; or what `reduce` returns of them.
 
     Raises:
-        ModelError: a model that runs on the whole data only fails on these rows.
+        ModelError: the model needs all rows of its data together, and fails on these rows.
     """
-    asked = {"num_samples": num_samples, "batch_size": batch_size, "return_sites": return_sites}
-    with readers_of(result, "predict", arguments, True, reduce=reduce, **asked) as readers:
-        return _predict(result, arguments, num_samples, batch_size, return_sites, reduce, readers)
+    options = {"num_samples": num_samples, "batch_size": batch_size, "return_sites": return_sites}
+    with readers_of(result, "predict", arguments, True, reduce=reduce, **options) as readers:
+        drawn, reduction = resample_equally(result, num_samples), as_reduction(reduce)
+        terms_by_block = partial(_terms_by_block, drawn, return_sites, reduction)
+        with explain_failures(result, arguments, batch_size):
+            may_split = not reduction.keeps_draws
+            batches = row_batches(
+                result, arguments, batch_size, return_sites, readers.share, may_split
+            )
+            return reduce_batches(result, batches, reduction, readers, terms_by_block)
 
 
-def _predict(
+def predict_all(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
+    """Predictive draws of the data sites for all rows of the data, in their order."""
+    with readers_of(result, "draws for all rows", data, draws=True) as readers:
+        chunks = chunks_of(result.log_posterior, data, share=readers.share)
+        batches, reduction = RowBatches(chunks, row_axes(result)), AllDraws()
+        terms_by_block = partial(_terms_by_block, result, list(data_sites(result)), reduction)
+        return reduce_batches(result, batches, reduction, readers, terms_by_block)
+
+
+def reduce_batches(
     result: PosteriorDraws,
-    arguments: Arguments,
-    num_samples: int | None,
-    batch_size: int | None,
-    return_sites: Sequence[str] | None,
-    reduce: Reduce | Reduction | None,
+    batches: RowBatches,
+    reduction: Reduction,
     readers: Readers,
+    terms_by_block: Callable[[Chunk, Terms], Iterable[dict[str, tuple[Tensor, ...]]]],
 ) -> dict[str, Any]:
-    drawn = resample_equally(result, num_samples)
-    reduction = None if reduce is None else reduction_of(reduce)
-    with explain_failures(result, arguments, batch_size):
-        batches = row_batches(
-            result, arguments, batch_size, return_sites, readers.share, reduction is not None
-        )
-        if reduction is None:
-            return _make_predictions(drawn, batches, return_sites, readers)
-        return _reduce(drawn, batches, return_sites, reduction, readers)
+    """Reduced predictions for batches of rows, by site, joined along the rows.
+
+    Args:
+        result: of the run.
+        batches: the rows.
+        reduction: what is returned of the draws.
+        readers: the processes that share out the rows.
+        terms_by_block: applies a function of sites to the sites at every draw, for a chunk of rows;
+            returns its values `[draws, ...]`, one block of draws after another.
+    """
+
+    def reduce_chunk(chunk: Chunk) -> tuple[dict[str, Any], dict[str, int]]:
+        """(The reduced values of the chunk's rows, the rows' axis in these), by site."""
+        axes: dict[str, int] = {}
+
+        def terms(sites: Mapping[str, Site]) -> dict[str, tuple[Tensor, ...]]:
+            for name, site in sites.items():
+                if name in batches.axes:
+                    axes[name] = reduction.axis(site, batches.axes[name])
+            return {name: reduction.terms(site) for name, site in sites.items()}
+
+        draws: dict[str, Any] = {}
+        for block in terms_by_block(chunk, terms):
+            for name, values in block.items():
+                draws.setdefault(name, reduction.accumulator()).add(values)
+        totals = {name: reduction.total(accumulator) for name, accumulator in draws.items()}
+        if not reduction.keeps_draws:  # means are accumulated in double precision
+            totals = pytree.tree_map(lambda value: value.to(result.layout.dtype), totals)
+        return totals, axes
+
+    parts = readers.map(reduce_chunk, batches.chunks)
+    return join([(totals, chunk) for (totals, _), chunk in parts], parts[0][0][1])
+
+
+def _terms_by_block(
+    result: PosteriorDraws,
+    return_sites: Sequence[str] | None,
+    reduction: Reduction,
+    chunk: Chunk,
+    terms: Terms,
+) -> Iterator[dict[str, tuple[Tensor, ...]]]:
+    """The terms of a chunk's sites at every draw, `[draws, ...]`, one block of draws after
+    another."""
+    needs_draws = issubclass(reduction.accumulator, Values)
+    drawn = {} if needs_draws else _undrawable_values(result, chunk)
+
+    def at_draw(params: dict[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
+        return terms(_sites(result, params, chunk, return_sites, reduction.observed_only, drawn))
+
+    return result.chunks(at_draw, random=True)
 
 
 @contextlib.contextmanager
 def explain_failures(
     result: PosteriorDraws, arguments: Arguments, batch_size: int | None
 ) -> Iterator[None]:
-    """Says why a model fails on rows that it has not been run on.
+    """Turns an error that the model raises on new rows into one that says why.
 
     Raises:
-        ArgumentError: rows have other shapes than those that it was run on.
-        ModelError: it runs on the whole data only.
+        ArgumentError: the rows have other shapes than those of the run.
+        ModelError: the model runs only on all rows of its data together.
     """
     info, count = result.log_posterior.model_info, rows.count(arguments)
     try:
         yield
     except Exception as error:
         differ = rows.other_columns(arguments, info.example)
-        what = None if isinstance(error, PyroScaleError) else str(error)
+        reason = None if isinstance(error, PyroScaleError) else str(error)
         if isinstance(error, LatentShapeChanged):
-            what = f"the shape of site '{error.name}' follows them"
-        if differ and what is not None:
-            raise ArgumentError(f"the model fails on these rows ({what}): {differ}") from error
+            reason = f"the shape of site '{error.name}' follows them"
+        if differ and reason is not None:
+            raise ArgumentError(f"the model fails on these rows ({reason}): {differ}") from error
         if isinstance(error, PyroScaleError):
             raise
         if not info.whole_only or (batch_size is None and count == info.batch_size):
@@ -176,81 +255,24 @@ def explain_failures(
 
 
 def predictive_means(result: PosteriorDraws, arguments: Arguments) -> dict[str, Tensor]:
-    """Every draw's predictive mean of each data site, `[draws, elements]`; of classes, their
-    probabilities.  Rows that the model takes twice are there twice."""
+    """Each draw's predictive mean of every data site, `[draws, elements]`; for classes, their
+    probabilities.  Rows that the model takes twice are returned twice."""
     mean, parts = Mean(), []
     for chunk in row_batches(result, arguments, None).chunks:
 
-        def terms(params: dict[str, Tensor], chunk: Chunk = chunk) -> dict[str, Tensor]:
+        def means(params: dict[str, Tensor], chunk: Chunk = chunk) -> dict[str, Tensor]:
             sites = _sites(result, params, chunk, list(data_sites(result)))
             return {name: mean.terms(site)[0].reshape(-1) for name, site in sites.items()}
 
-        parts.append(result.over_draws(terms, random=True))
+        parts.append(result.over_draws(means, random=True))
     return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
 
 
-def predict_all(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
-    """Draws of the data sites for all rows of the data, in their order."""
-    with readers_of(result, "draws for all rows", data, draws=True) as readers:
-        chunks = chunks_of(result.log_posterior, data, share=readers.share)
-        batches = RowBatches(chunks, row_axes(result))
-        return _make_predictions(result, batches, list(data_sites(result)), readers)
-
-
-def _make_predictions(
-    result: PosteriorDraws,
-    batches: RowBatches,
-    return_sites: Sequence[str] | None,
-    readers: Readers,
-) -> dict[str, Tensor]:
-    def draws(chunk: Chunk) -> dict[str, Tensor]:
-        def values(params: dict[str, Tensor]) -> dict[str, Tensor]:
-            sites = _sites(result, params, chunk, return_sites)
-            return {name: site.value for name, site in sites.items()}
-
-        return result.over_draws(values, random=True)
-
-    joined: dict[str, Tensor] = join(readers.map(draws, batches.chunks), batches.axes)
-    return joined
-
-
-def _reduce(
-    result: PosteriorDraws,
-    batches: RowBatches,
-    return_sites: Sequence[str] | None,
-    reduction: Reduction,
-    readers: Readers,
-) -> dict[str, Any]:
-    """What is kept of the draws, a chunk of the rows after the other."""
-    axes = batches.axes
-
-    def kept(chunk: Chunk) -> tuple[dict[str, Any], dict[str, int]]:
-        """(Of every site, where its rows are)."""
-        where: dict[str, int] = {}
-        takes_draws = issubclass(reduction.gathered, Values)
-        no_draws = {} if takes_draws else _without_draws(result, chunk)
-
-        def terms(params: dict[str, Tensor]) -> Any:
-            sites = _sites(result, params, chunk, return_sites, reduction.observed_only, no_draws)
-            where.update((n, reduction.axis(sites[n], axes[n])) for n in sites if n in axes)
-            return {name: reduction.terms(site) for name, site in sites.items()}
-
-        draws: dict[str, Any] = {}
-        for block in result.chunks(terms, random=True):
-            for name, values in block.items():
-                draws.setdefault(name, reduction.gathered()).add(values)
-        totals = {name: reduction.total(each) for name, each in draws.items()}
-        return as_dtype(totals, result.layout.dtype), where
-
-    parts = readers.map(kept, batches.chunks)
-    return join([(totals, chunk) for (totals, _), chunk in parts], parts[0][0][1])
-
-
-def _without_draws(result: PosteriorDraws, chunk: Chunk) -> dict[str, Tensor]:
-    """Sites whose distributions have no draws, with NaN for one: what moments need not know."""
+def _undrawable_values(result: PosteriorDraws, chunk: Chunk) -> dict[str, Tensor]:
+    """NaN for the sites whose distributions cannot be sampled, by name; moments need no draws."""
     run = run_at_first_draw(result, chunk.arguments, chunk.indices)
     values = {name: run.sites[name].value for name in run.drawn}
-    return {n: value for n, value in values.items() if bool(value.isnan().all())}
+    return {name: value for name, value in values.items() if bool(value.isnan().all())}
 
 
 def _sites(
@@ -261,7 +283,7 @@ def _sites(
     observed_only: bool = False,
     drawn: Params | None = None,
 ) -> dict[str, Site]:
-    """The sites that are asked for, of one draw."""
+    """The sites to predict, from a run of the model at one draw on a chunk of rows."""
     sites = result.log_posterior.simulate(params, chunk.arguments, chunk.indices, drawn).sites
     names = chosen_sites(result, sites, return_sites)
     if return_sites is None and observed_only:
@@ -269,9 +291,12 @@ def _sites(
     return {name: sites[name] for name in names}
 
 
+# ------------------------------------------------------------------ draws and rows
+
+
 def resample_equally(result: PosteriorDraws, num_samples: int | None) -> PosteriorDraws:
-    """The result with `num_samples` draws in all that count alike, evenly spaced over chains and
-    draws; by default as many as there are.
+    """The result with `num_samples` equally weighted draws in one chain, evenly spaced over chains
+    and draws; by default as many as there are.
 
     Draws with weights are repeated or left out in proportion (systematic resampling).
     """
@@ -287,33 +312,30 @@ def resample_equally(result: PosteriorDraws, num_samples: int | None) -> Posteri
     )
 
 
-def in_proportion(weights: Tensor, wanted: int) -> Tensor:
-    """`wanted` indices, in order, each as often as its share of the weights `[total]`, but for
+def in_proportion(weights: Tensor, count: int) -> Tensor:
+    """`count` indices into the weights, in order; each occurs in proportion to its weight, up to
     rounding."""
     shares = weights.cumsum(0) / weights.sum()
-    places = (torch.arange(wanted, dtype=shares.dtype) + 0.5) / wanted
+    places = (torch.arange(count, dtype=shares.dtype) + 0.5) / count
     return torch.searchsorted(shares, places).clamp(max=len(weights) - 1)
 
 
-def spread_evenly(total: int, wanted: int) -> Tensor:
-    """`wanted` indices, evenly spaced over `total`.
+def spread_evenly(total: int, num_samples: int) -> Tensor:
+    """`num_samples` indices, evenly spaced over `range(total)`.
 
     Raises:
-        ArgumentError: more are wanted than there are, or none.
+        ArgumentError: `num_samples` is not from 1 to `total`.
     """
-    if type(wanted) is not int or not 1 <= wanted <= total:
-        raise ArgumentError(f"num_samples={wanted}: pass an int from 1 to {total}, or None for all")
-    return evenly(total, wanted)
-
-
-def as_dtype(values: Any, dtype: torch.dtype) -> Any:
-    """Tensors, added up in double precision, in the model's own."""
-    return pytree.tree_map(lambda value: value.to(dtype), values)
+    if type(num_samples) is not int or not 1 <= num_samples <= total:
+        raise ArgumentError(
+            f"num_samples={num_samples}: pass an int from 1 to {total}, or None for all"
+        )
+    return evenly(total, num_samples)
 
 
 def join(parts: Sequence[tuple[Mapping[str, Any], Chunk]], axes: Mapping[str, int]) -> Any:
-    """Chunks' values, tensors or tuples of them, joined along each site's rows; what has no rows
-    is the first chunk's."""
+    """The values of all chunks by site, tensors or tuples of tensors, joined along each site's axis
+    of rows; of sites without rows, the first chunk's value."""
     sites = dict(parts[0][0])
     if len(parts) == 1 and parts[0][1].keep == slice(None):
         return sites

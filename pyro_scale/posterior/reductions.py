@@ -18,43 +18,43 @@ from pyro_scale.model.curvature.fisher import NoInformation, base_of
 from pyro_scale.model.draws import class_probs, draws
 from pyro_scale.model.sites import Site, base_distribution
 
-#: What `predict` can keep instead of all draws: numbers are quantiles' levels.
+#: What `predict` can return instead of all draws; numbers are levels of quantiles.
 Reduce = Literal["mean", "entropy", "variance"] | Sequence[float]
 
-#: Families whose mean and variance are no expectations of their values.
+#: Families of directions, whose `mean` and `variance` are not those of their values.
 _DIRECTIONS = (torch.distributions.VonMises, dist.VonMises3D, dist.ProjectedNormal)
-#: Families of classes.
+#: Families over classes.
 _CLASSES = (
     torch.distributions.Categorical,
     torch.distributions.OneHotCategorical,
     torch.distributions.Bernoulli,
 )
-#: Numbers that are sorted at once.
-_SORTED = 2**23
+#: Numbers that are sorted in one call.
+_NUMBERS_SORTED = 2**23
 
 
 class Means:
-    """Means of terms over draws, in double precision."""
+    """Accumulates the means of several terms over draws, in double precision."""
 
     def __init__(self) -> None:
         self.count = 0
         self.means: list[Tensor] = []
 
     def add(self, terms: Sequence[Tensor]) -> None:
-        """Adds the terms of some draws, `[draws, ...]` each."""
-        new = [term.mean(0, dtype=torch.float64) for term in terms]
+        """Adds a block of draws of every term, `[draws, ...]` each."""
+        means = [term.mean(0, dtype=torch.float64) for term in terms]
         self.count += len(terms[0])
         share = len(terms[0]) / self.count
         if not self.means:
-            self.means = new
-        else:  # so that what is infinite stays so
-            pairs = zip(self.means, new, strict=True)
-            self.means = [(1 - share) * mean + share * more for mean, more in pairs]
+            self.means = means
+        else:  # a weighted mean: an infinite mean stays infinite
+            pairs = zip(self.means, means, strict=True)
+            self.means = [(1 - share) * mean + share * block for mean, block in pairs]
 
 
 class Moments(Means):
-    """Them, and the first term's variance; some draws are added to others as in Chan, Golub and
-    LeVeque (1983)."""
+    """Accumulates the means of several terms, and the variance of the first one (Chan, Golub and
+    LeVeque 1983)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,69 +63,86 @@ class Moments(Means):
     def add(self, terms: Sequence[Tensor]) -> None:
         first = terms[0].double()
         mean = first.mean(0)
-        before = self.means[0] if self.means else mean
+        mean_before = self.means[0] if self.means else mean
         super().add(terms)
         share = len(first) / self.count
-        within, between = (first - mean).square().mean(0), (mean - before).square()
+        within, between = (first - mean).square().mean(0), (mean - mean_before).square()
         self.variance = (1 - share) * (self.variance + share * between) + share * within
 
 
 class Values:
-    """Values of draws."""
+    """Keeps all draws of one term."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []
 
     def add(self, terms: Sequence[Tensor]) -> None:
-        """Adds those of some draws, `[draws, ...]`."""
+        """Adds a block of draws, `[draws, ...]`."""
         self.values.append(terms[0])
 
-    def by_column(self) -> tuple[Tensor, Sequence[Tensor]]:
-        """(The values of all draws `[draws, ...]`, as floats; the same as `[draws, elements]`, some
-        elements at a time)."""
-        values = torch.cat(self.values)
-        values = values if values.is_floating_point() else values.float()
-        table = values.reshape(len(values), values.shape[1:].numel())
-        return values, table.split(max(1, _SORTED // len(values)), dim=1)
+    @property
+    def total(self) -> Tensor:
+        """All draws, `[draws, ...]`."""
+        return torch.cat(self.values)
 
 
 class Reduction:
-    """What is kept.
+    """What a prediction returns of each site.
 
     Attributes:
-        observed_only: whether it takes a distribution, and not only a value.
-        gathered: what the terms of draws are gathered in.
+        keeps_draws: whether it returns all draws, in the site's own dtype.
+        observed_only: whether it applies to observed sites only, because it needs a distribution.
+        accumulator: accumulates the terms over draws.
     """
 
+    keeps_draws: ClassVar[bool] = False
     observed_only: ClassVar[bool] = True
-    gathered: ClassVar[type[Means | Values]] = Means
+    accumulator: ClassVar[type[Means | Values]] = Means
 
     def terms(self, site: Site) -> tuple[Tensor, ...]:
-        """What a draw of the posterior adds (or several, in dimensions before the site's)."""
+        """What is accumulated, of a site at one draw of the posterior, or at several draws in
+        leading dimensions."""
         raise NotImplementedError
 
     def total(self, draws: Any) -> Any:
-        """What comes out: a tensor, or a tuple of them."""
+        """The result, a tensor or a tuple of tensors, from the accumulator of all draws."""
         raise NotImplementedError
 
     def axis(self, site: Site, axis: int) -> int:
-        """The rows' axis in what comes out, given that in the site's value, from the right."""
+        """The axis of the rows in the result, given that in the site's value, from the right."""
         return axis
 
 
+class AllDraws(Reduction):
+    """All draws of the site's value."""
+
+    keeps_draws, observed_only, accumulator = True, False, Values
+
+    def terms(self, site: Site) -> tuple[Tensor, ...]:
+        return (site.value,)
+
+    def total(self, draws: Values) -> Tensor:
+        return draws.total
+
+
 class Mean(Reduction):
-    """The predictive mean; of a site of classes, their probabilities in a last dimension."""
+    """The predictive mean; for Categorical sites, the classes' probabilities in a last
+    dimension."""
 
     observed_only = False
 
     def terms(self, site: Site) -> tuple[Tensor, ...]:
-        return (_mean(site),)
+        if site.kind != "observed":
+            return (site.value,)
+        if _is_categorical(site):
+            return (class_probs(_base(site)),)
+        return (_moment(site, "mean"),)
 
     def total(self, draws: Means) -> Tensor:
         return draws.means[0]
 
     def axis(self, site: Site, axis: int) -> int:
-        return axis - 1 if _is_classes(site) else axis
+        return axis - 1 if _is_categorical(site) else axis
 
 
 class Entropy(Reduction):
@@ -143,15 +160,15 @@ class Entropy(Reduction):
 
 
 class Variance(Reduction):
-    """Variances: the law of total variance."""
+    """Variances, by the law of total variance."""
 
-    gathered = Moments
+    accumulator = Moments
 
     def terms(self, site: Site) -> tuple[Tensor, ...]:
-        if _is_classes(site):
+        if _is_categorical(site):
             raise ArgumentError(
-                f"reduce='variance': site '{site.name}' is of classes, which have no variance: "
-                "pass reduce='entropy', or return_sites= without it"
+                f"reduce='variance': site '{site.name}' is categorical, and classes have no "
+                "variance: pass reduce='entropy', or return_sites= without it"
             )
         return _moment(site, "mean"), _moment(site, "variance")
 
@@ -165,29 +182,22 @@ class Quantiles(Reduction):
     """Quantiles of the predictive draws, `[levels, ...]`."""
 
     levels: tuple[float, ...]
-    observed_only, gathered = False, Values
+    observed_only, accumulator = False, Values
 
     def terms(self, site: Site) -> tuple[Tensor, ...]:
-        if site.kind == "observed" and _is_classes(site):
+        if _is_categorical(site):
             raise ArgumentError(
-                f"reduce={list(self.levels)}: site '{site.name}' is of classes, which have no "
-                "order: pass reduce='mean' for their probabilities"
+                f"reduce={list(self.levels)}: site '{site.name}' is categorical, and classes have "
+                "no order: pass reduce='mean' for their probabilities"
             )
         return (site.value,)
 
     def total(self, draws: Values) -> Tensor:
-        values, columns = draws.by_column()
+        values, columns = _columns(draws.total)
         levels = values.new_tensor(self.levels)
         quantiles = [levels.new_empty(len(levels), 0)]  # torch has none of no elements
         quantiles += [column.quantile(levels, dim=0) for column in columns if column.numel()]
         return torch.cat(quantiles, dim=1).reshape(len(levels), *values.shape[1:])
-
-
-class Flat(Values):
-    """Values of draws, several of each, all alike."""
-
-    def add(self, terms: Sequence[Tensor]) -> None:
-        self.values.append(terms[0].flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -196,12 +206,12 @@ class Central(Reduction):
 
     Args:
         level: the probability in it.
-        repeats: how many values are drawn for each draw of the posterior.
+        repeats: predictive draws for each draw of the posterior.
     """
 
     level: float
     repeats: int
-    observed_only, gathered = False, Flat
+    observed_only, accumulator = False, Values
 
     def terms(self, site: Site) -> tuple[Tensor, ...]:
         if self.repeats > 1 and site.kind == "observed":
@@ -209,7 +219,7 @@ class Central(Reduction):
         return (site.value.expand(self.repeats, *site.value.shape),)
 
     def total(self, draws: Values) -> Interval:
-        values, columns = draws.by_column()
+        values, columns = _columns(draws.total.flatten(0, 1))
         level = torch.tensor([self.level], dtype=torch.float64, device=values.device)
         ends = zip(*(central(column, level) for column in columns), strict=True)
         lower, upper = (torch.cat(end, 1).reshape(values.shape[1:]) for end in ends)
@@ -218,12 +228,13 @@ class Central(Reduction):
 
 @dataclass(frozen=True)
 class Ranked(Reduction):
-    """The probability of all classes that are more probable than a class, `[..., classes]`.
+    """For each class, the total probability of the classes that are more probable,
+    `[..., classes]`.
 
     Args:
-        randomized: whether a random part of the class's own is added, which makes it the score of
-            adaptive prediction sets (Romano, Sesia and Candes 2020): uniform if an observation is
-            a draw from these probabilities.
+        randomized: whether a uniform fraction of the class's probability is added.  The result is
+            then the score of adaptive prediction sets (Romano, Sesia and Candes 2020): uniform if
+            the observed class is a draw from these probabilities.
     """
 
     randomized: bool
@@ -245,12 +256,14 @@ class Ranked(Reduction):
 _BY_NAME: dict[str, type[Reduction]] = {"mean": Mean, "entropy": Entropy, "variance": Variance}
 
 
-def reduction_of(reduce: Reduce | Reduction) -> Reduction:
-    """What is asked for.
+def as_reduction(reduce: Reduce | Reduction | None) -> Reduction:
+    """The reduction that an argument `reduce` names; all draws for None.
 
     Raises:
-        ArgumentError: it is none of these.
+        ArgumentError: it names none.
     """
+    if reduce is None:
+        return AllDraws()
     if isinstance(reduce, Reduction):
         return reduce
     if isinstance(reduce, str) and reduce in _BY_NAME:
@@ -264,32 +277,43 @@ def reduction_of(reduce: Reduce | Reduction) -> Reduction:
     )
 
 
+def _columns(values: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    """(Draws `[draws, ...]` as floats; the same as tables `[draws, elements]`, each small enough to
+    be sorted in one call)."""
+    values = values if values.is_floating_point() else values.float()
+    table = values.reshape(len(values), values.shape[1:].numel())
+    return values, table.split(max(1, _NUMBERS_SORTED // len(values)), dim=1)
+
+
 def _is_level(level: object) -> bool:
     return isinstance(level, int | float) and 0 <= level <= 1
 
 
 def _base(site: Site) -> Any:
+    """A site's distribution without wrappers; the distribution itself where it has transforms."""
     try:
         return base_of(site.fn)
     except NoInformation:
         return site.fn
 
 
-def _is_classes(site: Site) -> bool:
+def _is_categorical(site: Site) -> bool:
+    """Whether a site is observed, and its values are numbers of classes."""
     return site.kind == "observed" and isinstance(_base(site), torch.distributions.Categorical)
 
 
 def is_of_classes(site: Site) -> bool:
-    """Whether an observed site's values are classes: their numbers, one of them hot, or 0 and 1."""
+    """Whether an observed site's values are classes: numbers of classes, one-hot, or 0 and 1."""
     return isinstance(_base(site), _CLASSES)
 
 
 def is_one_hot(site: Site) -> bool:
-    """Whether the classes are the last dimension of an observed site's values."""
+    """Whether the last dimension of an observed site's values is that of the classes."""
     return isinstance(_base(site), torch.distributions.OneHotCategorical)
 
 
 def _class_probs(site: Site) -> Tensor:
+    """Probabilities of an observed site's classes, `[..., classes]`."""
     base = _base(site)
     if isinstance(base, torch.distributions.Categorical):
         return class_probs(base)
@@ -298,28 +322,23 @@ def _class_probs(site: Site) -> Tensor:
     if isinstance(base, torch.distributions.Bernoulli):
         return torch.stack([1 - base.probs, base.probs], -1)
     raise ArgumentError(
-        f"reduce='entropy': site '{site.name}' is a {type(base).__name__}, not of classes: pass "
-        "reduce='variance', or return_sites= without it"
+        f"reduce='entropy': site '{site.name}' is a {type(base).__name__}, which has no classes: "
+        "pass reduce='variance', or return_sites= without it"
     )
 
 
-def _mean(site: Site) -> Tensor:
-    if site.kind != "observed":
-        return site.value
-    return class_probs(_base(site)) if _is_classes(site) else _moment(site, "mean")
-
-
 def _moment(site: Site, which: Literal["mean", "variance"]) -> Tensor:
+    """The mean or variance of an observed site's distribution, in closed form."""
     fn = base_distribution(site.fn)
     try:
         if isinstance(fn, _DIRECTIONS):
-            raise NotImplementedError  # theirs are of directions
+            raise NotImplementedError
         return getattr(fn, which)
     except (NotImplementedError, AttributeError) as error:
-        no_draws = site.value.is_floating_point() and bool(site.value.isnan().all())
+        has_no_draws = site.value.is_floating_point() and bool(site.value.isnan().all())
         fix = (
             "give its class one, or a sample() method"
-            if no_draws
+            if has_no_draws
             else "pass quantiles' levels, such as reduce=[0.05, 0.5, 0.95]"
         )
         raise ArgumentError(

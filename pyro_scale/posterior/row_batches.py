@@ -1,4 +1,5 @@
-"""Which rows are predicted together: all of them, or some at a time where that changes nothing."""
+"""Which sites a prediction has, where the rows are in them, and which rows are predicted together:
+all rows, or batches of rows where that changes nothing."""
 
 from __future__ import annotations
 
@@ -20,19 +21,77 @@ from pyro_scale.errors import ArgumentError, CannotDrawError, DataError
 from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, is_row_wise, split
 from pyro_scale.model.classify import close
 from pyro_scale.model.log_posterior import Params
+from pyro_scale.model.model_info import ModelInfo
 from pyro_scale.model.module_trace import trace_modules
 from pyro_scale.model.recorder import LatentShapeChanged, Recorder
 from pyro_scale.model.sites import Site
+from pyro_scale.model.terms import unwrap
 from pyro_scale.posterior.draws import PosteriorDraws
-from pyro_scale.posterior.site_rows import chosen_sites, data_sites, row_axes
+
+# ------------------------------------------------------------------ sites
+
+
+def data_sites(result: PosteriorDraws) -> dict[str, int]:
+    """The observed sites that have a value for each row, with the axis of the rows in this value,
+    from the right."""
+    return data_axes(result.log_posterior.model_info)
+
+
+def data_axes(info: ModelInfo, apart: bool = False) -> dict[str, int]:
+    """The observed sites of a model that have a value for each row, with the axis of the rows in
+    this value, from the right.
+
+    Args:
+        info: of the model.
+        apart: leaves out sites whose rows depend on each other.
+    """
+    axes = {}
+    for name, rule in info.scaling.rules.items():
+        if rule.dim is not None and (rule.role == "rows" or not apart):
+            for part in name.split("+"):
+                site = info.sites[part]
+                if site.kind == "observed":
+                    axes[part] = rule.dim - len(unwrap(site.fn, rule.depth).event_shape)
+    return axes
+
+
+def row_axes(result: PosteriorDraws) -> dict[str, int]:
+    """The observed and deterministic sites that have a value for each row, with the axis of the
+    rows in this value, from the right."""
+    return {**result.log_posterior.model_info.row_axes, **data_sites(result)}
+
+
+def chosen_sites(
+    result: PosteriorDraws, sites: Mapping[str, Site], return_sites: Sequence[str] | None
+) -> Sequence[str]:
+    """Names of the sites that `predict` returns: `return_sites`, or by default all sites but
+    latents and those that `get_samples` returns.
+
+    Raises:
+        ArgumentError: `return_sites` names a site that is not in the model.
+    """
+    if isinstance(return_sites, str):
+        raise ArgumentError(f"return_sites={return_sites!r}: pass a list of sites' names")
+    for name in return_sites or ():
+        if name not in sites:
+            raise ArgumentError(f"return_sites: no site '{name}'; the model has {sorted(sites)}")
+    if return_sites is not None:
+        return return_sites
+    latents, steady = result.log_posterior.latents, result.log_posterior.model_info.steady
+    hidden = {"observed": latents, "deterministic": {*latents, *steady}}
+    return [name for name, site in sites.items() if name not in hidden.get(site.kind, sites)]
+
+
+# ------------------------------------------------------------------ batches
 
 
 class RowBatches(NamedTuple):
     """Rows to predict for.
 
     Attributes:
-        chunks: the rows, so many at a time; of these, a rank's share.
-        axes: sites that have a value a row -> the rows' axis in it, from the right.
+        chunks: the rows in chunks; only those of this rank's share.
+        axes: the sites that have a value for each row, with the axis of the rows in this value,
+            from the right.
     """
 
     chunks: Iterator[Chunk]
@@ -47,66 +106,61 @@ def row_batches(
     share: Share = WHOLE,
     may_split: bool = False,
 ) -> RowBatches:
-    """The rows of a call in batches.
+    """The rows of a call, split into batches.
 
-    Before rows are split, a draw of the first two batches and of the last two is taken together
-    and apart: each row's distribution has to be the same.
+    Before rows are split, the first two batches and the last two are each predicted together and
+    separately, at one draw.  The distribution of every row must be the same in both cases.
 
     Args:
         result: of the run.
-        arguments: the model's own.
-        batch_size: rows to hold at a time; None for all of them.
-        return_sites: which sites are predicted; None for the default ones.
-        share: a rank's.
-        may_split: whether rows may be split where no batch size is asked for.
+        arguments: the model's arguments.
+        batch_size: rows in a batch; None for all rows in one batch.
+        return_sites: the sites to predict; None for the default sites.
+        share: the batches that this rank predicts.
+        may_split: whether rows may be split without a `batch_size`.
 
     Raises:
-        DataError: there are no rows, or less than the model takes; a loader among the arguments.
-        ArgumentError: `batch_size` of rows that depend on each other.
+        DataError: there are no rows, or fewer than the model takes; an argument is a loader.
+        ArgumentError: `batch_size` for rows that depend on each other.
     """
     num_rows = _num_rows(result, arguments)
-    size = batch_size = (
-        None if batch_size is None else as_count("batch_size", batch_size, hint=", or None for all")
-    )
-    whole = RowBatches(share.of(split(result.log_posterior, [arguments])), row_axes(result))
+    if batch_size is not None:
+        batch_size = as_count("batch_size", batch_size, hint=", or None for all")
+    size = batch_size
+    together = RowBatches(share.of(split(result.log_posterior, [arguments])), row_axes(result))
     if num_rows is None or result.log_posterior.model_info.own_plate is not None:
-        return whole  # one that subsamples by itself takes no more rows at a time
+        return together  # a model that subsamples by itself always takes the same number of rows
     if size is None and may_split and is_row_wise(result.log_posterior):
         size = CHUNK_ROWS
-    if share.world > 1 and _is_drawn_by_row(result):
+    if share.world > 1 and _is_row_wise_draw(result):
         size = share.size(size or num_rows, num_rows)
     if size is None or size >= num_rows:
-        return whole
-    is_asked = batch_size is not None and batch_size < num_rows
+        return together
     try:
         axes = _axes_of_batches(result, arguments, size, num_rows, return_sites)
-    except _RowsDepend as error:
-        if is_asked:
-            raise ArgumentError(
-                f"batch_size={batch_size}: site '{error}' is not the same for a row by itself as "
-                "beside other rows (a lag, a sum or a mean over rows, ...), so all rows have to be "
-                "predicted together: leave batch_size out"
-            ) from None
-        return whole
-    except LatentShapeChanged as error:
-        if is_asked:
-            raise ArgumentError(
-                f"batch_size={batch_size}: site '{error.name}' has a value for each row that the "
-                "model was run on, so all of them have to be predicted together: leave batch_size "
-                "out"
-            ) from None
-        return whole
-    except Exception:  # the model's own, on fewer rows
-        if is_asked:
+    except Exception as error:  # fewer rows may be an error of any kind for the model
+        if batch_size is None or batch_size >= num_rows:
+            return together
+        if isinstance(error, _RowsDepend):
+            reason = (
+                f"site '{error}' is not the same for a row by itself as beside other rows (a lag, "
+                "a sum or a mean over rows, ...)"
+            )
+        elif isinstance(error, LatentShapeChanged):
+            reason = f"site '{error.name}' has a value for each row that the model was run on"
+        else:
             raise
-        return whole
+        raise ArgumentError(
+            f"batch_size={batch_size}: {reason}, so all rows have to be predicted together: leave "
+            "batch_size out"
+        ) from None
     starts = range(0, num_rows, size)
     parts = [rows.take(arguments, slice(start, start + size)) for start in starts]
     return RowBatches(share.of(split(result.log_posterior, parts)), axes)
 
 
 def _num_rows(result: PosteriorDraws, arguments: Arguments) -> int | None:
-    """How many rows the arguments have; None without any."""
+    """Number of rows of the arguments; None if no argument has rows."""
     check_tensors(arguments)
     for name, leaf in rows.named_leaves(arguments):
         if isinstance(leaf, DataLoader):
@@ -117,24 +171,25 @@ def _num_rows(result: PosteriorDraws, arguments: Arguments) -> int | None:
     num_rows = rows.count(arguments)
     if num_rows == 0:
         raise DataError("predict: the arguments have no rows")
-    own = result.log_posterior.model_info
-    if own.own_plate is not None and num_rows is not None and num_rows < own.batch_size:
+    info = result.log_posterior.model_info
+    if info.own_plate is not None and num_rows is not None and num_rows < info.batch_size:
         raise DataError(
-            f"predict: the model takes {own.batch_size} rows at a time in plate "
-            f"'{own.own_plate}', but {num_rows} are passed: pass at least {own.batch_size}"
+            f"predict: the model takes {info.batch_size} rows at a time in plate "
+            f"'{info.own_plate}', but {num_rows} are passed: pass at least {info.batch_size}"
         )
     return num_rows
 
 
-def _is_drawn_by_row(result: PosteriorDraws) -> bool:
-    """Whether what is drawn of some rows is nothing to the others."""
+def _is_row_wise_draw(result: PosteriorDraws) -> bool:
+    """Whether draws of a row are independent of the other rows, given the latents."""
     log_posterior = result.log_posterior
-    observed = {n for n, site in log_posterior.model_info.sites.items() if site.kind == "observed"}
+    sites = log_posterior.model_info.sites
+    observed = {name for name, site in sites.items() if site.kind == "observed"}
     return is_row_wise(log_posterior) and observed <= data_sites(result).keys()
 
 
 class _RowsDepend(Exception):
-    """The named site's rows depend on other rows."""
+    """The rows of the site of this name depend on each other."""
 
 
 def _axes_of_batches(
@@ -144,10 +199,11 @@ def _axes_of_batches(
     num_rows: int,
     return_sites: Sequence[str] | None,
 ) -> dict[str, int]:
-    """The axis, from the right, along which each of the sites follows the rows.
+    """The sites that have a value for each row, with the axis of the rows in this value, from the
+    right.
 
     Raises:
-        _RowsDepend: a batch of some rows has other values than all of them.
+        _RowsDepend: a batch by itself has other values than as part of two batches.
     """
     rules = result.log_posterior.model_info.scaling.rules
     last = (num_rows - 1) // size * size  # where the last batch starts
@@ -164,18 +220,18 @@ def _axes_of_batches(
         again = run_at_first_draw(result, both, drawn=drawn, seed=1).sites
         is_random = not all(_are_alike(result, run.sites[n], again[n], None) for n in names)
         for part in (slice(0, size), slice(size, count)):
-            some = rows.take(both, part)
-            alone = run_at_first_draw(result, some).sites
-            every = {
+            batch = rows.take(both, part)
+            alone = run_at_first_draw(result, batch).sites
+            part_axes = {
                 n: _axis(run.sites[n], alone[n], count) for n in dict.fromkeys([*names, *drawn])
             }
-            axes |= {name: axis for name in names if (axis := every[name]) is not None}
-            if is_random:  # by itself, so that nothing can be compared
+            axes |= {name: axis for name in names if (axis := part_axes[name]) is not None}
+            if is_random:  # two runs differ on the same rows, so there is nothing to compare
                 continue
-            kept = {name: _rows(value, every[name], part) for name, value in drawn.items()}
-            alone = run_at_first_draw(result, some, drawn=kept).sites
+            kept = {name: _rows(value, part_axes[name], part) for name, value in drawn.items()}
+            alone = run_at_first_draw(result, batch, drawn=kept).sites
             for name in names:
-                if not _are_alike(result, run.sites[name], alone[name], every[name], part):
+                if not _are_alike(result, run.sites[name], alone[name], part_axes[name], part):
                     raise _RowsDepend(name)
     return axes
 
@@ -187,8 +243,19 @@ def run_at_first_draw(
     drawn: Params | None = None,
     seed: int = 0,
 ) -> Recorder:
-    """The model at the first draw, its observations drawn anew, or as they were drawn; NaN where a
-    distribution has no draws."""
+    """Runs the model at the first posterior draw, with observations drawn from their
+    distributions.
+
+    Args:
+        result: of the run.
+        arguments: the model's arguments.
+        indices: of the rows in the data.
+        drawn: values that are used instead of new draws, by site.
+        seed: of the draws.
+
+    Returns:
+        The recorded sites.  Sites whose distributions cannot be sampled have NaN.
+    """
     params, values = result.layout.unflatten(result.positions[0, 0]), dict(drawn or {})
     while True:
         try:
@@ -199,41 +266,54 @@ def run_at_first_draw(
 
 
 def _axis(site: Site, alone: Site, count: int) -> int | None:
-    """Where a site's value follows so many rows, from the right, given a part of them; None where
-    it does not.
+    """The axis of a site's value, from the right, whose size is the number of rows; None if no axis
+    changes with the rows.
+
+    Args:
+        site: on `count` rows.
+        alone: the same site on some of these rows.
+        count: number of rows.
 
     Raises:
-        _RowsDepend: it follows them otherwise than with a value a row.
+        _RowsDepend: the shape changes, but not as one value for each row.
     """
     shape, other = site.value.shape, alone.value.shape
-    follows = [i for i, (n, m) in enumerate(zip(shape, other, strict=False)) if n != m]
-    if len(shape) != len(other) or len(follows) > 1:
+    changed = [i for i, (n, m) in enumerate(zip(shape, other, strict=False)) if n != m]
+    if len(shape) != len(other) or len(changed) > 1:
         raise _RowsDepend(site.name)
-    if not follows:
+    if not changed:
         return None
-    if shape[follows[0]] != count:
+    if shape[changed[0]] != count:
         raise _RowsDepend(site.name)
-    return follows[0] - len(shape)
+    return changed[0] - len(shape)
 
 
 def _are_alike(
     result: PosteriorDraws, site: Site, other: Site, axis: int | None, part: slice = slice(None)
 ) -> bool:
-    """Whether some rows are distributed as they are in another run, or have the same values."""
-    (here, event_dim), (there, _) = _compared(site), _compared(other)
+    """Whether a part of a site's rows has the distribution, or the values, of another run's site.
+
+    Args:
+        result: of the run.
+        site: on all rows.
+        other: the site of the other run, on a part of the rows.
+        axis: of the rows in the site's value, from the right; None if the site has no rows.
+        part: which rows these are.
+    """
+    (value, event_dim), (other_value, _) = _compared(site), _compared(other)
     if axis is not None and axis + event_dim >= 0:  # a joint density of all rows
         return False
-    here = _rows(here, axis if axis is None else axis + event_dim, part)
-    if here.shape != there.shape:
+    value = _rows(value, axis if axis is None else axis + event_dim, part)
+    if value.shape != other_value.shape:
         return False
-    same = (here == there) | ((here != here) & (there != there))
-    here, there = (torch.where(same, 0, values) for values in (here, there))
-    return close(here, there, dtype=result.layout.dtype)
+    are_same = (value == other_value) | (value.isnan() & other_value.isnan())
+    value, other_value = (torch.where(are_same, 0, v) for v in (value, other_value))
+    return close(value, other_value, dtype=result.layout.dtype)
 
 
 def _compared(site: Site) -> tuple[Tensor, int]:
-    """(What rows are compared by, how many of the value's dimensions it lacks): of a distribution,
-    the log densities of a draw's elements."""
+    """(The numbers by which a site is compared with that of another run, how many dimensions they
+    lack of those of the value): of an observed site, log densities; of another, the value."""
     if site.kind != "observed":
         return site.value.double(), 0
     fn = site.fn
@@ -243,4 +323,5 @@ def _compared(site: Site) -> tuple[Tensor, int]:
 
 
 def _rows(values: Tensor, axis: int | None, part: slice) -> Tensor:
+    """A part of the rows of values whose rows are at `axis`; all values for None."""
     return values if axis is None else values.movedim(axis, 0)[part].movedim(0, axis)

@@ -17,8 +17,7 @@ from pyro_scale.errors import FileError
 from pyro_scale.model.identity import evaluations, first_difference
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.preflight import InitFunction
-from pyro_scale.posterior.draws import PosteriorDraws
-from pyro_scale.posterior.online import SampleTotals
+from pyro_scale.posterior.draws import PosteriorDraws, SampleTotals
 from pyro_scale.run.measurements import (
     GradientNoise,
     Kinetic,
@@ -29,20 +28,21 @@ from pyro_scale.run.problem import as_log_posterior, module_device
 from pyro_scale.storage.lazy_draws import Positions, StoredPositions
 from pyro_scale.storage.zarr_store import DrawStore
 
-#: By how much the log densities of a batch may differ on another machine or device, whose products
-#: may have fewer digits (TF32).
-_ROUNDING = 1e-3
+#: Relative difference of a batch's log densities that is taken for rounding: products on another
+#: device may have fewer digits (TF32).
+_LOG_DENSITY_TOL = 1e-3
 
 
 def contents_of(result: PosteriorDraws, arguments: Arguments) -> dict[str, Any]:
-    """What is kept of a run.
+    """The contents of a run's file: tensors and plain values by name.
 
     Args:
         result: of the run.
-        arguments: the batch that the model was understood on.
+        arguments: the batch on which the model was analyzed.
     """
-    noise, kinetic = result.measurements.gradient_noise, result.measurements.kinetic
-    virial = result.measurements.virial
+    measurements = result.measurements
+    noise, virial = measurements.gradient_noise, measurements.virial
+    kinetic = measurements.kinetic
     return {
         **model_contents(result.log_posterior, result.layout, arguments),
         **_plain_draws(result),
@@ -59,12 +59,12 @@ def contents_of(result: PosteriorDraws, arguments: Arguments) -> dict[str, Any]:
 def model_contents(
     log_posterior: LogPosterior, layout: Layout, arguments: Arguments
 ) -> dict[str, Any]:
-    """What `understood` and `layout_of` need.
+    """What `prepare_model` and `layout_of` read, by name.
 
     Args:
-        log_posterior: the model, understood.
+        log_posterior: the model, analyzed.
         layout: of its positions.
-        arguments: the batch that it was understood on.
+        arguments: the batch on which it was analyzed.
     """
     start = _start(log_posterior)
     return {
@@ -80,20 +80,28 @@ def model_contents(
 
 
 def layout_of(contents: Mapping[str, Any]) -> Layout:
-    """Where each tensor lies in a position."""
+    """The layout of positions: where each site is.
+
+    Raises:
+        ValueError: the contents have unknown dtypes.
+    """
     dtypes = tuple(getattr(torch, name) for name in contents["dtypes"])
     if not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
-        raise ValueError(f"{contents['dtypes']} are no dtypes")
+        raise ValueError(f"{contents['dtypes']} are not dtypes")
     shapes = tuple(torch.Size(shape) for shape in contents["shapes"])
     return Layout(tuple(contents["names"]), shapes, dtypes)
 
 
 def draws_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> PosteriorDraws:
-    """The draws of a run again, without its data.
+    """The draws of a run, without its data.
 
     Args:
         contents: of a file.
-        log_posterior: the model, as `understood` gives it.
+        log_posterior: the model, from `prepare_model`.
+
+    Raises:
+        FileError: the store that the file refers to has other draws.
+        ValueError: shapes in the file do not fit together.
     """
     noise, virial, kinetic = (contents[k] for k in ("gradient_noise", "virial", "kinetic"))
     layout = layout_of(contents)
@@ -102,7 +110,7 @@ def draws_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Poster
         data=None,
         layout=layout,
         positions=_positions(contents, layout),
-        online=_running(contents["running"]),
+        online=_totals(contents["running"]),
         sample_stats=contents["sample_stats"],
         attrs=contents["attrs"],
         measurements=Measurements(
@@ -118,7 +126,11 @@ def draws_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Poster
 
 
 def _check_shapes(result: PosteriorDraws) -> None:
-    """Raises a ValueError where a file's tensors do not belong together."""
+    """Checks that the shapes of a file's tensors fit together.
+
+    Raises:
+        ValueError: they do not.
+    """
     shape, size = tuple(result.positions.shape), result.layout.size
     if len(shape) != 3 or shape[2] != size:
         raise ValueError(f"draws of shape {list(shape)}, of {size} elements each")
@@ -130,6 +142,7 @@ def _check_shapes(result: PosteriorDraws) -> None:
 
 
 def _plain_layout(layout: Layout) -> dict[str, list[Any]]:
+    """A layout as plain values."""
     return {
         "names": list(layout.names),
         "shapes": [list(shape) for shape in layout.shapes],
@@ -138,59 +151,73 @@ def _plain_layout(layout: Layout) -> dict[str, list[Any]]:
 
 
 def _plain_draws(result: PosteriorDraws) -> dict[str, Any]:
-    """The draws, where they are, or what they came to."""
-    positions, online, kept = result.positions, result.online, None
+    """The draws, or a reference to their store; and their moments if draws were not kept."""
+    positions, online, totals = result.positions, result.online, None
     if isinstance(positions, StoredPositions):
-        where = {
+        store = {
             "path": str(positions.store.path.absolute()),
             "run": positions.store.run,
             "chains": positions.chains,
             "count": positions.count,
         }
-        return {"positions": None, "store": where, "running": None}
+        return {"positions": None, "store": store, "running": None}
     if online is not None:
-        kept = {"totals": online.totals.state(), **_plain_layout(online.layout)}
-    return {"positions": positions, "store": None, "running": kept}
+        totals = {"totals": online.totals.state(), **_plain_layout(online.layout)}
+    return {"positions": positions, "store": None, "running": totals}
 
 
 def _positions(contents: Mapping[str, Any], layout: Layout) -> Positions:
-    """The draws of a file, or those in the store that it speaks of.
+    """The draws in a file, or in the store to which it refers.
 
     Raises:
-        FileError: the store is not there, or is of another run.
+        FileError: the store is missing, or has draws of another run.
     """
-    held = contents["store"]
-    if held is None:
+    reference = contents["store"]
+    if reference is None:
         return cast(Tensor, contents["positions"])
-    store = DrawStore.opened(held["path"])
-    if store.run != held["run"] or store.count < held["count"]:
-        raise FileError(f"the store '{held['path']}' does not hold the draws of the file")
-    return StoredPositions(store, layout, held["chains"], held["count"])
+    store = DrawStore.open(reference["path"])
+    if store.run != reference["run"] or store.count < reference["count"]:
+        raise FileError(f"the store '{reference['path']}' does not hold the draws of the file")
+    return StoredPositions(store, layout, reference["chains"], reference["count"])
 
 
-def _running(held: Mapping[str, Any] | None) -> SampleTotals | None:
-    if held is None:
+def _totals(contents: Mapping[str, Any] | None) -> SampleTotals | None:
+    """The moments of draws that were not kept; None if draws were kept."""
+    if contents is None:
         return None
-    return SampleTotals(Totals.from_state(held["totals"]), layout_of(held))
+    return SampleTotals(Totals.from_state(contents["totals"]), layout_of(contents))
 
 
-def understood(contents: Mapping[str, Any], model: Any) -> LogPosterior:
-    """The model, understood on the file's batch at the file's values, as it was in the run.
+# ------------------------------------------------------------------ the model
+
+
+def prepare_model(contents: Mapping[str, Any], model: Any) -> LogPosterior:
+    """The model, analyzed on the file's batch at the file's values, as it was in the run.
+
+    Args:
+        contents: of a file.
+        model: what the user passed, which should be the model of the run.
 
     Raises:
-        FileError: the model does not run there, or is another one; it lists what differs.
+        FileError: the model fails on the batch, or is another model; the message lists what
+            differs.
     """
-    outcome = _try_model(contents, model, contents["num_data"])
-    if isinstance(outcome, Exception):
-        # in single steps only a plate may have said N; it is compared below
-        again = _try_model(contents, model, None)
-        outcome = outcome if isinstance(again, Exception) else again
-    if isinstance(outcome, Exception):
+    arguments = to_device(contents["arguments"], device_of(contents, model))
+    errors: list[Exception] = []
+    # after single steps, N may be known from the model's plate only; it is compared below
+    for num_data in (contents["num_data"], None):
+        log_posterior = as_log_posterior(model, num_data)
+        init = _init_at(contents["start_values"], log_posterior.default_init(0))
+        try:
+            log_posterior.prepare(arguments, init)
+            break
+        except Exception as error:  # of any kind that the user's model raises
+            errors.append(error)
+    else:
         raise FileError(
-            f"the model does not run on the file's batch ({type(outcome).__name__}: {outcome}): "
-            "pass the model that was run"
-        ) from outcome
-    log_posterior = outcome
+            f"the model does not run on the file's batch ({type(errors[0]).__name__}: "
+            f"{errors[0]}): pass the model that was run"
+        ) from errors[0]
     differences = _differences(contents, log_posterior)
     if differences:
         raise FileError(
@@ -200,45 +227,32 @@ def understood(contents: Mapping[str, Any], model: Any) -> LogPosterior:
     return log_posterior
 
 
-def _try_model(
-    contents: Mapping[str, Any], model: Any, num_data: int | None
-) -> LogPosterior | Exception:
-    """The model understood, or what is in the way."""
-    log_posterior = as_log_posterior(model, num_data)
-    arguments = to_device(contents["arguments"], device_of(contents, model))
-    init = _init_at(contents["start_values"], log_posterior.default_init(0))
-    try:
-        log_posterior.prepare(arguments, init)
-    except Exception as error:  # of whatever kind the user's model raises
-        return error
-    return log_posterior
-
-
 def device_of(contents: Mapping[str, Any], model: Any) -> torch.device:
-    """Where a file's tensors belong: where the model is, or else where they were, if this machine
-    has that."""
-    own, saved = module_device(model), torch.device(contents["device"])
-    if own is not None:
-        return own
+    """The device for a file's tensors: that of the model's modules; else that of the run if this
+    machine has it; else the CPU."""
+    device_of_model, device_of_run = module_device(model), torch.device(contents["device"])
+    if device_of_model is not None:
+        return device_of_model
     try:
-        return torch.empty(0, device=saved).device
-    except (RuntimeError, AssertionError):  # the latter where torch was built without it
+        return torch.empty(0, device=device_of_run).device
+    except (RuntimeError, AssertionError):  # AssertionError if torch was built without it
         return torch.device("cpu")
 
 
 def _init_at(values: Mapping[str, Tensor], default: InitFunction) -> InitFunction:
-    """An initialization at values, in the model's own dtypes, as far as their shapes are its."""
+    """An initialization of sites at these values, in the model's dtypes; sites without a value of
+    their shape get the default one."""
 
     def init(site: Any) -> Tensor:
-        own = default(site)
+        start = default(site)
         value = values.get(site["name"])
-        return own if value is None or value.shape != own.shape else value.to(own)
+        return start if value is None or value.shape != start.shape else value.to(start)
 
     return init
 
 
 def _start(log_posterior: LogPosterior) -> dict[str, Tensor]:
-    """Where the model was understood: unconstrained latents and points."""
+    """Unconstrained latents and params at which the model was analyzed, by name."""
     sites = log_posterior.model_info.sites
     latents = {name: sites[name].unconstrained for name in log_posterior.latents}
     points = {name: point.unconstrained for name, point in log_posterior.points.items()}
@@ -246,7 +260,7 @@ def _start(log_posterior: LogPosterior) -> dict[str, Tensor]:
 
 
 def _differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
-    """What is not as it was when the file was written, in words."""
+    """What differs between the model and that of the file, in words; empty if nothing does."""
     values = log_posterior.constrain(_start(log_posterior))
     then = _describe(contents["start_values"], contents["latents"])
     now = _describe(values, log_posterior.latents)
@@ -257,10 +271,11 @@ def _differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> li
     ]
     if log_posterior.num_data != contents["num_data"]:
         lines.append(f"N is {contents['num_data']} in the file, {log_posterior.num_data} here")
-    return lines or _moved_sites(contents, log_posterior) or _other_density(contents, log_posterior)
+    return lines or _value_differences(contents, log_posterior)
 
 
 def _describe(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
+    """Kind, shape and dtype of every latent and param, in words."""
     return {
         name: f"a {'latent' if name in latents else 'param'} {list(value.shape)} "
         f"of {dtype_name(value.dtype)}"
@@ -268,39 +283,35 @@ def _describe(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
     }
 
 
-def _moved_sites(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
-    """Sites whose value is another one at the same unconstrained value."""
+def _value_differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
+    """In words: sites that have another constrained value at the same unconstrained one; else the
+    first site that has another log density on the file's batch."""
     device = device_of(contents, log_posterior)
-    start, then = contents["start"], contents["start_values"]
-    now = log_posterior.constrain({name: value.to(device) for name, value in start.items()})
-    return [
+    start = {name: value.to(device) for name, value in contents["start"].items()}
+    values = log_posterior.constrain(start)
+    lines = [
         f"'{name}' has another support or transform"
-        for name, value in then.items()
-        if not _close(now[name].cpu(), value)
+        for name, value in contents["start_values"].items()
+        if not _close(values[name].cpu(), value)
     ]
+    then = contents.get("log_densities")
+    if lines or then is None:  # files of earlier versions have no log densities
+        return lines
+    now = _log_densities(log_posterior, start, to_device(contents["arguments"], device))
+    line = first_difference(then, now, _LOG_DENSITY_TOL)
+    return [] if line is None else [f"of the file's batch {line}"]
 
 
 def _log_densities(
     log_posterior: LogPosterior, start: Mapping[str, Tensor], arguments: Arguments
 ) -> dict[str, float]:
-    """Those of the batch that the model was understood on."""
+    """Log densities of the batch on which the model was analyzed, by site."""
     indices = log_posterior.first_indices()
     return evaluations(log_posterior.with_jacobian(), start, arguments, indices)
 
 
-def _other_density(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
-    """What to say where the same sites have other densities on the file's batch."""
-    then = contents.get("log_densities")
-    if then is None:  # a file of an earlier version
-        return []
-    device = device_of(contents, log_posterior)
-    start = {name: value.to(device) for name, value in contents["start"].items()}
-    now = _log_densities(log_posterior, start, to_device(contents["arguments"], device))
-    line = first_difference(then, now, _ROUNDING)
-    return [] if line is None else [f"of the file's batch {line}"]
-
-
 def _close(now: Tensor, then: Tensor) -> bool:
-    """Equal to half of the dtype's digits: another machine may round differently."""
+    """Whether values are equal up to rounding, which may differ on another machine: to half of the
+    dtype's digits."""
     tolerance: float = torch.finfo(then.dtype).eps ** 0.5
     return bool((now - then).double().norm() <= tolerance * then.double().norm())

@@ -1,4 +1,4 @@
-"""Where draws go that do not stay in memory: to disk, or into online moments alone."""
+"""Sinks take the draws of a run that do not stay in memory: into a store, or into moments."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from pyro_scale.core.layout import dtype_name
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError
-from pyro_scale.posterior.draws import PosteriorDraws, samples_of
-from pyro_scale.posterior.export import attributes, dims_of, own_dims
+from pyro_scale.posterior.draws import PosteriorDraws, SampleTotals, finite_samples
+from pyro_scale.posterior.export import attributes, dims_of, numbered_dims
 from pyro_scale.posterior.moment_sink import ToMoments
 from pyro_scale.run.config import Store
 from pyro_scale.run.parts import Part
@@ -24,12 +24,14 @@ from pyro_scale.storage.files import FilePath
 from pyro_scale.storage.lazy_draws import StoredPositions
 from pyro_scale.storage.zarr_store import POSTERIOR, UNCONSTRAINED, DrawStore, Field, writing_into
 
-#: Bytes of all chains' draws that are held until they are written; bytes and draws of a file.
-#: (Larger files would be faster by little, and what they pass through would be kept by malloc.)
-_HELD_BYTES, _FILE_BYTES, _MOST_DRAWS = 2**25, 2**21, 2**14
-#: Seconds for which draws wait at most to be written, and how often the time that it takes.
+#: Bytes of all chains' draws that wait in memory to be written.
+_WAITING_BYTES = 2**25
+#: Bytes and draws of a file, at most.  Larger files would be hardly faster, and malloc would keep
+#: the memory of their buffers.
+_FILE_BYTES, _MOST_DRAWS = 2**21, 2**14
+#: Draws wait at most this long to be written: seconds, or this multiple of the time a write takes.
 _WAIT_SECONDS, _WAIT_TIMES = 5.0, 20
-#: Of a site, which with `_dim_0` behind it is a file's.
+#: Bytes of a site's name: a file has this name with `_dim_0` appended.
 _LONGEST_NAME = 200
 
 
@@ -37,17 +39,18 @@ _LONGEST_NAME = 200
 def sink_for(
     store: Store, problem: Problem, num_draws: int, resumes: bool
 ) -> Iterator[ToDisk | ToMoments | None]:
-    """What takes the draws of a run, if they do not stay in memory, while no other run can write
-    where it does.
+    """A context manager that gives the sink of a run's draws; None if they stay in memory.  The
+    store is locked against other runs.
 
     Args:
-        store: where they go.
+        store: the path of a store; False for moments only; None for memory.
         problem: of the run.
-        num_draws: of each chain.
-        resumes: whether the run goes on with another.
+        num_draws: draws of each chain that will be kept.
+        resumes: whether the run continues an earlier run.
 
     Raises:
-        ArgumentError, FileError: the store cannot be made, or another run is writing into it.
+        ArgumentError: there is something at the path already.
+        FileError: the store cannot be created, or another run is writing into it.
     """
     if store is None:
         yield None
@@ -66,77 +69,86 @@ def sink_for(
 
 
 class ToDisk:
-    """Writes the draws of this process's chains into a store that all processes write.
+    """Writes the draws of this process's chains into a store, which all processes share.
 
-    Rank 0 makes the store and tells readers how many draws there are of all chains, as far as
-    ranks have said how many they have.
+    Rank 0 creates the store.  It makes draws visible to readers when all ranks have reported that
+    they are written.
 
     Args:
-        starts: a result whose draws are the chains' starts.
-        first: those, `[chains, 1, D]`.
+        starts: the chains' starts, as draws.
+        first: positions of these, `[chains, 1, D]`.
         problem: of the run.
         path: of the store.
-        resumes: whether it may be there already, of the run that goes on.
+        resumes: whether the store exists already, because an earlier run is continued.
+
+    Attributes:
+        none: an empty tensor of draws, `[chains, 0, D]`.
+        store: where the draws are.
 
     Raises:
-        ArgumentError: a site's name cannot be a file's; there is something at the path.
-        FileError: the store cannot be made.
+        ArgumentError: a site's name cannot be a file's name; there is something at the path.
+        FileError: the store cannot be created.
     """
+
+    #: There are draws instead.
+    totals: SampleTotals | None = None
 
     def __init__(
         self, starts: PosteriorDraws, first: Tensor, problem: Problem, path: FilePath, resumes: bool
     ):
-        self._starts, self._problem, self._none = starts, problem, first[:, :0]
+        self._starts, self._problem, self.none = starts, problem, first[:, :0]
         self._parts: list[PartToDisk] = []
         self._transformed = _transformed(starts)
         if not resumes and problem.ranks.is_first:
             values, num_chains = self._values(first), starts.num_chains
             width = sum(v[0, 0].numel() * v.element_size() for v in values.values())
-            affordable = min(_HELD_BYTES // (num_chains * width), _FILE_BYTES // width)
+            affordable = min(_WAITING_BYTES // (num_chains * width), _FILE_BYTES // width)
             fields = {name: _field(starts, name, value) for name, value in values.items()}
             chunk, run = max(1, min(_MOST_DRAWS, affordable)), secrets.token_hex(8)
-            DrawStore.created(path, fields, num_chains, chunk, run)
+            DrawStore.create(path, fields, num_chains, chunk, run)
         problem.ranks.of_first(None, "the making of a store")
-        self.store = DrawStore.opened(path)
+        self.store = DrawStore.open(path)
 
     def begin(self, parts: Sequence[Part]) -> list[PartToDisk]:
-        """What takes the draws of some parts, each from where it goes on.
+        """The sinks of the run's parts on this process, each positioned where its part continues.
 
         Raises:
-            FileError: the store is of another run, or lacks draws.
+            FileError: the store is of another run, or lacks draws that its parts have written.
         """
-        ranks, none = self._problem.ranks, self._none
-        self._parts = [PartToDisk(self, part.chains, none[list(part.chains)]) for part in parts]
-        for part, own in zip(parts, self._parts, strict=True):
+        ranks = self._problem.ranks
+        self._parts = [PartToDisk(self, part.chains) for part in parts]
+        for part, sink in zip(parts, self._parts, strict=True):
             state = None if part.last is None else part.last.sink
             if part.last is not None and state is not None:
                 self._check_holds(part.chains, part.last.run_state.alive, state)
-            own.go_on_from(state)
-        ranks.least(self._least)
-        told = ranks.of_all(self._least, "the draws that there are")
+            sink.go_on_from(state)
+        ranks.least(self._written_by_all)
+        counts = ranks.of_all(self._written_by_all, "the draws that there are")
         if ranks.is_first:
-            self.store.truncate(min(self.store.count, *told))
+            self.store.truncate(min(self.store.count, *counts))
         ranks.of_first(None, "the draws that readers see")  # before they are written again
-        for own in self._parts:
-            self.drop(own.chains, own.written)
+        for sink in self._parts:
+            self.drop(sink.chains, sink.written)
         return self._parts
 
     def end(self, finished: Sequence[Sequence[int]]) -> FileError | None:
-        """Shows readers the draws that all chains have, after the last step.
+        """Makes the draws of all chains visible to readers, after the last step.
 
-        Chains that have all stopped hold the others up at nothing: the draws that they lack are
-        NaN.
+        A part all of whose chains broke does not limit the other parts: its missing draws are NaN.
 
         Args:
-            finished: the places of the chains of each part that have reached the end.
+            finished: for each part, the indices of its chains that reached the end.
 
         Returns:
-            What was in the way.
+            The error that occurred; None otherwise.
         """
         ranks, store = self._problem.ranks, self.store
-        own = [(part.written, bool(c)) for part, c in zip(self._parts, finished, strict=True)]
-        told = [each for of_rank in ranks.of_all(own, "the last draws") for each in of_rank]
-        count = min([n for n, has_ended in told if has_ended] or [n for n, _ in told])
+        counts = [
+            (part.written, bool(chains)) for part, chains in zip(self._parts, finished, strict=True)
+        ]
+        of_ranks = ranks.of_all(counts, "the last draws")
+        of_parts = [count for of_rank in of_ranks for count in of_rank]
+        count = min([n for n, has_ended in of_parts if has_ended] or [n for n, _ in of_parts])
         error = None
         try:
             for part in self._parts:
@@ -152,15 +164,15 @@ class ToDisk:
         store.count, error = ranks.of_first((store.count, error), "the draws that readers see")
         return error
 
-    def kept(self, draws: Draws) -> StoredPositions:
-        """The draws of a run's finished chains that have been written."""
+    def positions(self, draws: Draws) -> StoredPositions:
+        """The stored draws of the finished chains of a run."""
         numbers = self._problem.numbers(len(draws.log_joint))
         chains = torch.tensor([numbers[chain] for chain in draws.finished], dtype=torch.long)
         count = min(self.store.count, len(draws.kept_steps))
         return StoredPositions(self.store, self._starts.layout, chains, count)
 
     def describe(self, result: PosteriorDraws) -> None:
-        """Writes down the facts of the run, next to its draws; rank 0 does.
+        """Writes the statistics and facts of the run into the store, on rank 0.
 
         Raises:
             FileError: they cannot be written.
@@ -171,7 +183,7 @@ class ToDisk:
             self.store.put("sample_stats", result.sample_stats, result.positions.chains, attrs)
 
     def write(self, positions: Tensor, start: int, chains: Sequence[int]) -> None:
-        """Writes draws of some chains, `[chains, n, D]`.
+        """Writes draws `[chains, n, D]` of these chains, the first of which has the number `start`.
 
         Raises:
             FileError: they cannot be written.
@@ -180,7 +192,7 @@ class ToDisk:
             self.store.write(self._values(positions), start, chains)
 
     def drop(self, chains: Sequence[int], count: int) -> None:
-        """Removes files of some chains that only hold draws after the first `count`.
+        """Removes the files of these chains that hold only draws after the first `count`.
 
         Raises:
             FileError: they cannot be removed.
@@ -189,21 +201,26 @@ class ToDisk:
             self.store.drop(chains, count)
 
     def show(self) -> None:
-        """Shows readers what is known to be written of all chains.
+        """Makes draws visible to readers that are known to be written for all chains.
 
         Raises:
-            FileError: it cannot be shown.
+            FileError: the store cannot be written.
         """
-        count = self._problem.ranks.least(self._least)
+        count = self._problem.ranks.least(self._written_by_all)
         if self._problem.ranks.is_first and count > self.store.count:
             self.store.show(count)
 
     @property
-    def _least(self) -> int:
+    def _written_by_all(self) -> int:
+        """Draws that are written of each chain of this process."""
         return min(part.written for part in self._parts)
 
     def _check_holds(self, chains: Sequence[int], alive: Tensor, state: Mapping[str, Any]) -> None:
-        """Refuses a store without the draws that a sink has written for good."""
+        """Checks that the store has the draws in full files that an earlier sink wrote.
+
+        Raises:
+            FileError: it is of another run, or lacks them.
+        """
         sound = [chain for chain, is_alive in zip(chains, alive.tolist(), strict=True) if is_alive]
         stored = state["stored"]
         if state["run"] != self.store.run or (stored and not self.store.holds(sound, stored)):
@@ -214,45 +231,47 @@ class ToDisk:
             )
 
     def _values(self, positions: Tensor) -> dict[str, Tensor]:
-        """What is stored of draws `[chains, n, D]`, by group and site."""
-        bare = self._starts.layout.unflatten(positions)
+        """The arrays that are stored for draws `[chains, n, D]`, by `<group>/<site>`."""
+        unconstrained = self._starts.layout.unflatten(positions)
         if not self._transformed and not self._starts.log_posterior.model_info.steady:
-            return {f"{POSTERIOR}/{name}": value for name, value in bare.items()}
-        samples = samples_of(self._starts, positions)
+            return {f"{POSTERIOR}/{name}": value for name, value in unconstrained.items()}
+        samples = finite_samples(self._starts, positions)
         constrained = {f"{POSTERIOR}/{name}": value for name, value in samples.items()}
-        return constrained | {f"{UNCONSTRAINED}/{name}": bare[name] for name in self._transformed}
+        return constrained | {
+            f"{UNCONSTRAINED}/{name}": unconstrained[name] for name in self._transformed
+        }
 
 
 class PartToDisk:
-    """Writes the draws of some chains into a store, as many at a time as its files hold, and by
-    time those of a file that is not full yet, which stay in memory until it is.
+    """Writes the draws of some chains into a store, file by file.
 
-    What a full file holds is thus a function of its draws alone: constrained in other blocks, they
-    may round otherwise.
+    From time to time it also writes a file that is not full yet.  The draws of this file stay in
+    memory, and are written again when it is full.  The content of a full file is therefore
+    computed from its draws in one block, and does not depend on when draws came: values may round
+    differently in other blocks.
 
     Args:
-        run: that they are of.
-        chains: their numbers.
-        none: of their draws, `[chains, 0, D]`.
+        run: the sink of all parts.
+        chains: numbers of the chains.
 
     Attributes:
         written: draws of each chain that are in the store.
     """
 
-    def __init__(self, run: ToDisk, chains: Sequence[int], none: Tensor):
+    def __init__(self, run: ToDisk, chains: Sequence[int]):
         self._run, self.chains = run, chains
-        self._held = 0, none  # (the first one's number, draws)
+        self._held = 0, run.none[list(chains)]  # (number of the first draw, draws)
         self._due = time.monotonic() + _WAIT_SECONDS
         self.written = run.store.count
 
     @property
     def count(self) -> int:
-        """Draws of each chain that it has got."""
+        """Draws of each chain that were added."""
         begin, held = self._held
         return begin + held.shape[1]
 
     def add(self, positions: Tensor) -> None:
-        """Takes the next draws.
+        """Adds the next draws, `[chains, n, D]`.
 
         Raises:
             FileError: they cannot be written.
@@ -263,19 +282,19 @@ class PartToDisk:
             self._write_rest()
 
     def close(self) -> None:
-        """Writes what it holds.
+        """Writes all draws in memory.
 
         Raises:
-            FileError: it cannot be written.
+            FileError: they cannot be written.
         """
         self._fill_files()
         self._write_rest()
 
     def end_at(self, count: int) -> None:
-        """Has so many draws, in files: NaN in the place of those that are not there.
+        """Pads the store with NaN up to `count` draws, or removes files after these.
 
         Raises:
-            FileError: they cannot be written.
+            FileError: the store cannot be written.
         """
         chunk, none = self._run.store.chunk, self._held[1][:, :1]
         while self.count < count:
@@ -286,11 +305,11 @@ class PartToDisk:
         self._run.drop(self.chains, count)
 
     def state(self) -> dict[str, Any]:
-        """What another one needs to go on."""
+        """What another sink needs to continue, as tensors and plain values."""
         return {"run": self._run.store.run, "stored": self._in_full_files, "held": self._waiting}
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
-        """Takes up where another one was; None begins anew."""
+        """Continues from the state of another sink; None starts without draws."""
         state = state or {"stored": 0, "held": self._held[1][:, :0]}
         stop = state["stored"] + state["held"].shape[1]
         self.written = max(state["stored"], min(stop, self.written))
@@ -298,12 +317,12 @@ class PartToDisk:
 
     @property
     def _in_full_files(self) -> int:
-        """Draws that are written for good."""
+        """Draws of each chain that are in full files."""
         return self.written - self.written % self._run.store.chunk
 
     @property
     def _waiting(self) -> Tensor:
-        """Those after them."""
+        """Draws in memory after those in full files."""
         begin, held = self._held
         return held[:, self._in_full_files - begin :]
 
@@ -325,22 +344,32 @@ class PartToDisk:
 
 
 def _transformed(starts: PosteriorDraws) -> list[str]:
-    """Sites whose value is not their unconstrained one, points among them."""
-    elsewhere = starts.positions[0, 0] + 1 / 3  # at a start the two may be equal by chance
-    bare = starts.layout.unflatten(elsewhere)
-    own = starts.log_posterior.constrain(bare)
+    """Sites whose unconstrained values are stored too: those with a transform, and point-estimated
+    params."""
+    shifted = starts.positions[0, 0] + 1 / 3  # at a start, both values may be equal by chance
+    unconstrained = starts.layout.unflatten(shifted)
+    constrained = starts.log_posterior.constrain(unconstrained)
     latents = starts.log_posterior.latents
     return [
         name
-        for name, value in bare.items()
+        for name, value in unconstrained.items()
         if name not in latents
-        or own[name].shape != value.shape
-        or not torch.equal(own[name], value)
+        or constrained[name].shape != value.shape
+        or not torch.equal(constrained[name], value)
     ]
 
 
 def _field(starts: PosteriorDraws, path: str, value: Tensor) -> Field:
-    """How a site's draws `[chains, n, ...]` are stored."""
+    """The array for draws of a site, `[chains, n, ...]`.
+
+    Args:
+        starts: the model.
+        path: `<group>/<site>`.
+        value: draws of the site, for shape and dtype.
+
+    Raises:
+        ArgumentError: the site's name cannot be a file's name.
+    """
     group, _, name = path.partition("/")
     if "/" in name or name.startswith((".", "__")) or len(name.encode()) > _LONGEST_NAME:
         raise ArgumentError(
@@ -351,5 +380,5 @@ def _field(starts: PosteriorDraws, path: str, value: Tensor) -> Field:
     if group == POSTERIOR:
         dims = dims_of(starts, group, name, len(shape))
     else:
-        dims = own_dims(starts, name, len(shape))
+        dims = numbered_dims(starts, name, len(shape))
     return Field(shape, dtype_name(value.dtype), tuple(dims))

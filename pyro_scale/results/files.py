@@ -10,7 +10,7 @@ from typing import Any
 from pyro_scale.errors import FileError
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.networks import check_model
-from pyro_scale.posterior.serialization import draws_of, understood
+from pyro_scale.posterior.serialization import draws_of, prepare_model
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.results.particles import ParticlePosterior
@@ -75,7 +75,7 @@ def posterior_of(path: files.FilePath, contents: Mapping[str, Any], model: Any) 
         FileError: the contents are not those of a posterior, or of another model's.
     """
     with check_contents(path):
-        draws, batch = draws_of(contents, understood(contents, model)), contents["arguments"]
+        draws, batch = draws_of(contents, prepare_model(contents, model)), contents["arguments"]
         posterior: Posterior
         if "gaussians" in contents:
             posterior = GaussianPosterior.of_contents(contents, draws)

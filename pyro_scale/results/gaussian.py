@@ -22,11 +22,10 @@ from pyro_scale.errors import ApproximationWarning, ArgumentError
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior import predictive
 from pyro_scale.posterior.draws import PosteriorDraws
-from pyro_scale.posterior.gaussians import Fit
-from pyro_scale.posterior.guide import Guide
+from pyro_scale.posterior.gaussians import Fit, Guide
 from pyro_scale.posterior.like_run import check_like_run
 from pyro_scale.posterior.linearized import predict as predict_linearized
-from pyro_scale.posterior.prediction_sets import check_asked, predict_sets
+from pyro_scale.posterior.prediction_sets import check_interval, predict_sets
 from pyro_scale.posterior.reductions import Reduce, Reduction
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.results.posterior import Posterior
@@ -200,7 +199,7 @@ class GaussianPosterior(Posterior):
                 `interval` and `calibrate`, as for samplers.
             DataError: as for samplers.
         """
-        check_asked(interval, calibrate, reduce)
+        check_interval(interval, calibrate, reduce)
         if linearized not in (False, True, "probit"):
             raise ArgumentError(f"linearized={linearized!r}: pass True, False or 'probit'")
         held_out = None if calibrate is None else self._open(calibrate)

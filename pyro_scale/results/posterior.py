@@ -24,10 +24,10 @@ from pyro_scale.errors import ArgumentError, PyroScaleWarning
 from pyro_scale.posterior import export, predictive
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.like_run import check_like_run
-from pyro_scale.posterior.prediction_sets import check_asked, predict_sets
+from pyro_scale.posterior.prediction_sets import check_interval, predict_sets
 from pyro_scale.posterior.reductions import Reduce, Reduction
+from pyro_scale.posterior.row_batches import data_sites
 from pyro_scale.posterior.serialization import contents_of
-from pyro_scale.posterior.site_rows import data_sites
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.rng.seeds import Purpose, choose_seed, generator
 from pyro_scale.run.problem import module_device
@@ -376,7 +376,7 @@ class Posterior:
                 of other columns.
             CannotDrawError: a distribution that has no draws.
         """
-        check_asked(interval, calibrate, reduce)
+        check_interval(interval, calibrate, reduce)
         result = self.kept_draws.every_draw
         predictive.check_model(result.log_posterior, "predict")
         check_like_run(result.log_posterior, result.data, args, kwargs)

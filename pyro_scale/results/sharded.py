@@ -15,7 +15,7 @@ from pyro_scale.data.loaders import check_tensors, to_device
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.model.transforms import bijection
 from pyro_scale.posterior.predictive import spread_evenly
-from pyro_scale.posterior.site_rows import data_axes
+from pyro_scale.posterior.row_batches import data_axes
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import Purpose, choose_seed, derived_seed
 from pyro_scale.run.sharded.chain import ShardedProblem, part_of

@@ -1,7 +1,7 @@
-"""Our files: tensors and plain values behind a header with their SHA-256.
+"""Pyro Scale's files: tensors and plain values, after a header with their SHA-256.
 
-torch does not notice a changed byte in its files, and most such files load with other numbers in
-them.  So torch only gets bytes whose hash is the one in the header.
+torch does not detect changed bytes in its files: most damaged files load, with other numbers in
+them.  So bytes are given to torch only if their hash is that in the header.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from torch import Tensor
 
 from pyro_scale.errors import ArgumentError, FileError
 
-#: Where a file is, as users say it.
+#: A path of a file or directory, as users pass it.
 FilePath = str | os.PathLike[str]
-#: What a file holds.
+#: What a file contains.
 Kind = Literal["results", "checkpoint", "crash dump"]
 
-#: The names of files that are being written.
+#: Names of files that are being written.
 _TEMPORARY = ".pyro-scale-{}"
-#: That of the file which who writes into a directory has locked.
+#: Name of the file that the writer of a directory locks.
 _LOCK = ".lock"
-#: What a file system says that has no locks.
+#: Errors of file systems without locks.
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
-#: What a disk says that has no room for a file.
+#: Errors of disks without room for a file.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-#: Of what follows the header; another number, another way to read it.
+#: Version of the format of what follows the header.
 _FORMAT = 3
-_WROTE: dict[Kind, str] = {
+#: How an error message about a file without a header goes on.
+_EXPECTED: dict[Kind, str] = {
     "results": "a file of Pyro Scale's does: pass one that save(path) wrote",
     "checkpoint": "a part of a checkpoint does",
     "crash dump": "the last steps of a chain do: pass the file that the NonFiniteError named",
@@ -48,26 +49,25 @@ _HEADER = r"Pyro Scale %s, format (\d{1,9}), (\d{1,19}) bytes, SHA-256 ([0-9a-f]
 
 
 def write(path: FilePath, contents: Mapping[str, Any], kind: Kind = "results") -> None:
-    """Writes a file, as a whole or not at all: one that was there stays until the new one is
-    complete.
+    """Writes a file completely or not at all: an existing file stays until the new one is complete.
 
     Args:
-        path: where to.
+        path: of the file.
         contents: by name: tensors, strings, numbers, booleans and None, in tuples, lists and
             dicts.
-        kind: what they are.
+        kind: what the contents are.
 
     Raises:
-        ArgumentError: the path is none.
-        FileError: something else is among the contents, or the file cannot be written.
+        ArgumentError: `path` is not a path.
+        FileError: the contents have values of other types, or the file cannot be written.
     """
     target = as_path(path)
-    saved = io.BytesIO()
-    torch.save({name: _plain(value, name) for name, value in contents.items()}, saved)
-    body = saved.getbuffer()
+    buffer = io.BytesIO()
+    torch.save({name: _plain(value, name) for name, value in contents.items()}, buffer)
+    body = buffer.getbuffer()
     digest = hashlib.sha256(body).hexdigest()
     header = f"Pyro Scale {kind}, format {_FORMAT}, {len(body)} bytes, SHA-256 {digest}\n"
-    target = Path(os.path.realpath(target))  # what a link points to, not the link
+    target = Path(os.path.realpath(target))  # a link is kept, and its target replaced
     temporary = target.with_name(_TEMPORARY.format(secrets.token_hex(8)))
     try:
         with open(temporary, "xb") as file:
@@ -77,7 +77,7 @@ def write(path: FilePath, contents: Mapping[str, Any], kind: Kind = "results") -
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except OSError as error:
-        instead = (
+        fix = (
             "free some space, put the directory back, or make it writable"
             if kind == "checkpoint"
             else "free some space, or pass a file on another disk"
@@ -85,7 +85,7 @@ def write(path: FilePath, contents: Mapping[str, Any], kind: Kind = "results") -
             else "pass a file in a directory that is there and can be written to"
         )
         raise FileError(
-            f"'{target}' cannot be written ({error.strerror or error}): {instead}",
+            f"'{target}' cannot be written ({error.strerror or error}): {fix}",
             code="cannot-write",
         ) from error
     finally:
@@ -94,12 +94,15 @@ def write(path: FilePath, contents: Mapping[str, Any], kind: Kind = "results") -
 
 
 def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
-    """What `write` wrote, its tensors in the processor's memory.
+    """The contents of a file that `write` wrote, by name, with tensors on the CPU.
+
+    Args:
+        path: of the file.
+        kind: what the contents must be.
 
     Raises:
-        ArgumentError: the path is none.
-        FileError: there is no such file, it is not one of ours or of another format, or it is not
-            as it was written.
+        ArgumentError: `path` is not a path.
+        FileError: the file cannot be read, has another kind or format, or is damaged.
     """
     target = as_path(path)
     try:
@@ -108,11 +111,11 @@ def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
         raise FileError(f"'{target}' cannot be read ({error.strerror or error})") from error
     header = re.match(_HEADER.encode() % kind.encode(), content)
     if header is None:
-        raise FileError(f"'{target}' does not begin as {_WROTE[kind]}")
-    form, size, digest = header.groups()
-    if int(form) != _FORMAT:
+        raise FileError(f"'{target}' does not begin as {_EXPECTED[kind]}")
+    version, size, digest = header.groups()
+    if int(version) != _FORMAT:
         raise FileError(
-            f"'{target}' has format {int(form)}, but this version of Pyro Scale reads format "
+            f"'{target}' has format {int(version)}, but this version of Pyro Scale reads format "
             f"{_FORMAT}: read it with the version that wrote it"
         )
     body = memoryview(content)[header.end() :]
@@ -129,12 +132,12 @@ def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
         )
     try:
         _check_uncompressed(body, target)
-        found_in = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
-        _check_size(found_in, len(body), target)
-        return cast(dict[str, Any], found_in)
+        contents = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+        _check_size(contents, len(body), target)
+        return cast(dict[str, Any], contents)
     except FileError:
         raise
-    except Exception as error:  # of another version of torch
+    except Exception as error:  # another version of torch may have written it
         raise FileError(
             f"'{target}' is whole, but torch {torch.__version__} cannot read it "
             f"({type(error).__name__}): read it with the version that wrote it"
@@ -142,7 +145,11 @@ def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
 
 
 def _check_uncompressed(body: memoryview, target: Path) -> None:
-    """Refuses records that would take more memory than they have bytes; torch writes none."""
+    """Checks that no record is compressed, and could expand to more memory than the file has bytes.
+
+    Raises:
+        FileError: a record is compressed; torch writes none.
+    """
     with zipfile.ZipFile(io.BytesIO(body)) as records:
         infos = records.infolist()
     packed = any(info.compress_type != zipfile.ZIP_STORED for info in infos)
@@ -151,21 +158,25 @@ def _check_uncompressed(body: memoryview, target: Path) -> None:
 
 
 def _check_size(contents: Any, size: int, target: Path) -> None:
-    """Refuses tensors that declare more numbers than the file has room for, such as one number
-    expanded to terabytes, and those that are no plain ones."""
-    left, seen = [contents], set()
-    while left:
-        value = left.pop()
-        if id(value) in seen:
+    """Checks that tensors are dense, and no larger than the file, as one number expanded to
+    terabytes would be.
+
+    Raises:
+        FileError: a tensor is sparse, on the meta device, or too large.
+    """
+    stack, visited = [contents], set()
+    while stack:
+        value = stack.pop()
+        if id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, dict):
-            left += value.values()
+            stack += value.values()
         elif isinstance(value, list | tuple):
-            left += value
+            stack += value
         elif isinstance(value, Tensor):
-            plain = value.layout is torch.strided and not value.is_meta
-            if not plain or value.numel() * value.element_size() > size:
+            is_dense = value.layout is torch.strided and not value.is_meta
+            if not is_dense or value.numel() * value.element_size() > size:
                 raise FileError(
                     f"'{target}' declares a tensor {list(value.shape)} that its {size} bytes do "
                     "not hold: take another copy"
@@ -174,20 +185,20 @@ def _check_size(contents: Any, size: int, target: Path) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path, lock: Path | None = None) -> Iterator[None]:
-    """Keeps other processes that ask for it out of a directory, until the end or that of the
-    process; not other threads of this one.
+    """A context manager that locks a directory against other processes that lock it; not against
+    threads of this process.
 
     Args:
-        directory: which.
-        lock: the file that is locked, and gone afterwards; `.lock` in the directory by default.
+        directory: that is locked.
+        lock: the lock's file, which is removed afterwards; `.lock` in the directory by default.
 
     Raises:
-        FileError: another one has it, or the file cannot be written.
+        FileError: another process has the lock, or its file cannot be written.
     """
     file = lock or directory / _LOCK
     holder = FileLock(file)
     try:
-        file.touch()  # where it cannot be made, a lock would be waited for
+        file.touch()  # FileLock would wait where the file cannot be created
         holder.acquire(timeout=0)
     except Timeout:
         raise FileError(
@@ -204,22 +215,22 @@ def locked(directory: Path, lock: Path | None = None) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            file.unlink()  # while it is locked: nobody else can have it in between
+            file.unlink()  # while it is locked, so that no other process locks it in between
         holder.release()
 
 
 def drop_unfinished(directory: Path) -> None:
-    """Drops what processes that were killed have left half written."""
+    """Removes files that killed processes left partly written."""
     for file in directory.glob(_TEMPORARY.format("[0-9a-f]" * 16)):
         with contextlib.suppress(OSError):
             file.unlink()
 
 
 def as_path(path: FilePath) -> Path:
-    """A path that a user passed.
+    """The path that a user passed, with `~` expanded.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: it is not a path.
     """
     if not isinstance(path, str | Path | os.PathLike) or "\0" in os.fspath(path) or path == "":
         raise ArgumentError(f"path={path!r}: pass a str or a Path")
@@ -227,19 +238,23 @@ def as_path(path: FilePath) -> Path:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """The value with its tensors as they are to be written.
+    """The value as it is written: with tensors on the CPU that are no views.
+
+    Args:
+        value: a tensor or a plain value.
+        name: of the value, for the error message.
 
     Raises:
-        FileError: it is, or holds, something else than tensors and plain values.
+        FileError: it is, or contains, something else than tensors and plain values.
     """
     if isinstance(value, Tensor):
         return _plain_tensor(value, name)
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (tuple, list):
-        return type(value)(_plain(each, f"{name}[{i}]") for i, each in enumerate(value))
+        return type(value)(_plain(item, f"{name}[{i}]") for i, item in enumerate(value))
     if type(value) is dict and all(type(key) in (int, str) for key in value):
-        return {key: _plain(each, f"{name}[{key!r}]") for key, each in value.items()}
+        return {key: _plain(item, f"{name}[{key!r}]") for key, item in value.items()}
     raise _not_plain(value, name)
 
 
@@ -247,10 +262,10 @@ def _plain_tensor(value: Tensor, name: str) -> Tensor:
     detached = value.detach()
     if type(detached) is not Tensor or value.layout is not torch.strided or value.is_meta:
         raise _not_plain(value, name)
-    here = detached.cpu()
-    # a view would take all that it is a view of into the file
-    is_part = here.untyped_storage().nbytes() > here.numel() * here.element_size()
-    return here.clone() if is_part else here
+    on_cpu = detached.cpu()
+    # torch.save writes the whole storage of a view
+    is_view = on_cpu.untyped_storage().nbytes() > on_cpu.numel() * on_cpu.element_size()
+    return on_cpu.clone() if is_view else on_cpu
 
 
 def _not_plain(value: Any, name: str) -> FileError:
@@ -262,14 +277,19 @@ def _not_plain(value: Any, name: str) -> FileError:
 
 
 @contextlib.contextmanager
-def refused(path: Path, what: str) -> Iterator[None]:
-    """Our error for what the disk or a codec refuses of draws in a directory."""
+def store_errors(path: Path, action: str) -> Iterator[None]:
+    """A context manager that turns errors of the disk or of Zarr into a `FileError`.
+
+    Args:
+        path: of the store.
+        action: what failed, as a participle: `"read"` or `"written"`.
+    """
     try:
         yield
     except (ArgumentError, FileError):
         raise
     except (OSError, RuntimeError, KeyError, TypeError, ValueError, IndexError) as error:
         reason = getattr(error, "strerror", None) or error
-        if isinstance(error, KeyError) and not path.exists():  # of what Zarr had open
+        if isinstance(error, KeyError) and not path.exists():  # it was removed while it was open
             reason = "the store is gone: put it back, or begin again"
-        raise FileError(f"the draws in '{path}' cannot be {what} ({reason})") from error
+        raise FileError(f"the draws in '{path}' cannot be {action} ({reason})") from error

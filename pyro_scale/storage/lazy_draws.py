@@ -1,4 +1,4 @@
-"""Draws that are on disk, read when they are needed."""
+"""Draws in a store on disk, read when they are used."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.validation import evenly
 from pyro_scale.storage.zarr_store import POSTERIOR, UNCONSTRAINED, DrawStore
 
-#: Bytes that are read at once.
+#: Bytes that are read into memory at a time.
 _READ_BYTES = 2**23
-#: Files of a site and chain that are read to see some draws of a run.
-_FILES = 16
+#: Files of each site and chain that are read for an evenly spaced sample of draws.
+_MAX_FILES = 16
 
 
 @dataclass(frozen=True)
 class StoredPositions:
-    """Unconstrained draws in a store, `[chains, draws, D]`, in place of a tensor.
+    """Unconstrained draws in a store, `[chains, draws, D]`, used like a tensor.
 
-    A site whose value is its unconstrained one is in the posterior alone.
+    Sites without a transform are stored once, in the group of constrained values.
 
     Attributes:
-        store: where they are.
-        layout: of a position.
-        chains: the chains' places in the store, `[chains]`.
+        store: of the draws.
+        layout: of a position: where each site is in it.
+        chains: indices of the chains in the store, `[chains]`.
         count: draws of each chain.
     """
 
@@ -39,42 +39,40 @@ class StoredPositions:
 
     @property
     def shape(self) -> torch.Size:
-        """As a tensor's."""
+        """`[chains, draws, D]`."""
         return torch.Size((len(self.chains), self.count, self.layout.size))
 
     @property
     def samples(self) -> StoredSamples:
-        """Constrained values by site."""
+        """Constrained values of the draws, by site."""
         return StoredSamples(self)
 
     def __getitem__(self, places: tuple[int | Tensor, int | Tensor]) -> Tensor:
-        """The draws at (chains, draws), numbers or tensors that are broadcast, `[..., D]`."""
+        """The draws at indices (chains, draws), which are broadcast together, `[..., D]`."""
         return _at_places(self._read, self.shape, *places)
 
     def blocks(self) -> Iterator[Tensor]:
-        """All draws, chain by chain, some at a time, `[n, D]`."""
+        """All draws, chain by chain, in blocks `[n, D]` of limited size."""
         width = self.layout.size * torch.finfo(self.layout.dtype).bits // 8
-        each = max(1, _READ_BYTES // width)
+        block_size = max(1, _READ_BYTES // width)
         for chain in range(len(self.chains)):
-            for places in torch.arange(self.count).split(each):
+            for places in torch.arange(self.count).split(block_size):
                 yield self._read(torch.tensor([chain]), places)[0]
 
     def _read(self, chains: Tensor, draws: Tensor) -> Tensor:
-        """`[len(chains), len(draws), D]`."""
-        own, other = self.chains[chains], self.store.sites(UNCONSTRAINED)
-        parts = [
-            self.store.read(f"{UNCONSTRAINED if n in other else POSTERIOR}/{n}", own, draws)
-            for n in self.layout.names
-        ]
-        lead = len(chains), len(draws)
-        sizes = [shape.numel() for shape in self.layout.shapes]
-        flat = [part.reshape(*lead, size) for part, size in zip(parts, sizes, strict=True)]
-        return torch.cat([part.to(self.layout.dtype) for part in flat], 2)
+        """The draws of these chains, `[len(chains), len(draws), D]`."""
+        transformed, parts = self.store.sites(UNCONSTRAINED), []
+        for name, shape in zip(self.layout.names, self.layout.shapes, strict=True):
+            group = UNCONSTRAINED if name in transformed else POSTERIOR
+            part = self.store.read(f"{group}/{name}", self.chains[chains], draws)
+            flat = part.reshape(len(chains), len(draws), shape.numel())
+            parts.append(flat.to(self.layout.dtype))
+        return torch.cat(parts, 2)
 
 
 @dataclass(frozen=True)
 class StoredSamples(Mapping[str, Tensor]):
-    """Constrained draws by site, `[chains, draws, ...]`, each read when it is asked for."""
+    """Constrained draws in a store by site, `[chains, draws, ...]`, read when they are used."""
 
     positions: StoredPositions
 
@@ -92,12 +90,13 @@ class StoredSamples(Mapping[str, Tensor]):
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Of one draw of every site."""
+        """The shape of one draw of every site."""
         store = self.positions.store
         return {n: store.shape_of(f"{POSTERIOR}/{n}") for n in store.sites(POSTERIOR)}
 
     def at(self, chains: Tensor, draws: Tensor) -> dict[str, Tensor]:
-        """Those at (chains, draws), which are broadcast, `[..., *shape]`."""
+        """The draws at indices (chains, draws), which are broadcast together, `[..., *shape]` by
+        site."""
         shape = self.positions.shape
 
         def read(name: str) -> Tensor:
@@ -106,12 +105,17 @@ class StoredSamples(Mapping[str, Tensor]):
         return {name: read(name) for name in self}
 
     def elements(self, name: str, places: Tensor) -> Tensor:
-        """All draws of some elements of a site, by their places in the flattened one."""
+        """All draws of some elements of a site, `[chains, draws, len(places)]`.
+
+        Args:
+            name: of the site.
+            places: indices into the site's flattened value.
+        """
         chains, draws = torch.arange(len(self.positions.chains)), torch.arange(self.positions.count)
         return self._read(name, chains, draws, places)
 
     def dataset(self) -> Any:
-        """All of them as xarray's dataset, of which nothing is read before it is needed."""
+        """All draws as an `xarray.Dataset`, which reads draws when they are used."""
         dataset = self.positions.store.dataset(POSTERIOR)[list(self)].drop_attrs(deep=False)
         kept = {"chain": self.positions.chains.numpy(), "draw": slice(self.positions.count)}
         return dataset.isel(kept)
@@ -119,21 +123,22 @@ class StoredSamples(Mapping[str, Tensor]):
     def _read(
         self, name: str, chains: Tensor, draws: Tensor, elements: Tensor | None = None
     ) -> Tensor:
-        own = self.positions.chains[chains]
-        return self.positions.store.read(f"{POSTERIOR}/{name}", own, draws, elements)
+        chains = self.positions.chains[chains]
+        return self.positions.store.read(f"{POSTERIOR}/{name}", chains, draws, elements)
 
 
-#: Unconstrained draws, `[chains, draws, D]`, in memory or not.
+#: Unconstrained draws, `[chains, draws, D]`, in memory or in a store.
 Positions = Tensor | StoredPositions
 
 
 def spread(positions: Positions, most: int) -> Tensor:
-    """At most so many draws' places, evenly over a run; in a store they are of a few files."""
+    """Indices of at most `most` draws, evenly spaced over a run; of draws in a store, from a few
+    files."""
     draws = torch.arange(positions.shape[1])
     if isinstance(positions, StoredPositions):
         file = draws // positions.store.chunk
         files = file.unique()
-        draws = draws[torch.isin(file, files[evenly(len(files), _FILES)])]
+        draws = draws[torch.isin(file, files[evenly(len(files), _MAX_FILES)])]
     return draws[evenly(len(draws), most)]
 
 
@@ -143,13 +148,21 @@ def _at_places(
     chains: int | Tensor,
     draws: int | Tensor,
 ) -> Tensor:
-    """What indexing a tensor gives, by something that reads (chains, draws) in blocks."""
+    """The result of indexing a tensor by (chains, draws), from a function that reads all
+    combinations of some chains and some draws.
+
+    Args:
+        read: from indices `[n]` of chains and `[m]` of draws to values `[n, m, ...]`.
+        shape: `[chains, draws, ...]`, for negative indices.
+        chains: indices of chains.
+        draws: indices of draws, broadcast with `chains`.
+    """
     chain, draw = torch.broadcast_tensors(torch.as_tensor(chains), torch.as_tensor(draws))
     places = torch.stack([chain.flatten() % shape[0], draw.flatten() % shape[1]])
     parts, order = [], []
-    for own in places[0].unique():
-        here = torch.nonzero(places[0] == own)[:, 0]
-        parts.append(read(own[None], places[1, here])[0])
-        order.append(here)
+    for number in places[0].unique():
+        in_chain = torch.nonzero(places[0] == number)[:, 0]
+        parts.append(read(number[None], places[1, in_chain])[0])
+        order.append(in_chain)
     values = torch.cat(parts)[torch.cat(order).argsort()]
     return values.reshape(*chain.shape, *values.shape[1:])

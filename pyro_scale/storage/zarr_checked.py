@@ -1,4 +1,7 @@
-"""A read-only Zarr store that refuses missing or damaged data."""
+"""A read-only Zarr store in which missing or damaged draws are errors.
+
+A module by itself, because its class has a base class in zarr, which may not be installed.
+"""
 
 from __future__ import annotations
 
@@ -11,39 +14,45 @@ from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import LocalStore, WrapperStore
 
 from pyro_scale.errors import FileError
-from pyro_scale.storage.files import refused
+from pyro_scale.storage.files import store_errors
 
-#: The end of the name of a file of draws, `<chain>.<number>...`, or of a coordinate, `<number>`.
-_VALUES = re.compile(r"/\d+(?:\.\d+)*$")
+#: The end of a chunk's key: `<chain>.<number>...` for draws, `<number>` for a coordinate.
+_CHUNK = re.compile(r"/\d+(?:\.\d+)*$")
 
 
-class WholeStore(WrapperStore[LocalStore]):
-    """Raises `FileError` for a file of draws that is damaged, or is not there, which Zarr takes for
-    one of NaN, and of a coordinate, which it takes for one of zeros.
+class CheckedStore(WrapperStore[LocalStore]):
+    """Raises `FileError` for chunks that are damaged or missing.
+
+    Zarr 3.1 reads missing draws as NaN and missing coordinates as 0, and raises errors of other
+    classes for damaged chunks.
 
     Args:
-        store: which.
-        refuse_another: raises it where the store is of another run by now.
+        store: the store that is wrapped.
+        check_same_run: raises `FileError` if the path holds the store of another run.
     """
 
     def __init__(self, store: LocalStore, check_same_run: Callable[[], None]):
         super().__init__(store)
         self._check_same_run = check_same_run
 
-    def _with_store(self, store: LocalStore) -> WholeStore:
-        return WholeStore(store, self._check_same_run)
+    def _with_store(self, store: LocalStore) -> CheckedStore:
+        return CheckedStore(store, self._check_same_run)
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """What a file holds."""
+        """The bytes of a file; None if it is not there, and is not a chunk.
+
+        Raises:
+            FileError: it is a chunk, and missing or damaged.
+        """
         self._check_same_run()
         path = self._store.root
-        with refused(path, "read"):
+        with store_errors(path, "read"):
             value = await super().get(key, prototype, byte_range)
-            if not _VALUES.search(key):
+            if not _CHUNK.search(key):
                 return value
             if value is None:
-                raise FileError(f"the draws in '{path}' are not whole: {key} is gone")
-            CRC32().decode(value.to_bytes())  # which raises; of Zarr's own check it is no FileError
+                raise FileError(f"the draws in '{path}' are incomplete: {key} is gone")
+            CRC32().decode(value.to_bytes())  # raises if the checksum differs
         return value

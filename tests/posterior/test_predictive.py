@@ -22,7 +22,7 @@ from repetitions import each_once, long_but
 import pyro_scale as ps
 from pyro_scale import metrics
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.posterior import draws, reductions, row_batches
+from pyro_scale.posterior import chunked_vmap, reductions, row_batches
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
 SIZE = 12
@@ -232,8 +232,8 @@ def batch_size(request, monkeypatch):
     """Rows at a time, and once also fewer draws at a time than there are."""
     rows, small = request.param
     if small:
-        monkeypatch.setattr(draws, "_CHUNK_BYTES", small)
-        monkeypatch.setattr(reductions, "_SORTED", small // 8)
+        monkeypatch.setattr(chunked_vmap, "CHUNK_BYTES", small)
+        monkeypatch.setattr(reductions, "_NUMBERS_SORTED", small // 8)
     return rows
 
 
@@ -620,10 +620,10 @@ REFUSED = {
     "nan": ("Normal", [math.nan], UNKNOWN),
     "names": ("Normal", ["mean", "variance"], UNKNOWN),
     "scalar": ("Normal", torch.tensor(0.5), UNKNOWN),
-    "entropy": ("Normal", "entropy", "'y' is a Normal, not of classes: pass reduce='variance'"),
-    "counts": ("Multinomial", "entropy", "'y' is a Multinomial, not of classes"),
-    "variance": ("Categoricals", "variance", "'y' is of classes, .* pass reduce='entropy'"),
-    "order": ("OrderedLogistic", [0.1], "'y' is of classes, which have no order: .*'mean'"),
+    "entropy": ("Normal", "entropy", "'y' is a Normal, which has no classes: pass reduce="),
+    "counts": ("Multinomial", "entropy", "'y' is a Multinomial, which has no classes"),
+    "variance": ("Categoricals", "variance", "'y' is categorical, .* pass reduce='entropy'"),
+    "order": ("OrderedLogistic", [0.1], "'y' is categorical, and classes have no order: .*'mean'"),
 }
 
 

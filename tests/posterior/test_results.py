@@ -21,6 +21,8 @@ from both_arviz import IS_1, compared, dataset_of, elpd_of, groups_of, identical
 from pyro import poutine
 from reference import double, normals
 from repetitions import long_but
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pyro_scale as ps
@@ -94,6 +96,47 @@ def test_draws_are_constrained_positions_in_memory_of_their_own(bare):
     fit.posterior.draws.samples["a"].zero_()
     assert torch.equal(fit.posterior.draws.positions, positions)
     assert not bare or len(calls) == before
+
+
+class LargeTensors(TorchDispatchMode):
+    """Lists the shapes of new storages of at least so many bytes."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.shapes = least, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        inputs = {t.untyped_storage().data_ptr() for t in leaves_of((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for tensor in leaves_of(out):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() >= self.least and storage.data_ptr() not in inputs:
+                self.shapes.append(list(tensor.shape))
+        return out
+
+
+def leaves_of(tree):
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def test_draws_are_in_memory_once():
+    """Draws are written into one tensor, and neither measurements nor `get_samples` need another
+    one of this size, besides what `get_samples` returns."""
+    size, draws, chains = 50_000, 120, 2
+
+    def model(y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(size), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(w[0], 1.0), obs=y)
+
+    run = {"num_samples": draws // chains, "warmup_steps": 1, "thinning": 1, "seed": 0, **QUIET}
+    with LargeTensors(4 * draws * size) as large:
+        sgld = ps.SGLD(model, lr=1e-3, compile=False)
+        fit = sgld.run(torch.zeros(10), num_chains=chains, **run)
+    assert large.shapes == [[chains, draws // chains, size]]
+    with LargeTensors(4 * draws * size) as large:
+        samples = fit.get_samples()["w"]
+    assert large.shapes == [list(samples.shape)]
 
 
 def log_density(samples, x=X, y=Y):

@@ -67,14 +67,14 @@ def test_tensors_that_declare_more_than_is_there_are_refused(tensor, tmp_path):
 def test_stores_with_other_codecs_are_refused(tmp_path):
     path = tmp_path / "draws.zarr"
     ps.SGLD(normal, lr=0.1, compile=False).run(None, **HOW, store=path)
-    assert DrawStore.opened(path).count == 40
+    assert DrawStore.open(path).count == 40
     for name in ("posterior/w/.zarray", ".zmetadata"):
         found = json.loads((path / name).read_text())
         array = found["metadata"]["posterior/w/.zarray"] if "metadata" in found else found
         array["filters"] = [{"id": "pickle"}]
         (path / name).write_text(json.dumps(found))
     with pytest.raises(FileError, match="codec that Pyro Scale does not write"):
-        DrawStore.opened(path)
+        DrawStore.open(path)
 
 
 SPOILED = {

@@ -34,7 +34,8 @@ from pyro_scale.core import online_moments, tdigest
 from pyro_scale.engine import chains, checkpoint, loop
 from pyro_scale.engine import draws as drive_draws
 from pyro_scale.errors import ArgumentError, FileError, PyroScaleError
-from pyro_scale.posterior import online, sinks
+from pyro_scale.posterior import draws as posterior_draws
+from pyro_scale.posterior import sinks
 from pyro_scale.run import config
 from pyro_scale.storage import zarr_store
 
@@ -157,7 +158,7 @@ def test_a_loader_that_breaks_leaves_what_there_was(kept, after, tmp_path):
     same_outcome(resumed, whole)
 
 
-MOVERS = chains, loop, sinks, zarr_store, online_moments, tdigest, online, drive_draws
+MOVERS = chains, loop, sinks, zarr_store, online_moments, tdigest, posterior_draws, drive_draws
 
 
 class Interrupter:
@@ -363,7 +364,7 @@ def test_what_was_written_by_time_stays_where_a_run_goes_on(cut_at, tmp_path, mo
         fitted(checkpoint=tmp_path / "run", **how)
     monkeypatch.undo()
     monkeypatch.setattr(sinks, "_MOST_DRAWS", 7)
-    before = zarr_store.DrawStore.opened(how["store"]).count
+    before = zarr_store.DrawStore.open(how["store"]).count
     truncate = zarr_store.DrawStore.truncate
 
     def seen(self, count):
@@ -585,6 +586,7 @@ sys.path.insert(0, {tests!r})
 warnings.simplefilter("ignore")
 import shutil, torch
 from pathlib import Path
+from pyro_scale.posterior import draws as posterior_draws
 from pyro_scale.posterior import sinks
 import stored
 sinks._MOST_DRAWS, sinks._WAIT_SECONDS = 200, 0.0

@@ -207,7 +207,7 @@ def test_a_file_is_of_bounded_size(tmp_path, monkeypatch):
     """Not the number of draws alone bounds it, nor what all chains hold of them."""
     monkeypatch.setattr(sinks, "_MOST_DRAWS", 10**6)
     inside = fitted()
-    for name, most in (("_FILE_BYTES", 8 * 9), ("_HELD_BYTES", 3 * 8 * 9)):
+    for name, most in (("_FILE_BYTES", 8 * 9), ("_WAITING_BYTES", 3 * 8 * 9)):
         monkeypatch.setattr(sinks, name, 5 * most)
         stored = fitted(store=tmp_path / f"{name}.zarr")
         files = list((tmp_path / f"{name}.zarr/posterior/w").iterdir())
