@@ -14,13 +14,14 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.curvature.chunks import num_rows_in, split
+from pyro_scale.curvature.ggn import RowKind
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data, IndexedData, TensorData
 from pyro_scale.diagnostics.check_fit import check_fit
 from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, DataError, ModelError, NotRunError
-from pyro_scale.fullbatch.chunks import num_rows_in, split
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, Settings
 from pyro_scale.infer.ekf_program import LastProgram
@@ -35,7 +36,6 @@ from pyro_scale.infer.ekf_start import (
 from pyro_scale.infer.method import NotRun, Starts
 from pyro_scale.infer.stepwise import Stepwise
 from pyro_scale.kernels.ekf import EKFState
-from pyro_scale.model.curvature.ggn import RowKind
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.results.gaussian import GaussianPosterior

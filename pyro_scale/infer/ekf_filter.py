@@ -16,14 +16,14 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.core.warn import warn
+from pyro_scale.curvature.chunks import Chunk, split
+from pyro_scale.curvature.ggn import Curvature, RowKind
 from pyro_scale.data.blocks import blocks_in_order
 from pyro_scale.data.sources import Data
 from pyro_scale.errors import CompileWarning, NonFiniteError
-from pyro_scale.fullbatch.chunks import Chunk, split
 from pyro_scale.infer.ekf_program import LastProgram
 from pyro_scale.kernels.ekf import EKFState, absorb, predict
 from pyro_scale.model import derivatives
-from pyro_scale.model.curvature.ggn import Curvature, RowKind
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.scaling import Evaluation
 from pyro_scale.posterior.collect import facts_of

@@ -13,10 +13,10 @@ from pyro_scale.core.gaussian import Gaussian, as_structure
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.memory import check_fits
 from pyro_scale.core.rows import Arguments
+from pyro_scale.curvature.gaussian_prior import gaussian_prior
 from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.infer.approximation import fit_of
 from pyro_scale.infer.method import Starts
-from pyro_scale.model.curvature.gaussian_prior import gaussian_prior
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.run.initialize import check_sites, init_of
 

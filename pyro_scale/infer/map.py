@@ -10,8 +10,8 @@ from torch import Tensor
 from pyro_scale import kernels
 from pyro_scale.core.memory import check_fits
 from pyro_scale.core.warn import warn
+from pyro_scale.curvature.density import NEAR, FullDataDensity
 from pyro_scale.errors import ApproximationWarning, ArgumentError
-from pyro_scale.fullbatch.density import NEAR, FullDataDensity
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.settings import A_FIT, gaussian_of
 from pyro_scale.infer.stochastic import Optimized

@@ -13,8 +13,8 @@ from torch.distributions import Bernoulli, Categorical, OneHotCategorical
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from pyro_scale.curvature import fisher
 from pyro_scale.errors import ArgumentError
-from pyro_scale.model.curvature import fisher
 from pyro_scale.model.sites import Site
 from pyro_scale.posterior.draws import in_chunks
 from pyro_scale.posterior.gaussians import Fit

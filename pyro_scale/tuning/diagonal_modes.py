@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Diagonal
+from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.tuning.modes import Check, Mode, Modes, each_once, in_order
 from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.policy import SEARCH

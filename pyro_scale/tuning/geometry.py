@@ -10,11 +10,11 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian, as_structure
 from pyro_scale.core.whitening import DiagonalWhitening, whiten
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.gauss_newton import anchored
+from pyro_scale.curvature.kronecker_gaussian import kronecker_at
 from pyro_scale.distributed.ranks import ALONE
 from pyro_scale.errors import ArgumentError
-from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.gauss_newton import anchored
-from pyro_scale.fullbatch.kronecker import kronecker_at
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.whitening import DenseWhitening
+from pyro_scale.curvature.control_variates import AnchorCurvature, ControlVariates
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.observations import Exact
+from pyro_scale.curvature.observed import observe
+from pyro_scale.curvature.precision import expansion_at
+from pyro_scale.curvature.prior_hessian import prior_precision
 from pyro_scale.data.batches import batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
-from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.precision import expansion_at
-from pyro_scale.model.control_variates import AnchorCurvature, ControlVariates
-from pyro_scale.model.curvature.observations import Exact
-from pyro_scale.model.curvature.observed import observe
-from pyro_scale.model.curvature.prior_hessian import prior_precision
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.budget import rows_a_step
 from pyro_scale.run.problem import Problem, position_of

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense
+from pyro_scale.curvature.density import NEAR, FullDataDensity
+from pyro_scale.curvature.gauss_newton import with_gauss_newton
+from pyro_scale.curvature.newton import Ascent, ascend
 from pyro_scale.distributed.ranks import ALONE, Ranks
-from pyro_scale.fullbatch.density import NEAR, FullDataDensity
-from pyro_scale.fullbatch.gauss_newton import with_gauss_newton
-from pyro_scale.fullbatch.newton import Ascent, ascend
 from pyro_scale.tuning.modes import (
     Check,
     Mode,

@@ -10,9 +10,9 @@ from reference import close, double, normals
 
 from pyro_scale import kernels
 from pyro_scale.core.gaussian import Dense
+from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning.diagonal_modes import _are_one, find_diagonal_modes
 from pyro_scale.tuning.modes import Mode, find_modes, merged

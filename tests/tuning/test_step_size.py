@@ -17,11 +17,11 @@ from repetitions import long_but
 
 import pyro_scale as ps
 from pyro_scale import kernels
+from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.data.open import open_data
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, NonFiniteError
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning import step_size
 
