@@ -1,4 +1,4 @@
-"""The whole data in chunks that the model can take."""
+"""All rows of the data, in chunks that the model can take."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pyro_scale.data.sources import Data, IndexedData, TensorData
 from pyro_scale.distributed.shares import WHOLE, Share
 from pyro_scale.model.log_posterior import LogPosterior
 
-#: Rows that are evaluated together, unless the caller says otherwise.
+#: Rows in a chunk, unless the caller chooses.
 CHUNK_ROWS = 4096
 
 
 class Chunk(NamedTuple):
-    """Part of the data, as the model takes it.
+    """Some rows of the data, as the model takes them.
 
     Attributes:
         arguments: the model's arguments.
-        indices: which rows, for a model that subsamples by itself.
-        keep: which of the chunk's rows are new.
+        indices: which rows to take, for a model that subsamples by itself.
+        keep: which of the chunk's rows are new: chunks of such a model may overlap.
         num_rows: how many rows the chunk has.
     """
 
@@ -36,28 +36,66 @@ class Chunk(NamedTuple):
 
     @property
     def num_new(self) -> int:
-        """How many of them are new."""
+        """How many of the rows are new."""
         return len(range(*self.keep.indices(self.num_rows)))
 
 
 def chunks_of(
     log_posterior: LogPosterior, data: Data, num_rows: int | None = None, share: Share = WHOLE
 ) -> Iterator[Chunk]:
-    """All rows once, in the data's order, about so many at a time; all of them together for a
-    model that takes nothing less.  Of these, a rank's share."""
-    size = _size(log_posterior, data, num_rows, share)
-    if isinstance(data, IndexedData) and share != WHOLE and size:  # which reads no rows of others
-        own = list(share.of(data.subset.split(size)))
-        if not own:
+    """All rows once, in the data's order, or a rank's share of them.
+
+    Args:
+        log_posterior: the model; one that needs all rows together gets a single chunk.
+        data: the rows.
+        num_rows: about how many rows a chunk has.
+        share: which chunks are this rank's.
+    """
+    size = _chunk_size(log_posterior, data, num_rows, share)
+    if isinstance(data, IndexedData) and share != WHOLE and size:  # do not read others' rows
+        parts = list(share.of(data.subset.split(size)))
+        if not parts:
             return iter(())
-        return split(log_posterior, dataclasses.replace(data, subset=torch.cat(own)).in_order(size))
+        data = dataclasses.replace(data, subset=torch.cat(parts))
+        return split(log_posterior, data.in_order(size))
     return share.of(split(log_posterior, data.in_order(size)))
 
 
-def _size(
+def chunks_with(
+    log_posterior: LogPosterior, data: Data, chosen: Tensor, share: Share = WHOLE
+) -> Iterator[tuple[Chunk, Tensor]]:
+    """(Chunks that contain chosen rows, places of the chosen rows among the chunk's new rows).
+
+    Args:
+        log_posterior: the model.
+        data: all rows.
+        chosen: places of rows in the data, in order.
+        share: which of these chunks are this rank's.
+    """
+    return share.of(_chunks_with(log_posterior, data, chosen, share))
+
+
+def _chunks_with(
+    log_posterior: LogPosterior, data: Data, chosen: Tensor, share: Share
+) -> Iterator[tuple[Chunk, Tensor]]:
+    begin, takes_parts = 0, is_row_wise(log_posterior)
+    for chunk in chunks_of(log_posterior, data, _chunk_size(log_posterior, data, None, share)):
+        end = begin + chunk.num_new
+        places = chosen[(chosen >= begin) & (chosen < end)] - begin
+        begin = end
+        if not len(places):
+            continue
+        if takes_parts and chunk.indices is None:
+            arguments = rows.take(chunk.arguments, places.to(rows.device(chunk.arguments)))
+            chunk = chunk._replace(arguments=arguments, num_rows=len(places))
+            places = torch.arange(len(places))
+        yield chunk, places
+
+
+def _chunk_size(
     log_posterior: LogPosterior, data: Data, num_rows: int | None, share: Share
 ) -> int | None:
-    """How many rows to take together."""
+    """Rows in a chunk; None for all rows together."""
     size = (num_rows or CHUNK_ROWS) if is_row_wise(log_posterior) else None
     if size is None or share == WHOLE or not isinstance(data, TensorData | IndexedData):
         return size
@@ -65,53 +103,21 @@ def _size(
 
 
 def num_rows_in(data: TensorData | IndexedData) -> int:
-    """How many rows the data hold."""
+    """How many rows the data have."""
     if isinstance(data, IndexedData):
         return len(data.subset)
     return rows.count(data.arguments) or 0
 
 
-def chunks_with(
-    log_posterior: LogPosterior, data: Data, chosen: Tensor, share: Share = WHOLE
-) -> Iterator[tuple[Chunk, Tensor]]:
-    """(Chunks that hold chosen rows, where those are among a chunk's new rows).
-
-    Args:
-        log_posterior: what takes the chunks.
-        data: all rows.
-        chosen: the rows' places, in order.
-        share: which of these chunks.
-    """
-    return share.of(_with(log_posterior, data, chosen, share))
-
-
-def _with(
-    log_posterior: LogPosterior, data: Data, chosen: Tensor, share: Share
-) -> Iterator[tuple[Chunk, Tensor]]:
-    begin = 0
-    takes_less = is_row_wise(log_posterior)
-    for chunk in chunks_of(log_posterior, data, _size(log_posterior, data, None, share)):
-        new = chunk.num_new
-        here = chosen[(chosen >= begin) & (chosen < begin + new)] - begin
-        begin += new
-        if not len(here):
-            continue
-        if takes_less and chunk.indices is None:
-            taken = rows.take(chunk.arguments, here.to(rows.device(chunk.arguments)))
-            yield chunk._replace(arguments=taken, num_rows=len(here)), torch.arange(len(here))
-        else:
-            yield chunk, here
-
-
 def is_row_wise(log_posterior: LogPosterior) -> bool:
-    """Whether the model takes parts of the data."""
+    """Whether the model can be run on a part of the data."""
     info = log_posterior.model_info
     joint = any(rule.whole_data for rule in info.scaling.rules.values())
     return not (joint or info.whole_only)
 
 
 def split(log_posterior: LogPosterior, batches: Iterable[Arguments]) -> Iterator[Chunk]:
-    """Batches as the model takes them; one that subsamples by itself gets blocks of indices."""
+    """Batches as chunks; a model that subsamples by itself gets them as blocks of indices."""
     info = log_posterior.model_info
     for arguments in batches:
         total = rows.count(arguments)

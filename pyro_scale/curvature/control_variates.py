@@ -1,4 +1,4 @@
-"""Control variates: the minibatch gradient's difference to what is known of it at an anchor."""
+"""Control variates: minibatch gradients corrected by the full-data gradient at an anchor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AnchorCurvature:
     """The generalized Gauss-Newton matrix of the likelihood at an anchor.
 
     Attributes:
-        total: of all rows, in nats, `[D, D]`.
+        total: the matrix of all rows, in nats, `[D, D]`.
         observed: the sites whose Fisher information it is made of, row by row.
     """
 
@@ -34,28 +34,28 @@ class AnchorCurvature:
 
 @dataclass(frozen=True)
 class ControlVariates:
-    """A log posterior whose gradient is the whole data's at an anchor a, plus the batch's
-    difference from there (Baker et al. 2019; Nagapetyan et al. 2017):
+    """A log posterior whose gradient is the full-data gradient at an anchor a, plus the difference
+    of the batch's gradients (Baker et al. 2019; Nagapetyan et al. 2017):
 
         g(theta) = G(a) + g_batch(theta) - g_batch(a)
 
-    As unbiased as the batch's own, and where chains stay near the anchor, a distance of
-    order N^-1/2 off, its variance is smaller by a factor of order N.  It takes two gradients of
-    a batch.  The log joint is the batch's own estimate, as without.
+    It is unbiased, like the batch's gradient.  Where chains stay within a distance of order N^-1/2
+    of the anchor, its variance is smaller by a factor of order N.  It costs two gradients of a
+    batch.  The log joint is the batch's estimate, without correction.
 
-    With a curvature C of the likelihood, each row's is taken off and that of all rows put back:
+    With a curvature C of the likelihood, the batch's curvature is exchanged for that of all rows:
 
         g(theta) = G(a) + g_batch(theta) - g_batch(a) + (N/B C_batch - C) (theta - a)
 
-    This is unbiased as well, whatever C is, as it is the sum of its rows'.  What is left of the
-    noise is of second order in theta - a, which counts where few of the rows tell of an element (a
-    group of a hierarchy).  It takes as long as four gradients of a batch.
+    This is unbiased, too, for any C that is a sum over rows.  The noise that remains is of second
+    order in theta - a.  That matters where few rows inform an element, such as a group of a
+    hierarchy.  It costs four gradients of a batch.
 
     Attributes:
         log_posterior: the target.
         anchor: unconstrained params.
-        gradient: of the log joint of the whole data at the anchor.
-        curvature: of the likelihood there; None for the first form.
+        gradient: of the log joint of all rows at the anchor.
+        curvature: of the likelihood at the anchor; None for the first form.
     """
 
     log_posterior: LogPosterior
@@ -70,32 +70,32 @@ class ControlVariates:
 
     @property
     def order(self) -> int:
-        """The power of the distance to the anchor with which the noise that is left grows."""
+        """The power of the distance to the anchor with which the remaining noise grows."""
         return 1 if self.curvature is None else 2
 
     @property
     def gradients_a_row(self) -> int:
-        """Gradients that a row of a batch takes."""
+        """Cost of a gradient, in gradients of the log posterior."""
         return 2 * self.order
 
     def grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[Params, Evaluation]:
-        """(The gradient by site, the batch's evaluation), as `LogPosterior.grad`."""
+        """(The gradient by site, the batch's evaluation), like `LogPosterior.grad`."""
         return self._correct(self.log_posterior.grad, params, batch, indices)
 
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[Params, Evaluation]:
-        """The same by `torch.autograd`, as `LogPosterior.plain_grad`."""
+        """The same by `torch.autograd`, like `LogPosterior.plain_grad`."""
         return self._correct(self.log_posterior.plain_grad, params, batch, indices)
 
     def _correct(
         self, grad: Any, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None
     ) -> tuple[Params, Evaluation]:
-        here, evaluation = grad(params, batch, indices)
-        there, _ = grad(self.anchor, batch, indices)
-        corrected = {n: here[n] - there[n] + self.gradient[n] for n in here}
+        slope, evaluation = grad(params, batch, indices)
+        at_anchor, _ = grad(self.anchor, batch, indices)
+        corrected = {n: slope[n] - at_anchor[n] + self.gradient[n] for n in slope}
         if self.curvature is None:
             return corrected, evaluation
         layout = Layout.of(self.anchor)
@@ -104,15 +104,18 @@ class ControlVariates:
         of_batch = pull_back(moved)[0]
         of_all = layout.unflatten(self.curvature.total @ layout.flatten(away))
         scale = self.num_data / self.log_posterior.batch_size(rows.as_arguments(batch))
-        return {n: corrected[n] + scale * of_batch[n] - of_all[n] for n in here}, evaluation
+        return {n: corrected[n] + scale * of_batch[n] - of_all[n] for n in slope}, evaluation
 
     def row_gradients(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> Params:
-        """What each row's gradient has that the control variates do not, by site, `[B, ...]`."""
-        here = self.log_posterior.row_gradients(params, batch, indices)
-        there = self.log_posterior.row_gradients(self.anchor, batch, indices)
-        left = {name: here[name] - there[name] for name in here}
+        """Every row's gradient minus its control variate, by site, `[B, ...]`.
+
+        The spread of these over rows is the noise of minibatches.
+        """
+        slopes = self.log_posterior.row_gradients(params, batch, indices)
+        at_anchor = self.log_posterior.row_gradients(self.anchor, batch, indices)
+        left = {name: slopes[name] - at_anchor[name] for name in slopes}
         if self.curvature is None:
             return left
         away = {name: params[name] - self.anchor[name] for name in self.anchor}
@@ -130,7 +133,7 @@ class ControlVariates:
     def _linearize(
         self, away: Params, batch: Any, indices: Tensor | None
     ) -> tuple[list[Tensor], Any]:
-        """(F J v of each site's rows, for a way v from the anchor; the map that J' is)."""
+        """(F J v of each site's rows, for a step v away from the anchor; the map u -> J' u)."""
         assert self.curvature is not None
 
         def outputs(params: Params) -> tuple[list[Tensor], list[Tensor]]:
@@ -146,7 +149,7 @@ class ControlVariates:
     def _outputs(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """(The outputs of each site's rows `[B, K]`, their Fisher information)."""
+        """(Outputs of each site's rows, `[B, K]`; their Fisher information)."""
         assert self.curvature is not None
         sites = self.log_posterior.run(params, rows.as_arguments(batch), indices).sites
         observed = [each.of_rows(sites) for each in self.curvature.observed]

@@ -1,16 +1,16 @@
 """The Fisher information of an observation's distribution in the arguments that the user gave it.
 
-Three ways to it: closed forms (`fisher_families.py`), sums over finite supports, and the second
-derivatives of the Kullback-Leibler divergence.  What none of them covers is `NoInformation`.
-It is computed in float64, since differences of trigammas cancel in float32, and not under
-`torch.func`; `base_of` and `own_arguments` go through that and vmap.  All of it can be traced:
-what is checked of values has been checked before, as a step runs before it is traced.
+There are three ways to compute it: closed forms (`fisher_families.py`), sums over finite supports,
+and second derivatives of the Kullback-Leibler divergence.  Other distributions raise
+`NoInformation`.  The information is computed in float64, because differences of trigammas cancel in
+float32, and not under `torch.func`; `base_of` and `own_arguments` work under it and under vmap.
+All functions can be traced.  Checks of values are then skipped: a step runs before it is traced.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +26,9 @@ from pyro_scale.curvature.fisher_families import CATEGORICAL, CLOSED_FORMS, Bloc
 
 Arguments = dict[str, Tensor]
 
-LARGEST_SUPPORT = 10_000  # values that are summed over
-
-# ways to give the same thing, of which torch computes the others when they are read
+#: Most values of a support to sum over.
+LARGEST_SUPPORT = 10_000
+#: Alternative arguments: torch computes the others from the one that the user gave.
 _ALTERNATIVES = (
     ("probs", "logits"),
     ("covariance_matrix", "precision_matrix", "scale_tril"),
@@ -37,25 +37,25 @@ _ALTERNATIVES = (
 
 
 class NoInformation(Exception):
-    """The named family has no closed form here; it does not reach users."""
+    """No Fisher information for the named family; callers catch it, so users do not see it."""
 
 
 def base_of(fn: Any) -> Any:
-    """The distribution whose arguments the user gave, without what is wrapped around it.
+    """The distribution inside wrappers: the one whose arguments the user gave.
 
-    That is `to_event`, masks, `expand`, and invertible transforms that depend on nothing: they
-    leave the information as it is.  Its batch dimensions are those of `fn`, and then those that
-    wrappers made event dimensions.
+    Wrappers are `to_event`, masks, `expand`, and invertible transforms with constant parameters;
+    they do not change the information.  The batch dimensions are those of `fn`, followed by those
+    that wrappers turned into event dimensions.
 
     Raises:
-        NoInformation: a transform is not invertible, or its own tensors require grad.
+        NoInformation: a transform is not invertible, or its parameters require grad.
     """
     *_, base = _layers(fn)
     return base
 
 
 def mask_of(fn: Any) -> Tensor:
-    """What the masks around a distribution let through: booleans that broadcast over
+    """The product of the masks around a distribution: booleans that broadcast over
     `base_of(fn).batch_shape`."""
     layers = list(_layers(fn))
     rank = len(layers[-1].batch_shape)
@@ -65,10 +65,10 @@ def mask_of(fn: Any) -> Tensor:
 
 
 def own_arguments(base: Any) -> Arguments:
-    """The arguments that the user gave, in the order of the class's `arg_constraints`.
+    """The arguments that the user gave, with their graph, in the order of `arg_constraints`.
 
-    They carry the user's graph.  Of a mixture and the like, which have no tensors for arguments,
-    the dict is empty even though they depend on something: `information` raises for them.
+    The dict is empty for a mixture and the like, whose arguments are not tensors, though these
+    depend on something: `information` raises for them.
 
     Returns:
         name -> `[*batch_shape, *event]`, with the argument's own event dimensions.
@@ -76,12 +76,14 @@ def own_arguments(base: Any) -> Arguments:
     Raises:
         NoInformation: an argument does not have the shape that the class declares.
     """
-    declared = _declared(base)
+    declared = _read(base, "arg_constraints", {})
     derived = _derived(base, declared)
     values = {name: getattr(base, name, None) for name in declared if name not in derived}
     try:
         return {
-            name: _expand(value, torch.Size(base.batch_shape), _event_dim(declared[name]))
+            name: _expand(
+                value, torch.Size(base.batch_shape), _read(declared[name], "event_dim", 0)
+            )
             for name, value in values.items()
             if isinstance(value, Tensor)
         }
@@ -101,7 +103,7 @@ def information(base: Any, names: Sequence[str]) -> Tensor:
         elements of the named arguments, each flattened, one after another.
 
     Raises:
-        NoInformation: there is none, or no way to it here.
+        NoInformation: it does not exist, or none of the three ways applies.
     """
     own = own_arguments(base)
     arguments = {name: value.detach().double() for name, value in own.items()}
@@ -109,7 +111,8 @@ def information(base: Any, names: Sequence[str]) -> Tensor:
     blocks = _closed_forms(family)
     if family is dist.DirichletMultinomial and base.total_count.max() > LARGEST_SUPPORT:
         raise NoInformation(family.__name__)
-    discrete = any(_is_discrete(_declared(base)[name]) for name in names)
+    declared = _read(base, "arg_constraints", {})
+    discrete = any(_read(declared[name], "is_discrete", False) for name in names)
     if blocks and all((name, name) in blocks for name in names):
         matrix = _by_closed_form(base, arguments, names, blocks)
     elif not names or discrete:
@@ -125,40 +128,42 @@ def information(base: Any, names: Sequence[str]) -> Tensor:
 
 
 def class_counts(base: Any, names: Sequence[str]) -> Tensor | None:
-    """What one observation's classes are expected to count, p times the total, given that its
-    logits are the only arguments: the information in them is diag(p) - p p^T times the total.
+    """Expected counts of an observation's classes, for distributions whose arguments are logits.
+
+    With p the counts over their total, the information in the logits is diag(p) - p p^T times the
+    total.
 
     Returns:
-        `[*batch_shape, classes]`, without a graph; None of a distribution that is not such a one.
+        `[*batch_shape, classes]`, without a graph; None for other distributions or arguments.
     """
     if tuple(names) != ("logits",) or _closed_forms(type(base)) is not CATEGORICAL:
         return None
     logits = own_arguments(base)["logits"]
     totals = torch.as_tensor(getattr(base, "total_count", 1))[..., None]
-    chances = totals * logits.detach().double().softmax(-1)
-    return chances.to(logits.dtype)
+    counts = totals * logits.detach().double().softmax(-1)
+    return counts.to(logits.dtype)
 
 
 # ------------------------------------------------------------------ wrappers
 
 
 def _layers(fn: Any) -> Iterator[Any]:
-    """A distribution, the one that it wraps, the one that this wraps, and so on."""
+    """A distribution, the one inside it, and so on to the innermost."""
     while fn is not None:
         yield fn
         fn = _wrapped_by(fn)
 
 
 def _wrapped_by(fn: Any) -> Any | None:
-    """What a distribution is wrapped around, with its batch shape, if anything."""
+    """The distribution inside a wrapper, with the wrapper's batch shape; None if there is none."""
     if isinstance(fn, td.Independent | dist.MaskedDistribution):
         return fn.base_dist
     if isinstance(fn, dist.ExpandedDistribution):
         inner = fn.base_dist.expand(torch.Size(fn.batch_shape))
-        if isinstance(inner, dist.ExpandedDistribution):  # it cannot be expanded itself
+        if isinstance(inner, dist.ExpandedDistribution):  # its class does not define expand
             raise NoInformation(type(inner.base_dist).__name__)
         return inner
-    # torch makes some families of transforms of their arguments
+    # some of torch's families are transformed distributions themselves
     if isinstance(fn, td.TransformedDistribution) and not _closed_forms(type(fn)):
         if not _is_fixed_and_invertible(fn):
             raise NoInformation(type(fn).__name__)
@@ -167,10 +172,10 @@ def _wrapped_by(fn: Any) -> Any | None:
 
 
 def _is_fixed_and_invertible(fn: Any) -> bool:
-    """Whether a distribution's transform can be undone, and depends on no tensor with a graph.
+    """Whether a distribution's transform is invertible and its parameters do not require grad.
 
-    Transforms keep tensors in attributes, modules, closures and each other, so it is tried out; on
-    a matrix it is the identity that all of them take.
+    Transforms keep tensors in attributes, modules, closures and each other, so the transform is
+    applied to a value: to ones, or to the identity, which all transforms of matrices accept.
     """
     transform, inner = td.ComposeTransform(fn.transforms), fn.base_dist
     like = next(iter(own_arguments(base_of(inner)).values()), torch.ones(()))
@@ -184,42 +189,31 @@ def _is_fixed_and_invertible(fn: Any) -> bool:
 # ------------------------------------------------------------------ arguments
 
 
-def _declared(base: Any) -> Mapping[str, Any]:
-    """A distribution's arguments' constraints."""
+def _read(owner: Any, name: str, default: Any) -> Any:
+    """An attribute; the default where it is not defined, or depends on a value."""
     try:
-        return base.arg_constraints
+        return getattr(owner, name)
     except NotImplementedError:
-        return {}
+        return default
 
 
-def _derived(base: Any, names: Mapping[str, Any]) -> set[str]:
-    """Which arguments the user did not give, but one that they follow from."""
+def _derived(base: Any, names: Container[str]) -> set[str]:
+    """Arguments that torch computes from an alternative that the user gave."""
     holder = vars(getattr(base, "_categorical", base))  # one-hot and multinomial delegate to it
     derived: set[str] = set()
     for group in _ALTERNATIVES:
         present = [name for name in group if name in names]
-        held = [name for name in holder if name in present]  # the constructor's before those read
-        derived |= set(present) - set((held or present)[:1])
+        stored = [name for name in holder if name in present]  # the constructor's come first
+        derived |= set(present) - set((stored or present)[:1])
     return derived
 
 
-def _event_dim(constraint: Any) -> int:
-    try:
-        return constraint.event_dim
-    except NotImplementedError:  # it depends on the value
-        return 0
-
-
-def _is_discrete(constraint: Any) -> bool:
-    try:
-        return constraint.is_discrete
-    except NotImplementedError:  # it depends on the value
-        return False
-
-
 def _expand(value: Tensor, batch_shape: torch.Size, event_dim: int) -> Tensor:
-    """An argument over the whole batch.  Some of Pyro's classes declare less event dimensions than
-    their arguments have, so what has the batch's shape already is left alone."""
+    """An argument over the whole batch, `[*batch_shape, *event]`.
+
+    An argument that already begins with the batch's shape is left alone, because some of Pyro's
+    classes declare fewer event dimensions than their arguments have.
+    """
     rank = len(batch_shape)
     if value.dim() >= rank + event_dim and value.shape[:rank] == batch_shape:
         return value
@@ -227,16 +221,20 @@ def _expand(value: Tensor, batch_shape: torch.Size, event_dim: int) -> Tensor:
 
 
 def _rebuild(base: Any, arguments: Arguments, batch_shape: torch.Size) -> Any:
-    """The same distribution of other arguments, as far as they say all of it."""
+    """A distribution of the same class with other arguments.
+
+    Raises:
+        NoInformation: these arguments do not determine it.
+    """
     try:
         fn = type(base)(**arguments, validate_args=False)
-    except Exception:  # constructors that want something else, and fail in any way
+    except Exception:  # the constructor has other arguments, and may fail in any way
         raise NoInformation(type(base).__name__) from None
-    made = own_arguments(fn)
-    same = made.keys() == arguments.keys() and all(
-        is_tracing() or torch.allclose(made[name], value) for name, value in arguments.items()
+    stored = own_arguments(fn)
+    same = stored.keys() == arguments.keys() and all(
+        is_tracing() or torch.allclose(stored[name], value) for name, value in arguments.items()
     )
-    if not same or fn.batch_shape != batch_shape:  # its arguments are not what it keeps
+    if not same or fn.batch_shape != batch_shape:
         raise NoInformation(type(base).__name__)
     return fn
 
@@ -245,14 +243,14 @@ def _rebuild(base: Any, arguments: Arguments, batch_shape: torch.Size) -> Any:
 
 
 def _is_known(family: type) -> bool:
-    """Whether a family's density is torch's or Pyro's: with a user's own, the class that it was
-    derived from says nothing of it."""
+    """Whether a family's density is torch's or Pyro's, and not a user's own in a derived class."""
     density: Any = family.log_prob  # type: ignore[attr-defined]
     return density.__module__.split(".")[0] in ("torch", "pyro")
 
 
 def _closed_forms(family: type) -> Blocks:
-    """The blocks of a family, or of the one that it was derived from; none where it has none."""
+    """The closed forms of a family, or of the family that it is derived from; empty if there are
+    none."""
     families = [parent for parent in family.__mro__ if parent in CLOSED_FORMS]
     return CLOSED_FORMS[families[0]] if families and _is_known(family) else {}
 
@@ -260,7 +258,8 @@ def _closed_forms(family: type) -> Blocks:
 def _by_closed_form(
     base: Any, arguments: Arguments, names: Sequence[str], blocks: Blocks
 ) -> Tensor:
-    # a multinomial's total count is an attribute and no argument; others than counts have one of 1
+    """The information from closed forms of its blocks."""
+    # a multinomial's total count is an attribute and no argument; other families count as 1
     count = getattr(base, "total_count", 1)
     attributes = SimpleNamespace(**{"total_count": count, **arguments})
     batch_shape = torch.Size(base.batch_shape)
@@ -276,15 +275,15 @@ def _by_closed_form(
 
     if not names:
         return like.new_zeros((*batch_shape, 0, 0))
-    # out of place, as vmap asks for where some arguments are a row's own and others are not
+    # not in place, which vmap does not support where only some arguments differ by row
     return torch.cat([torch.cat([block(row, each) for each in names], -1) for row in names], -2)
 
 
 def _by_enumeration(base: Any, arguments: Arguments, names: Sequence[str]) -> Tensor:
-    """The mean of the scores' outer products over all values."""
+    """The information as the mean of the scores' outer products over all values."""
     values, counted = _support(base)
     shape = torch.Size((len(values), *base.batch_shape))
-    # each value has arguments of its own, so one backward pass gives all scores
+    # a copy of the arguments for each value, so one backward pass gives all scores
     leaves = {name: a.expand(shape[:1] + a.shape).clone() for name, a in arguments.items()}
     named = [leaves[name].requires_grad_() for name in names]
     with torch.enable_grad():
@@ -298,7 +297,8 @@ def _by_enumeration(base: Any, arguments: Arguments, names: Sequence[str]) -> Te
 
 
 def _support(base: Any) -> tuple[Tensor, Tensor]:
-    """(All values `[K, *batch_shape, *event_shape]`, whether they count `[K, *batch_shape]`)."""
+    """(All values, `[K, *batch_shape, *event_shape]`; whether an element has them, `[K,
+    *batch_shape]`)."""
     batch_shape, support = torch.Size(base.batch_shape), base.support
     if isinstance(support, constraints.integer_interval):  # elements may differ in their bounds
         low, high = (torch.as_tensor(b) for b in (support.lower_bound, support.upper_bound))
@@ -321,7 +321,7 @@ def _support(base: Any) -> tuple[Tensor, Tensor]:
 
 
 def _by_divergence(base: Any, arguments: Arguments, names: Sequence[str]) -> Tensor:
-    """The second derivatives of KL(now || other) in the other's arguments, where it is the same."""
+    """The information as second derivatives of KL(p || q) in the arguments of q, at q = p."""
     batch_shape = torch.Size(base.batch_shape)
     leaves = {name: a.clone() for name, a in arguments.items()}
     named = [leaves[name].requires_grad_() for name in names]
@@ -331,7 +331,7 @@ def _by_divergence(base: Any, arguments: Arguments, names: Sequence[str]) -> Ten
             divergence = td.kl_divergence(_rebuild(base, arguments, batch_shape), other)
             slopes = torch.autograd.grad(divergence.sum(), named, create_graph=True)
             slope = _flat(slopes, batch_shape)
-            # elements of the batch do not know of each other, so all are derived at once
+            # elements of the batch are independent, so one backward pass serves all of them
             rows = [
                 _flat(torch.autograd.grad(column.sum(), named, retain_graph=True), batch_shape)
                 for column in slope.unbind(-1)
@@ -339,7 +339,7 @@ def _by_divergence(base: Any, arguments: Arguments, names: Sequence[str]) -> Ten
         except (NotImplementedError, RuntimeError):  # no divergence, or no derivatives of it
             raise NoInformation(type(base).__name__) from None
     matrix = torch.stack(rows, -2).detach()
-    # a divergence is least where both are the same; where it has a slope there, the support moves
+    # at q = p the divergence has its minimum; a slope there means that the support moves
     slopes_squared, least = slope.detach() ** 2, 1e-9 * matrix.diagonal(dim1=-2, dim2=-1).abs()
     if not is_tracing() and bool((slopes_squared > least).any()):
         raise NoInformation(type(base).__name__)
@@ -347,5 +347,5 @@ def _by_divergence(base: Any, arguments: Arguments, names: Sequence[str]) -> Ten
 
 
 def _flat(parts: Sequence[Tensor], batch_shape: torch.Size) -> Tensor:
-    """Arguments side by side, `[*batch_shape, m]`."""
+    """Arguments flattened and concatenated, `[*batch_shape, m]`."""
     return torch.cat([part.reshape((*batch_shape, -1)) for part in parts], -1)

@@ -1,11 +1,11 @@
 """Closed forms of the Fisher information, family by family.
 
-`CLOSED_FORMS[family][a, b]` is the block of the family's arguments a and b: a function from the
-arguments (attributes by the names that the family has for them, in float64, `[*batch, *event]`) to
-`[*batch]` of two numbers, or `[*batch, m, n]` of vectors and matrices, flattened.  Pairs that are
-not in the table are zero.  An argument that has no block with itself has no closed form.
+`CLOSED_FORMS[family][a, b]` is the block of the arguments a and b.  It is a function of an object
+whose attributes are the family's arguments, in float64, `[*batch, *event]`.  It returns `[*batch]`
+if both arguments are numbers, or else `[*batch, m, n]`, with vectors and matrices flattened.  Pairs
+that are not in the table are zero.  An argument that has no block with itself has no closed form.
 
-Sources, where nothing else is said: minus the expected second derivative of the log density.
+The forms are minus the expected second derivative of the log density, unless a docstring says more.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from torch.nn.functional import logsigmoid
 Block = Callable[[Any], Tensor]
 Blocks = Mapping[tuple[str, str], Block]
 
-# what a standard Gumbel's (1 + z (exp(-z) - 1))^2 and (exp(-z) - 1) (1 + z (exp(-z) - 1)) expect
+#: With z a standard Gumbel: the mean of (1 + z (exp(-z) - 1))^2.
 _GUMBEL_SCALE = math.pi**2 / 6 + (1 - euler_constant) ** 2
+#: The mean of (exp(-z) - 1) (1 + z (exp(-z) - 1)).
 _GUMBEL_CROSS = 1 - euler_constant
 
 
 def _trigamma(x: Tensor) -> Tensor:
-    """The second derivative of lgamma: `torch.polygamma(1, x)` has but nine digits."""
+    """The second derivative of lgamma; `torch.polygamma(1, x)` has only nine correct digits."""
     return torch.special.zeta(2.0, x)
 
 
 def _student_df(df: Tensor) -> Tensor:
     """A Student's information in its degrees of freedom n.
 
-    (trigamma(n/2) - trigamma((n+1)/2)) / 4 - (n + 5) / (2n (n+1) (n+3)).  The terms go with n^-2
-    and the difference with n^-4, so for large n it is written without it: the trigammas' is the
-    alternating sum of (n+k)^-2, by Boole's summation (n^-2 + n^-3 - n^-5 + 3 n^-7 - ...) / 2.
+    It is (trigamma(n/2) - trigamma((n+1)/2)) / 4 - (n + 5) / (2n (n+1) (n+3)).  The terms are of
+    order n^-2 and their difference of order n^-4, so for large n a form without that difference is
+    used: half of the trigammas' difference is the alternating sum of (n+k)^-2, and by Boole's
+    summation that is (n^-2 + n^-3 - n^-5 + 3 n^-7 - ...) / 2.
     """
     trigammas = (_trigamma(df / 2) - _trigamma((df + 1) / 2)) / 4
     exact = trigammas - (df + 5) / (2 * df * (df + 1) * (df + 3))
@@ -54,8 +56,10 @@ def _bessel_ratio(k: Tensor) -> Tensor:
 
 
 def _von_mises_concentration(k: Tensor) -> Tensor:
-    """The derivative of the ratio A of Bessel functions, 1 - A/k - A^2; for large k its expansion,
-    since that difference goes with k^-2."""
+    """The derivative of the ratio A of Bessel functions, 1 - A/k - A^2.
+
+    For large k its expansion, because the difference is of order k^-2 and loses digits.
+    """
     ratio = _bessel_ratio(k)
     v = 1 / k
     series = v**2 * (1 / 2 + v * (1 / 4 + v * (3 / 8 + v * (25 / 32 + v * 65 / 32))))
@@ -63,15 +67,17 @@ def _von_mises_concentration(k: Tensor) -> Tensor:
 
 
 def _continuous_bernoulli(logits: Tensor) -> Tensor:
-    """A continuous Bernoulli's variance, 1/x^2 - 1/(4 sinh(x/2)^2), and its Taylor series near 0,
-    where the difference cancels."""
+    """A continuous Bernoulli's variance, 1/x^2 - 1/(4 sinh(x/2)^2) for a logit x.
+
+    Near 0, where the difference cancels, it is the Taylor series.
+    """
     v = logits**2
     taylor = 1 / 12 - v * (1 / 240 - v * (1 / 6048 - v * (1 / 172800 - v / 5322240)))
     return torch.where(v < 1 / 16, taylor, 1 / v - 1 / (4 * torch.sinh(logits / 2) ** 2))
 
 
 def _chances(a: Any) -> tuple[Tensor, Tensor]:
-    """(The probability, that of the contrary), each with all of its digits."""
+    """(p, 1 - p), each with all of its digits."""
     if hasattr(a, "logits"):
         return torch.sigmoid(a.logits), torch.sigmoid(-a.logits)
     probs = clamp_probs(a.probs)  # log_prob does so too
@@ -79,30 +85,30 @@ def _chances(a: Any) -> tuple[Tensor, Tensor]:
 
 
 def _odd(a: Any) -> Tensor:
-    """What turns the information in a logit into that in its probability: (d logit/d prob)^2."""
+    """(d logit / d prob)^2, which converts information in a logit into that in the probability."""
     p, q = _chances(a)
     return (p * q) ** -2
 
 
 def _variance(a: Any) -> Tensor:
-    """A Bernoulli's variance, and so its information in the logit."""
+    """A Bernoulli's variance, which is its information in the logit."""
     p, q = _chances(a)
     return p * q
 
 
 def _gamma_poisson(a: Any) -> tuple[Tensor, Tensor]:
-    """The (p, 1 - p) of the negative binomial that a gamma-Poisson is."""
+    """(p, 1 - p) of the negative binomial that equals a gamma-Poisson."""
     return 1 / (1 + a.rate), a.rate / (1 + a.rate)
 
 
 def _negative_binomial_count(r: Tensor, p: Tensor, q: Tensor) -> Tensor:
     """A negative binomial's information in its (real) total count r, `[*batch]`.
 
-    It is the sum over j >= 0 of P(Y > j) / (r + j)^2, which takes as many terms as counts are
-    large.  With trigamma(x) as the integral of t exp(-xt) / (1 - exp(-t)), and Y's generating
-    function, the same is the integral over w in (0, 1) of w^(r-1) (-log(q + pw)) / (1 - w): no
-    differences, and analytic inside, so that the double exponential rule, w = 1 / (1 + exp(-pi
-    sinh s)), is within 1e-13 of it with these nodes for r from 1e-3 to 1e5, whatever p.
+    It is the sum over j >= 0 of P(Y > j) / (r + j)^2, which needs as many terms as counts are
+    large.  With trigamma(x) as the integral of t exp(-xt) / (1 - exp(-t)), and with the generating
+    function of Y, it is also the integral over w in (0, 1) of w^(r-1) (-log(q + pw)) / (1 - w).
+    The integrand has no differences and is analytic inside, so the double exponential rule, w = 1 /
+    (1 + exp(-pi sinh s)), is accurate to 1e-13 with these nodes, for r from 1e-3 to 1e5 and any p.
     """
     steps = 32
     total = torch.zeros_like(r)
@@ -127,13 +133,14 @@ def _classes(a: Any) -> Tensor:
 
 
 def _class_probs(a: Any) -> Tensor:
-    """In probabilities that are normalized, p / sum p: zero along p, as only their ratios count."""
+    """The information in probabilities that the family normalizes: zero along p, because only their
+    ratios matter."""
     ones = torch.ones(a.probs.shape[-1:] * 2, dtype=a.probs.dtype, device=a.probs.device)
     return _totals(a) * _diagonal(1 / clamp_probs(a.probs), ones)
 
 
 def _totals(a: Any) -> Tensor:
-    """Total counts, of which each row may have its own, beside matrices `[*batch, n, n]`."""
+    """Total counts, which may differ by row, `[*batch, 1, 1]`."""
     return torch.as_tensor(a.total_count)[..., None, None]
 
 
@@ -143,8 +150,11 @@ def _dirichlet(a: Any) -> Tensor:
 
 
 def _dirichlet_multinomial(a: Any) -> Tensor:
-    """diag(trigamma(alpha) - E trigamma(alpha + x)) - (trigamma(A) - trigamma(A + n)), A the sum of
-    alpha; the count x of one class is beta-binomial, so that its mean is a sum of n + 1 terms."""
+    """diag(trigamma(alpha) - E trigamma(alpha + x)) - (trigamma(A) - trigamma(A + n)).
+
+    A is the sum of alpha.  The count x of one class is beta-binomial, so the mean is a sum of n + 1
+    terms.
+    """
     alpha, n = a.concentration, a.total_count[..., None]
     total = alpha.sum(-1, keepdim=True)
     beta, diagonal = total - alpha, torch.zeros_like(alpha)
@@ -162,7 +172,7 @@ def _log_beta(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _precision(a: Any) -> Tensor:
-    """A multivariate normal's precision matrix, whichever matrix it was given."""
+    """A multivariate normal's precision matrix, from whichever matrix the user gave."""
     if hasattr(a, "precision_matrix"):
         return a.precision_matrix
     tril = a.scale_tril if hasattr(a, "scale_tril") else torch.linalg.cholesky(a.covariance_matrix)
@@ -170,9 +180,9 @@ def _precision(a: Any) -> Tensor:
 
 
 def _symmetric_matrix(inverse: Tensor) -> Tensor:
-    """The information in a covariance (or a precision) matrix with this inverse, `[*, nn, nn]`.
+    """The information in a covariance or precision matrix with this inverse, `[*, nn, nn]`.
 
-    It is tr(S dC S dC) / 2 with S the inverse, and dC the symmetric part of n x n free numbers.
+    It is tr(S dC S dC) / 2, with S the inverse and dC the symmetric part of n x n free numbers.
     """
     straight = torch.einsum("...ik,...jl->...ijkl", inverse, inverse)
     crossed = torch.einsum("...il,...jk->...ijkl", inverse, inverse)
@@ -180,10 +190,10 @@ def _symmetric_matrix(inverse: Tensor) -> Tensor:
 
 
 def _scale_tril(a: Any) -> Tensor:
-    """The information in a Cholesky factor, `[*, nn, nn]`, zero for what is above the diagonal.
+    """The information in a Cholesky factor, `[*, nn, nn]`; zero for elements above the diagonal.
 
-    With A = L^-1 dL it is tr((A + A') (A + A')') / 2 = tr(A A') + tr(A A), A being lower
-    triangular: the last is the sum of its squared diagonal.
+    With A = L^-1 dL it is tr((A + A') (A + A')') / 2 = tr(A A') + tr(A A).  A is lower triangular,
+    so the last term is the sum of its squared diagonal.
     """
     n = a.scale_tril.shape[-1]
     one = torch.eye(n, dtype=a.scale_tril.dtype, device=a.scale_tril.device)

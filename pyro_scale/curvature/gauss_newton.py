@@ -1,4 +1,4 @@
-"""The log density of many rows, whose curvature takes few passes through them."""
+"""Densities of all rows whose Hessian is replaced, so that it takes few passes through the data."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.curvature.density import FullDataDensity
-from pyro_scale.curvature.precision import expansion_at
+from pyro_scale.curvature.precision import CurvatureSpec, expand
 from pyro_scale.errors import ModelError, SiteError
 
 
 @dataclass(frozen=True)
 class GaussNewtonDensity(FullDataDensity):
-    """The log joint of all rows, with the generalized Gauss-Newton matrix for their Hessian.
+    """The log joint of all rows, with the generalized Gauss-Newton matrix as its Hessian.
 
-    That of the prior stays exact.  A Hessian goes through the rows once for each dimension, this
+    The prior's Hessian stays exact.  A Hessian goes through the rows once for each dimension, this
     matrix once in all (Martens, New insights and perspectives on the natural gradient method, JMLR
     2020).
     """
@@ -30,36 +30,38 @@ class GaussNewtonDensity(FullDataDensity):
 
     def derivatives(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(The log joint, its gradient [D], the matrix [D, D]), all over N, in one pass."""
-        found = expansion_at(self, position, self.layout.names, "ggn", dense=True)
-        return found.value, found.slope, -found.precision / self.log_posterior.num_data
+        spec = CurvatureSpec(position, self.layout.names, "ggn")
+        value, slope, precision = expand(self, spec, dense=True)
+        return value, slope, -precision / self.log_posterior.num_data
 
     @property
     def passes(self) -> int:
-        """Gradients of all rows that value, gradient and matrix cost together."""
+        """Cost of `derivatives`, in gradients of all rows."""
         return 2
 
 
 def with_gauss_newton(density: FullDataDensity) -> FullDataDensity:
-    """The same density with that matrix; with its Hessian where the model has none."""
-    ours = GaussNewtonDensity(**_fields(density))
-    few = ours.of_some_rows(1, 0)
+    """The same density with the Gauss-Newton matrix; unchanged if the model has none."""
+    replaced = GaussNewtonDensity(**_fields(density))
     layout, device = density.layout, rows.device(density.data.first())
     try:
-        few.hessian(torch.zeros(layout.size, dtype=layout.dtype, device=device))
+        origin = torch.zeros(layout.size, dtype=layout.dtype, device=device)
+        replaced.of_some_rows(1, 0).hessian(origin)
     except (ModelError, SiteError):
         return density
-    return ours
+    return replaced
 
 
 @dataclass(frozen=True)
 class AnchoredDensity(FullDataDensity):
-    """The log joint as some rows have it, whose Hessian is that of all rows at one point.
+    """The log joint of a sample of the rows, whose Hessian at one point is that of all rows.
 
-    Elsewhere it differs from that as some rows say: a control variate.  Without it, a group of
-    which one row of a thousand was drawn would curve a thousand times too much.
+    Elsewhere, the sample says by how much the Hessian differs from the one at that point (a control
+    variate).  Without it, the curvature of a group would be a thousand times too large if one of
+    its thousand rows was drawn.
 
     Attributes:
-        shift: what all rows have there more than some, over N, [D, D].
+        shift: the Hessian of all rows minus that of the sample at the point, over N, [D, D].
     """
 
     shift: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -73,22 +75,22 @@ class AnchoredDensity(FullDataDensity):
         return super().hessian_times(position, vector) + self.shift @ vector
 
     def hessian_diagonal(self, position: Tensor) -> Tensor:
-        """Its diagonal, [D]."""
+        """The diagonal of the Hessian over N, [D]."""
         return super().hessian_diagonal(position) + self.shift.diagonal()
 
 
-def anchored(some: FullDataDensity, position: Tensor, precision: Tensor) -> AnchoredDensity:
-    """The density of some rows with the curvature that all rows have at a position.
+def anchored(sample: FullDataDensity, position: Tensor, precision: Tensor) -> AnchoredDensity:
+    """The density of a sample of the rows, with the curvature of all rows at a position.
 
     Args:
-        some: which stand for all, anchored elsewhere or not.
-        position: [D].
-        precision: minus the Hessian of all rows there, or what stands for it, [D, D], in nats.
+        sample: the density of the sample; it may be anchored elsewhere.
+        position: the point, [D].
+        precision: minus the Hessian of all rows there, or an approximation, [D, D], in nats.
     """
-    fields = _fields(some)
-    at_anchor = -precision.to(position) / some.log_posterior.num_data
-    own = FullDataDensity(**fields).hessian(position)
-    return AnchoredDensity(**fields, shift=at_anchor - own)
+    fields = _fields(sample)
+    at_anchor = -precision.to(position) / sample.log_posterior.num_data
+    of_sample = FullDataDensity(**fields).hessian(position)
+    return AnchoredDensity(**fields, shift=at_anchor - of_sample)
 
 
 def _fields(density: FullDataDensity) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pyro.distributions as dist
 import torch
+import torch.distributions as td
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian, as_structure, matrix_or_diagonal
@@ -16,10 +16,10 @@ from pyro_scale.errors import ModelError
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.sites import Site
 
-#: Prior draws whose moments are taken: means are off by a hundredth of an sd.
-_DRAWS = 10_000
-#: The least of their variance, relative to the largest, that is not rounding.
-_LEAST = 1e-12
+#: Prior draws for moments: means are off by a hundredth of an sd.
+_NUM_DRAWS = 10_000
+#: Variances below this fraction of the largest are rounding.
+_LEAST_VARIANCE = 1e-12
 
 
 def gaussian_prior(
@@ -27,17 +27,23 @@ def gaussian_prior(
 ) -> Gaussian:
     """A Gaussian with the prior's mean and covariance over all latents, in their order.
 
-    Exact for Gaussian sites whose parameters are constants, and log-normal ones; the others'
-    moments are of prior draws, and if any of them depends on another site, so is all of a dense
-    covariance.
+    Moments are exact for normal and log-normal sites with constant parameters, and those of prior
+    draws for all other sites.  If one of the others depends on another site, the whole of a dense
+    covariance is that of draws.
+
+    Args:
+        log_posterior: the model.
+        arguments: a batch.
+        dense: whether the covariance is a matrix, or else a diagonal.
+        seed: of the draws.
 
     Raises:
-        ModelError: the prior has no variance that draws could show.
+        ModelError: the prior has no draws, no variance, or terms besides the latents' densities.
     """
     if log_posterior.gaussian_prior is not None:
         return as_structure(log_posterior.gaussian_prior, dense)
     _check_sites(log_posterior)
-    layout, sites = log_posterior.layout, _sites_with_history(log_posterior, arguments)
+    layout, sites = log_posterior.layout, _sites_with_graph(log_posterior, arguments)
     moments = _exact(sites)
     if len(moments) == len(sites):
         mean = layout.flatten({name: mean for name, (mean, _) in moments.items()})
@@ -48,38 +54,50 @@ def gaussian_prior(
     mean, covariance = _moments_of_draws(log_posterior, arguments, dense, seed)
     if not dense or not any(map(_may_depend, sites)):
         for name, place in layout.slices().items():
-            here = (place, place) if dense else place
-            own = covariance[here].clone()
+            block = (place, place) if dense else place
+            of_site = covariance[block].clone()
             if name in moments:
                 mean[place] = moments[name][0].reshape(-1).to(mean)
-                own = matrix_or_diagonal(moments[name][1], dense).to(mean)
+                of_site = matrix_or_diagonal(moments[name][1], dense).to(mean)
             covariance[place] = 0
             if dense:
                 covariance[:, place] = 0
-            covariance[here] = own
+            covariance[block] = of_site
     return Dense.of_covariance(mean, covariance) if dense else Diagonal(mean, covariance.sqrt())
+
+
+def exact_moments(
+    log_posterior: LogPosterior, arguments: Arguments
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(Mean, covariance [d, d] or its diagonal [d]) of sites with a Gaussian prior, by name.
+
+    The prior is Gaussian in unconstrained space, with constant parameters; other sites are left
+    out.
+    """
+    return _exact(_sites_with_graph(log_posterior, arguments))
 
 
 def _moments_of_draws(
     log_posterior: LogPosterior, arguments: Arguments, dense: bool, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """(The prior's mean, [D], its covariance, [D, D] or the diagonal [D]), of draws."""
+    """(The mean of prior draws, [D]; their covariance, [D, D], or its diagonal, [D])."""
     try:
-        draws = log_posterior.prior_draws(arguments, _DRAWS, seed)
+        draws = log_posterior.prior_draws(arguments, _NUM_DRAWS, seed)
     except NotImplementedError as error:
         raise ModelError(
             "a prior without draws (an improper one?) gives EKF no start: pass init_strategy=, a "
             "fitted Laplace or VI"
         ) from error
     layout = log_posterior.layout
-    flat = torch.cat([draws[name].reshape(_DRAWS, -1) for name in layout.names], dim=1)
+    flat = torch.cat([draws[name].reshape(_NUM_DRAWS, -1) for name in layout.names], dim=1)
     flat = flat.to(layout.dtype)
     mean, centered = flat.mean(0), flat - flat.mean(0)
     variance = centered.square().mean(0)
-    if not bool((torch.isfinite(variance) & (variance > _LEAST * variance.max())).all()):
+    is_sound = torch.isfinite(variance) & (variance > _LEAST_VARIANCE * variance.max())
+    if not bool(is_sound.all()):
         worst = int((variance / variance.max()).nan_to_num(0).argmin())
         raise ModelError(
-            f"site '{layout.site_at(worst)}': its prior has no variance that {_DRAWS:,} draws "
+            f"site '{layout.site_at(worst)}': its prior has no variance that {_NUM_DRAWS:,} draws "
             "could show, so EKF cannot start from it: pass init_strategy=, a fitted Laplace or VI"
         )
     return mean, centered.T @ centered / len(flat) if dense else variance
@@ -94,18 +112,20 @@ def _may_depend(site: Site) -> bool:
     return not arguments or any(value.requires_grad for value in arguments.values())
 
 
-def _sites_with_history(log_posterior: LogPosterior, arguments: Arguments) -> list[Site]:
-    """The latents of a run that knows what depends on what."""
-    info = log_posterior.model_info
-    params = {name: _unconstrain(info.sites[name]) for name in log_posterior.latents}
+def _sites_with_graph(log_posterior: LogPosterior, arguments: Arguments) -> list[Site]:
+    """The latents of a run that is differentiable in them, to see what depends on what."""
+    leaves = {}
+    for name in log_posterior.latents:
+        value = log_posterior.model_info.sites[name].unconstrained
+        assert value is not None  # latents have it
+        leaves[name] = value.detach().requires_grad_()
     with torch.enable_grad():
-        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         sites = log_posterior.run(leaves, arguments, log_posterior.first_indices()).sites
     return [sites[name] for name in log_posterior.latents]
 
 
 def _check_sites(log_posterior: LogPosterior) -> None:
-    """Refuses a log prior that is more than the latents' own densities."""
+    """Checks that the log prior is the sum of the latents' own densities."""
     info = log_posterior.model_info
     others = [name for name, rule in info.scaling.rules.items() if rule.role == "global"]
     others += [name for name in log_posterior.latents if _is_weighted(info.sites[name])]
@@ -121,41 +141,36 @@ def _is_weighted(site: Site) -> bool:
     return site.mask is not None or isinstance(site.scale, Tensor) or site.scale != 1
 
 
-def exact_moments(
-    log_posterior: LogPosterior, arguments: Arguments
-) -> Mapping[str, tuple[Tensor, Tensor]]:
-    """(Mean, covariance [d, d] or its diagonal [d]) of the sites whose prior is Gaussian in
-    unconstrained space."""
-    return _exact(_sites_with_history(log_posterior, arguments))
-
-
 def _exact(sites: list[Site]) -> dict[str, tuple[Tensor, Tensor]]:
-    moments = {site.name: _moments(site) for site in sites}
-    return {n: (each[0].detach(), each[1].detach()) for n, each in moments.items() if each}
+    """Moments by site, as `exact_moments` returns them."""
+    moments = {}
+    for site in sites:
+        fn = None if _is_weighted(site) else _constant_normal(site.fn)
+        if fn is not None:
+            mean, covariance = fn.mean, _covariance(fn)
+            moments[site.name] = mean.detach(), covariance.detach()
+    return moments
 
 
-def _moments(site: Site) -> tuple[Tensor, Tensor] | None:
-    fn: Any = site.fn
-    if _is_weighted(site):
-        return None
-    while isinstance(fn, torch.distributions.Independent):
+def _constant_normal(fn: Any) -> td.Normal | td.MultivariateNormal | None:
+    """The normal distribution of a site in unconstrained space, if its parameters are constants."""
+    while isinstance(fn, td.Independent):
         fn = fn.base_dist
     if isinstance(fn, dist.LogNormal):
         fn = fn.base_dist
-    if not isinstance(fn, torch.distributions.Normal | torch.distributions.MultivariateNormal):
+    if not isinstance(fn, td.Normal | td.MultivariateNormal):
         return None
     try:
-        if any(value.requires_grad for value in own_arguments(fn).values()):
-            return None
+        depends = any(value.requires_grad for value in own_arguments(fn).values())
     except NoInformation:
         return None
-    if isinstance(fn, torch.distributions.MultivariateNormal):
-        size = fn.event_shape[0]
-        blocks = fn.covariance_matrix.expand(*fn.batch_shape, size, size).reshape(-1, size, size)
-        return fn.mean, torch.block_diag(*blocks)
-    return fn.mean, fn.variance.expand(fn.batch_shape).reshape(-1)
+    return None if depends else fn
 
 
-def _unconstrain(site: Site) -> Tensor:
-    assert site.unconstrained is not None  # latents have it
-    return site.unconstrained
+def _covariance(fn: td.Normal | td.MultivariateNormal) -> Tensor:
+    """The covariance of all elements, [d, d], or its diagonal, [d]."""
+    if isinstance(fn, td.Normal):
+        return fn.variance.expand(fn.batch_shape).reshape(-1)
+    size = fn.event_shape[0]
+    blocks = fn.covariance_matrix.expand(*fn.batch_shape, size, size).reshape(-1, size, size)
+    return torch.block_diag(*blocks)

@@ -1,18 +1,18 @@
 """The curvature of a likelihood: C = sum over rows of J^T F J.
 
-With J the Jacobian of the arguments that the user gave to the observation's distribution, and F
-that distribution's Fisher information in them, C is the generalized Gauss-Newton matrix (Martens
-2020; the paper's A.1, where it is the conditional Fisher, equation 7): the same however the model
-is written, positive semi-definite, and the Hessian where the link is canonical and linear in the
-params.  The other kinds are the same sum: for the empirical Fisher the row's log likelihood takes
-the place of the arguments, and for Monte Carlo the log likelihoods of drawn observations do.
+J is the Jacobian of the arguments that the user gave to the observation's distribution, and F is
+the distribution's Fisher information in them.  Then C is the generalized Gauss-Newton matrix
+(Martens 2020; the paper's A.1, where it is the conditional Fisher, equation 7).  It does not depend
+on how the model is written, is positive semi-definite, and equals the Hessian where the link is
+canonical and linear in the params.  The other kinds are the same sum with other outputs: the row's
+log likelihood for the empirical Fisher, log likelihoods of drawn observations for Monte Carlo.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -25,11 +25,11 @@ from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
-from pyro_scale.curvature.jacobians import Block, blocks_of
+from pyro_scale.curvature.graph import CannotRepeat
 from pyro_scale.curvature.kronecker_factors import Basis, Factors, eigenvalues_of, factors_of
-from pyro_scale.curvature.observed import Observed, observe
+from pyro_scale.curvature.observed import ModelInputs, ObservedBatch, observe
 from pyro_scale.curvature.prior_hessian import prior_product
-from pyro_scale.curvature.row_wise import CannotRepeat, RowWise
+from pyro_scale.curvature.row_wise import RowWise
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.scaling import Evaluation
@@ -37,21 +37,23 @@ from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: "ggn", "empirical_fisher", or "monte_carlo": the GGN from drawn observations, for many outputs.
 RowKind: TypeAlias = Literal["ggn", "empirical_fisher", "monte_carlo"]
+_ALL_ROWS = slice(None)
 
 
 @dataclass(frozen=True)
 class Curvature:
-    """The curvature of a model's likelihood in its unconstrained params, in nats, a sum over the
-    rows of a batch: without N/B, and without the prior's.
+    """The curvature of a model's likelihood in its unconstrained params, in nats.
+
+    It is a sum over the rows of a batch, not multiplied by N/B, and without the prior's curvature.
 
     Args:
         log_posterior: the model.
-        kind: which.
+        kind: which curvature.
         num_draws: of each row's observation, for Monte Carlo.
-        seed: of those draws.
+        seed: of these draws.
 
     Raises:
-        ArgumentError: an unknown kind, no draws.
+        ArgumentError: an unknown kind, or no draws.
         SiteError: "ggn" of what has no distribution, such as a `pyro.factor`.
 
     Examples:
@@ -84,14 +86,13 @@ class Curvature:
         batch: Any,
         indices: Tensor | None = None,
         held: Params | None = None,
-        keep: slice = slice(None),
-        run: Observed | None = None,
+        keep: slice = _ALL_ROWS,
     ) -> dict[str, Tensor]:
-        """The diagonal by site.
+        """The diagonal of the curvature, by site.
 
-        A param that enters products, convolutions, tables or elementwise operations of which each
-        row has its own part takes a backward pass for each output; any other takes Jacobians of
-        all rows.
+        A param takes one backward pass for each output if it enters products, convolutions, tables
+        or elementwise operations of which each row has its own part.  Any other param takes the
+        Jacobians of all rows.
 
         Args:
             params: unconstrained values that the curvature is in.
@@ -99,24 +100,8 @@ class Curvature:
             indices: the rows to take, for a model that subsamples by itself.
             held: unconstrained values of the other sites.
             keep: which rows of the batch count.
-            run: `observe` of the same, where it has been run.
         """
-        arguments, held = rows.as_arguments(batch), dict(held or {})
-        indices = self._indices(arguments, indices)
-        run = run or self.observe(params, arguments, indices, held)
-        found: dict[str, Tensor] = {}
-        with suppress(CannotRepeat):
-            if (graph := self._graph(run)) is not None:
-                found = graph.squares(run.columns, run.num_columns, keep)
-        others = {name: value for name, value in params.items() if name not in found}
-        if others:
-            layout = Layout.of(others)
-            total = torch.zeros(layout.size, dtype=layout.dtype, device=_device(others))
-            held |= {name: params[name] for name in found}
-            for block in self.blocks(others, arguments, indices, held, keep):
-                block.add_to(total)
-            found |= layout.unflatten(total)
-        return {name: found[name] for name in params}
+        return self.diagonal_of(self.observe(params, batch, indices, held, keep))
 
     def dense(
         self, params: Params, batch: Any, indices: Tensor | None = None, held: Params | None = None
@@ -124,7 +109,7 @@ class Curvature:
         """The matrix [D, D], in the order of params; arguments as for `diagonal`."""
         layout = Layout.of(params)
         total = torch.zeros(layout.size, layout.size, dtype=layout.dtype, device=_device(params))
-        for block in self.blocks(params, rows.as_arguments(batch), indices, held):
+        for block in self.observe(params, batch, indices, held).blocks():
             block.add_to(total)
         return total
 
@@ -135,33 +120,34 @@ class Curvature:
         vector: Params,
         indices: Tensor | None = None,
         held: Params | None = None,
-        keep: slice = slice(None),
+        keep: slice = _ALL_ROWS,
     ) -> dict[str, Tensor]:
-        """The matrix times a vector by site, without the matrix: two gradients' worth of time;
-        other arguments as for `diagonal`."""
-        arguments, held = rows.as_arguments(batch), held or {}
-        indices = self._indices(arguments, indices)
+        """The curvature times a vector, by site, without the matrix.
+
+        It takes as long as two gradients.  Other arguments as for `diagonal`.
+        """
+        inputs = self._inputs(params, batch, indices, held, keep)
         leaves = _leaves(params)
-        nothing = {name: torch.zeros_like(value) for name, value in params.items()}
+        zeros = {name: torch.zeros_like(value) for name, value in params.items()}
         try:
             with torch.enable_grad(), forward_ad.dual_level():
                 duals = {
                     name: forward_ad.make_dual(leaf, vector[name].to(leaf))
                     for name, leaf in leaves.items()
                 }
-                observed = self._observe({**held, **duals}, arguments, indices)
-                if not observed.observations:
-                    return nothing
-                outputs, moved = forward_ad.unpack_dual(observed.outputs)
-        except RuntimeError:  # of operations without forward derivatives; others' come again
+                run = self._observe(inputs, duals)
+                if not run.observations:
+                    return zeros
+                outputs, tangent = forward_ad.unpack_dual(run.outputs)
+        except RuntimeError:  # no forward derivatives; any other error comes again
             layout = Layout.of(params)
             flat = layout.flatten(vector)
-            blocks = self.blocks(params, arguments, indices, held, keep)
+            blocks = self._observe(inputs, leaves).blocks()
             return layout.unflatten(sum((b.times(flat) for b in blocks), torch.zeros_like(flat)))
-        if moved is None:
-            return nothing
-        inner = torch.zeros_like(moved)
-        inner[keep] = observed.between(moved.detach())[keep]
+        if tangent is None:
+            return zeros
+        inner = torch.zeros_like(tangent)
+        inner[keep] = run.times(tangent.detach())[keep]
         back = torch.autograd.grad(outputs, list(leaves.values()), inner, materialize_grads=True)
         return dict(zip(leaves, back, strict=True))
 
@@ -171,23 +157,26 @@ class Curvature:
         batch: Any,
         indices: Tensor | None = None,
         held: Params | None = None,
-        keep: slice = slice(None),
+        keep: slice = _ALL_ROWS,
         among: Container[str] | None = None,
     ) -> tuple[dict[str, list[Factors]], dict[str, Tensor]]:
-        """(Kronecker factors of the blocks of those sites, among some or all, that are weights of
-        products, convolutions and projections, or biases; the diagonal by site of all others);
-        arguments as for `diagonal`.  See `pyro_scale.curvature.kronecker_factors`."""
-        arguments, held = rows.as_arguments(batch), dict(held or {})
-        indices = self._indices(arguments, indices)
-        arguments, keep = _two_rows(arguments, keep) if indices is None else (arguments, keep)
+        """(Kronecker factors of the curvature's blocks, by site; the diagonal of all other sites).
+
+        Weights of products, convolutions and projections have factors, and so have biases.
+
+        Args:
+            params, batch, indices, held, keep: as for `diagonal`.
+            among: the sites that may have factors; all by default.
+        """
+        inputs = _with_two_rows(self._inputs(params, batch, indices, held, keep))
         factors: dict[str, list[Factors]] = {}
-        run = self.observe(params, arguments, indices, held)
+        run = self._observe(inputs)
         with suppress(CannotRepeat):
             if (graph := self._graph(run)) is not None:
-                factors = factors_of(graph, run.columns, run.num_columns, keep, among or params)
-        others = {name: value for name, value in params.items() if name not in factors}
-        held |= {name: params[name] for name in factors}
-        return factors, self.diagonal(others, arguments, indices, held, keep) if others else {}
+                names = params if among is None else among
+                factors = factors_of(graph, run.columns, run.width, inputs.keep, names)
+        others = [name for name in params if name not in factors]
+        return factors, self.diagonal_of(self._observe(inputs.only(others))) if others else {}
 
     def eigenvalues(
         self,
@@ -196,27 +185,31 @@ class Curvature:
         bases: Mapping[str, Sequence[Basis]],
         indices: Tensor | None = None,
         held: Params | None = None,
-        keep: slice = slice(None),
+        keep: slice = _ALL_ROWS,
     ) -> dict[str, list[Tensor]]:
-        """The diagonal of the curvature in bases of blocks that have Kronecker factors, such as
-        the factors' eigenvectors (EKFAC; George et al. 2018), by site, `[m, n]` for each block;
-        other arguments as for `diagonal`."""
-        arguments = rows.as_arguments(batch)
-        indices = self._indices(arguments, indices)
-        arguments, keep = _two_rows(arguments, keep) if indices is None else (arguments, keep)
-        run = self.observe(params, arguments, indices, held or {})
+        """The diagonal of the curvature in other bases, by site; `[m, n]` for each block.
+
+        In the eigenvectors of the Kronecker factors this is EKFAC (George et al. 2018).
+
+        Args:
+            params, batch, indices, held, keep: as for `diagonal`.
+            bases: of the blocks that have Kronecker factors, by site.
+        """
+        inputs = _with_two_rows(self._inputs(params, batch, indices, held, keep))
+        run = self._observe(inputs)
         graph = self._graph(run)
         assert graph is not None  # or there would be no factors
-        return eigenvalues_of(graph, run.columns, run.num_columns, keep, bases)
+        return eigenvalues_of(graph, run.columns, run.width, inputs.keep, bases)
 
     def natural_gradient(
         self, params: Params, batch: Any, damping: float = 0.0, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
-        """(The gradient of the log joint, multiplied by the inverse of its curvature; the
-        evaluation): added to params, it is a step of Newton's method that needs no matrix.
+        """(The natural gradient by site, the model's evaluation).
 
-        The curvature is the prior's and N/B times the batch's; the equations are solved by
-        conjugate gradients.
+        The natural gradient is the inverse of the curvature times the gradient of the log joint.
+        The curvature is the prior's plus N/B times the batch's, and the equations are solved by
+        conjugate gradients.  Added to params, the natural gradient is a step of Newton's method
+        that needs no matrix.
 
         Args:
             params: unconstrained values of all sites.
@@ -228,7 +221,7 @@ class Curvature:
         indices = self._indices(arguments, indices)
         try:
             gradient, evaluation = self.log_posterior.grad(params, arguments, indices)
-        except (RuntimeError, NotImplementedError):  # a model that functorch refuses
+        except (RuntimeError, NotImplementedError):  # functorch does not support the model
             gradient, evaluation = self.log_posterior.plain_grad(params, arguments, indices)
         scale = self.log_posterior.num_data / len(evaluation.log_lik)
 
@@ -245,49 +238,57 @@ class Curvature:
         return layout.unflatten(solution), evaluation
 
     def notes(self, params: Params, batch: Any, indices: Tensor | None = None) -> list[str]:
-        """What is to be said of it: which sites' Fisher information is estimated."""
-        if self.kind == "empirical_fisher":  # of the log likelihood as it is
+        """Remarks for users: the sites whose Fisher information is an estimate."""
+        if self.kind == "empirical_fisher":  # which uses the log likelihood as it is
             return []
-        arguments = rows.as_arguments(batch)
-        indices = self._indices(arguments, indices)
-        observed = self._observe(_leaves(params), arguments, indices).observations
-        return [each.note for each in observed if each.note is not None]
-
-    def blocks(
-        self,
-        params: Params,
-        arguments: Arguments,
-        indices: Tensor | None = None,
-        held: Params | None = None,
-        keep: slice = slice(None),
-        run: Observed | None = None,
-    ) -> Iterator[Block]:
-        """The sum's terms of some rows at a time, with their Jacobians; arguments as for
-        `diagonal`."""
-        held, indices = held or {}, self._indices(arguments, indices)
-        observed = (run or self.observe(params, arguments, indices, held)).observations
-        if observed:  # some row depends on the params
-            yield from blocks_of(
-                self.log_posterior, observed, params, arguments, indices, held, keep
-            )
+        observations = self.observe(params, batch, indices).observations
+        return [each.note for each in observations if each.note is not None]
 
     def observe(
-        self, params: Params, arguments: Arguments, indices: Tensor | None, held: Params
-    ) -> Observed:
-        """A run of the model on a batch, differentiable in the params; arguments as for
+        self,
+        params: Params,
+        batch: Any,
+        indices: Tensor | None = None,
+        held: Params | None = None,
+        keep: slice = _ALL_ROWS,
+    ) -> ObservedBatch:
+        """A run of the model on a batch, from which the curvature is computed; arguments as for
         `diagonal`."""
-        return self._observe({**held, **_leaves(params)}, arguments, indices)
+        return self._observe(self._inputs(params, batch, indices, held, keep))
 
-    def _graph(self, run: Observed) -> RowWise | None:
-        """The graph of the rows' outputs; None of a model that takes nothing less than all
-        rows."""
-        if self.log_posterior.model_info.whole_only:
-            return None
-        with torch.enable_grad():
-            return RowWise.of(run.outputs, run.leaves)
+    def diagonal_of(self, run: ObservedBatch) -> dict[str, Tensor]:
+        """The diagonal of the curvature by site, from a run of the model."""
+        params, found = run.inputs.params, dict[str, Tensor]()
+        with suppress(CannotRepeat):
+            if (graph := self._graph(run)) is not None:
+                found = graph.squares(run.columns, run.width, run.inputs.keep)
+        others = {name: value for name, value in params.items() if name not in found}
+        if others:
+            layout = Layout.of(others)
+            total = torch.zeros(layout.size, dtype=layout.dtype, device=_device(others))
+            for block in self._observe(run.inputs.only(others)).blocks():
+                block.add_to(total)
+            found |= layout.unflatten(total)
+        return {name: found[name] for name in params}
+
+    def _observe(self, inputs: ModelInputs, leaves: Params | None = None) -> ObservedBatch:
+        leaves = _leaves(inputs.params) if leaves is None else leaves
+        with own_generator(derived_seed(self.seed, 0, Purpose.CURVATURE)):
+            return observe(self.log_posterior, inputs, leaves, self.kind, self.num_draws)
+
+    def _inputs(
+        self,
+        params: Params,
+        batch: Any,
+        indices: Tensor | None,
+        held: Params | None,
+        keep: slice,
+    ) -> ModelInputs:
+        arguments = rows.as_arguments(batch)
+        return ModelInputs(params, held or {}, arguments, self._indices(arguments, indices), keep)
 
     def _indices(self, arguments: Arguments, indices: Tensor | None) -> Tensor | None:
-        """Which rows a model takes that subsamples by itself: some, unless the caller says."""
+        """The rows to take; random ones for a model that subsamples, unless the caller chose."""
         self.log_posterior.prepare(arguments)
         info = self.log_posterior.model_info
         if info.own_plate is None or indices is not None:
@@ -295,19 +296,46 @@ class Curvature:
         with exclusive:
             return torch.randperm(self.log_posterior.num_data)[: info.batch_size]
 
-    def _observe(self, params: Params, arguments: Arguments, indices: Tensor | None) -> Observed:
-        with own_generator(derived_seed(self.seed, 0, Purpose.CURVATURE)):
-            return observe(
-                self.log_posterior, params, arguments, indices, self.kind, self.num_draws
-            )
+    def _graph(self, run: ObservedBatch) -> RowWise | None:
+        """The graph of the rows' outputs; None of a model that only takes all rows together."""
+        if self.log_posterior.model_info.whole_only:
+            return None
+        with torch.enable_grad():
+            return RowWise.from_outputs(run.outputs, run.leaves)
 
 
-def _two_rows(arguments: rows.Arguments, keep: slice) -> tuple[rows.Arguments, slice]:
-    """A single row twice, of which one counts: what is of params alone looks like one row's."""
-    if rows.count(arguments) != 1:
-        return arguments, keep
-    twice = torch.zeros(2, dtype=torch.long, device=rows.device(arguments))
-    return rows.take(arguments, twice), slice(0, len(range(*keep.indices(1))))
+def row_moments(
+    log_posterior: LogPosterior, params: Params, arguments: Arguments
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(The sum of rows' gradients, the sum of their squares) by latent site, in nats, without N/B.
+
+    The squares are the diagonal of the empirical Fisher; both sums come from one run of the model.
+
+    Args:
+        log_posterior: the model.
+        params: unconstrained values of all sites.
+        arguments: a batch.
+    """
+    latents = {name: params[name] for name in log_posterior.latents}
+    held = {name: value for name, value in params.items() if name not in latents}
+    curvature = Curvature(log_posterior, "empirical_fisher")
+    run = curvature.observe(latents, arguments, held=held)
+    squares = curvature.diagonal_of(run)
+    leaves = [run.leaves[name] for name in latents]
+    with torch.enable_grad():
+        total = run.outputs.sum()
+    sums = torch.autograd.grad(total, leaves, materialize_grads=True, allow_unused=True)
+    return dict(zip(latents, sums, strict=True)), squares
+
+
+def _with_two_rows(inputs: ModelInputs) -> ModelInputs:
+    """A batch of a single row twice, of which one counts: in a batch of one row, operations on
+    params alone cannot be told from those on rows."""
+    if inputs.indices is not None or rows.count(inputs.arguments) != 1:
+        return inputs
+    twice = torch.zeros(2, dtype=torch.long, device=rows.device(inputs.arguments))
+    count = len(range(*inputs.keep.indices(1)))
+    return replace(inputs, arguments=rows.take(inputs.arguments, twice), keep=slice(0, count))
 
 
 def _leaves(params: Params) -> dict[str, Tensor]:

@@ -1,13 +1,14 @@
-"""Newton's method in a trust region: modes of log densities in whatever units they come.
+"""Newton's method in a trust region: modes of log densities, whatever the units of their elements.
 
-Each step maximizes the quadratic model of the log joint inside of a ball, exactly (Moré and
-Sorensen, Computing a trust region step, SIAM J. Sci. Stat. Comput. 1983).  The ball is one of
-elements over their own curvatures, so that a change of units changes nothing, and a direction in
-which the log joint is not concave is a way to go, not an obstacle.
+Each step maximizes the quadratic model of the log joint inside a ball, exactly (Moré and Sorensen,
+Computing a trust region step, SIAM J. Sci. Stat. Comput. 1983).  Lengths in the ball are relative
+to each element's own curvature, so a change of units changes nothing.  Where the log joint is not
+concave, a step goes along the direction of positive curvature.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,29 +17,31 @@ from torch import Tensor
 
 from pyro_scale.curvature.density import FullDataDensity
 
-#: Steps at most; each takes a Hessian.
+#: Most steps; each takes a Hessian.
 MOST_STEPS = 200
-#: The radius at first and at most, in sds for the root of each element; and below which a step is
-#: nothing but rounding.
-_RADIUS, _LARGEST, _SMALLEST = 1.0, 1e8, 1e-12
-#: The gain that the quadratic model still promises, in nats, at what counts as a mode, unless
-#: rounding is larger; and steps that are taken without telling what they gain.
-_NEAR, _MOST_STALLED = 1e-6, 20
-#: Curvatures below this part of the gradient's square count as that.
-_FLATTEST = 1e-8
-#: Of the actual gain over the promised one: the least to take a step, to widen the region.
-_TAKEN, _GOOD = 1e-4, 0.75
+#: The first radius and the largest, in sds for the root of each element.
+_RADIUS, _LARGEST_RADIUS = 1.0, 1e8
+#: Radius below which a step is nothing but rounding.
+_SMALLEST_RADIUS = 1e-12
+#: At a mode, the quadratic model promises at most this gain in nats, unless rounding is larger.
+_GAIN_TOL = 1e-6
+#: Most steps whose gain cannot be told from rounding.
+_MOST_STALLED = 20
+#: Least curvature that is used for units, relative to the squared gradient.
+_LEAST_CURVATURE = 1e-8
+#: Ratio of the actual gain to the promised one: the least to take a step, and to widen the region.
+_TAKE_RATIO, _WIDEN_RATIO = 1e-4, 0.75
 
 
 class Ascent(NamedTuple):
-    """Where Newton's method ended.
+    """The end of Newton's method.
 
     Attributes:
         position: the end, [D].
         value: the log joint there, in nats.
         precision: minus the Hessian there, [D, D], in nats.
-        is_mode: whether the log joint is concave there, and nothing is left to gain.
-        path: where it was on its way, `[steps, D]`.
+        is_mode: whether the log joint is concave there and no gain is left.
+        path: positions of all steps, `[steps, D]`.
     """
 
     position: Tensor
@@ -48,110 +51,114 @@ class Ascent(NamedTuple):
     path: Tensor
 
 
+class _Quadratic(NamedTuple):
+    """The log joint, its gradient [D] and minus its Hessian [D, D], in nats and float64."""
+
+    value: float
+    slope: Tensor
+    curvature: Tensor
+
+
 def ascend(
     density: FullDataDensity,
     start: Tensor,
-    near: float = _NEAR,
+    near: float = _GAIN_TOL,
     most_steps: int = MOST_STEPS,
     check: Callable[[float], None] | None = None,
 ) -> Ascent:
-    """The way up from a start, [D], in the precision of its dtype.
+    """Climbs from a start, [D], to a mode, in the precision of the start's dtype.
 
     Args:
         density: the log joint of all rows.
         start: where it begins, and ends if the log joint is not finite there.
-        near: the gain that is still promised, in nats, at what counts as a mode.
-        most_steps: how many there are at most.
-        check: is told of the passes through the rows before each step, and may end them by raising.
+        near: the promised gain, in nats, below which a position counts as a mode.
+        most_steps: the largest number of steps.
+        check: called before each step with the passes through the rows so far; may raise to stop.
     """
-    num_data = density.log_posterior.num_data
     position, radius, path = start, _RADIUS * len(start) ** 0.5, [start]
-    look = _look(density, position, num_data)
-    if look is None:
-        nothing = torch.zeros(len(start), len(start), dtype=torch.float64)
-        return Ascent(start, -float("inf"), nothing, False, start[None])
-    value, slope, curvature = look
-    units = _units(slope, curvature)
+    model = _expand(density, position)
+    if model is None:
+        zeros = torch.zeros(len(start), len(start), dtype=torch.float64)
+        return Ascent(start, -math.inf, zeros, False, start[None])
+    units = _units(model)
     is_mode, stalled = False, 0
     for _ in range(most_steps):
         if check is not None:
             check(len(path) * density.passes)
-        units = torch.maximum(units / 2, _units(slope, curvature))
+        units = torch.maximum(units / 2, _units(model))
         scale = units.rsqrt()
-        lengths, axes = torch.linalg.eigh(scale[:, None] * curvature * scale)
-        along = axes.mT @ (scale * slope)
-        rounding = 8 * torch.finfo(start.dtype).eps * abs(value)
-        left = float((along.square() / lengths).sum()) / 2
-        if lengths.min() > 0 and left < max(near, rounding):
+        eigenvalues, axes = torch.linalg.eigh(scale[:, None] * model.curvature * scale)
+        slope = axes.mT @ (scale * model.slope)
+        rounding = 8 * torch.finfo(start.dtype).eps * abs(model.value)
+        left = float((slope.square() / eigenvalues).sum()) / 2
+        if eigenvalues.min() > 0 and left < max(near, rounding):
             is_mode = True
             break
-        if len(path) == 1:  # where it is steep, an sd is no distance
-            far = along / lengths.abs().clamp(min=_FLATTEST * float(lengths.abs().max()))
-            radius = min(max(radius, float(far.norm())), _LARGEST)
-        while radius > _SMALLEST:
-            step = _within(lengths, along, radius)
-            promised = float(along @ step - (lengths * step.square()).sum() / 2)
-            there = position + (scale * (axes @ step)).to(position)
-            ahead = _look(density, there, num_data)
-            gained = ahead[0] - value if ahead is not None else -float("inf")
-            if gained >= _TAKEN * promised or (promised < rounding and gained > -rounding):
+        if len(path) == 1:  # the first radius covers a Newton step, however steep the start is
+            least = _LEAST_CURVATURE * float(eigenvalues.abs().max())
+            newton = slope / eigenvalues.abs().clamp(min=least)
+            radius = min(max(radius, float(newton.norm())), _LARGEST_RADIUS)
+        while radius > _SMALLEST_RADIUS:
+            step = _best_step(eigenvalues, slope, radius)
+            promised = float(slope @ step - (eigenvalues * step.square()).sum() / 2)
+            end = position + (scale * (axes @ step)).to(position)
+            ahead = _expand(density, end)
+            gain = ahead.value - model.value if ahead is not None else -math.inf
+            if gain >= _TAKE_RATIO * promised or (promised < rounding and gain > -rounding):
                 break
             radius = min(radius, float(step.norm())) / 4
         else:
             break
-        if gained > _GOOD * promised:
-            radius = min(max(radius, 3 * float(step.norm())), _LARGEST)
+        if gain > _WIDEN_RATIO * promised:
+            radius = min(max(radius, 3 * float(step.norm())), _LARGEST_RADIUS)
         assert ahead is not None
-        position = there
-        value, slope, curvature = ahead
+        position, model = end, ahead
         path.append(position)
-        stalled += gained < _TAKEN * promised
+        stalled += gain < _TAKE_RATIO * promised
         if stalled > _MOST_STALLED:
             break
-    return Ascent(position, value, curvature, is_mode, torch.stack(path))
+    return Ascent(position, model.value, model.curvature, is_mode, torch.stack(path))
 
 
-def _units(slope: Tensor, curvature: Tensor) -> Tensor:
-    """One over the square of a length for each element, as its own curvature has it."""
-    own = torch.maximum(curvature.diagonal().abs(), _FLATTEST * slope.square())
+def _units(model: _Quadratic) -> Tensor:
+    """Every element's own curvature, [D], of which a unit is one over the root."""
+    own = model.curvature.diagonal().abs()
+    own = torch.maximum(own, _LEAST_CURVATURE * model.slope.square())
     return torch.where(own > 0, own, 1.0)
 
 
-def _look(
-    density: FullDataDensity, position: Tensor, num_data: int
-) -> tuple[float, Tensor, Tensor] | None:
-    """(The log joint, its gradient, minus its Hessian) in nats and float64; None where one is not
-    finite, or a matrix of the model's cannot be factorized."""
+def _expand(density: FullDataDensity, position: Tensor) -> _Quadratic | None:
+    """The log joint to second order; None where it is not finite, or where a matrix of the model
+    cannot be factorized."""
     try:
-        value, gradient, hessian = density.derivatives(position)
+        parts = density.derivatives(position)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         return None
-    if not bool(torch.isfinite(value) and torch.isfinite(hessian).all()):
+    if not all(bool(torch.isfinite(part).all()) for part in parts):
         return None
-    if not bool(torch.isfinite(gradient).all()):
-        return None
+    num_data, (value, gradient, hessian) = density.log_posterior.num_data, parts
     curvature = -num_data * hessian.double()
-    return num_data * float(value), num_data * gradient.double(), curvature
+    return _Quadratic(num_data * float(value), num_data * gradient.double(), curvature)
 
 
-def _within(lengths: Tensor, along: Tensor, radius: float) -> Tensor:
-    """The step of norm at most `radius` with the largest gain, in the axes of the curvature."""
-    least = max(0.0, -float(lengths.min()))
-    if lengths.min() > 0:
-        step = along / lengths
+def _best_step(eigenvalues: Tensor, slope: Tensor, radius: float) -> Tensor:
+    """The step of largest gain among those of norm at most `radius`, in the axes of the
+    curvature."""
+    least = max(0.0, -float(eigenvalues.min()))
+    if eigenvalues.min() > 0:
+        step = slope / eigenvalues
         if step.norm() <= radius:
             return step
-    low, high = least, least + float(along.norm()) / radius + 1e-300
+    low, high = least, least + float(slope.norm()) / radius + 1e-300
     for _ in range(100):
         shift = (low + high) / 2
-        denominator = lengths + shift
-        step = along / denominator.clamp(min=1e-300)
+        step = slope / (eigenvalues + shift).clamp(min=1e-300)
         low, high = (shift, high) if step.norm() > radius else (low, shift)
         if high - low <= 1e-10 * high:
             break
-    step = along / (lengths + high).clamp(min=1e-300)
-    short = radius**2 - float(step.square().sum())
-    if lengths.min() < 0 and short > 1e-3 * radius**2:  # nothing to gain along the steepest axis
+    step = slope / (eigenvalues + high).clamp(min=1e-300)
+    missing = radius**2 - float(step.square().sum())
+    if eigenvalues.min() < 0 and missing > 1e-3 * radius**2:  # no slope along the first axis
         step = step.clone()
-        step[0] += short**0.5
+        step[0] += missing**0.5
     return step

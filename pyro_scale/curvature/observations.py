@@ -1,15 +1,17 @@
-"""What the curvature of a likelihood is made of: the outputs of each row, and the matrix between.
+"""Observed sites as factors of a curvature J^T F J: what the outputs of a row are, and what F is.
 
-An observation says what its outputs are (the arguments of a distribution, or log likelihoods).  It
-multiplies their Jacobian by the matrix between, such as the Fisher information of a row.
+An observation's outputs are the arguments of a site's distribution, or log likelihoods; J is their
+Jacobian in the params.  F is a positive semi-definite matrix for each row, such as the Fisher
+information of the distribution in these arguments.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,82 +24,85 @@ from pyro_scale.model.scaling import Rule, Scaling
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import align, unwrap
 
-#: Of matrices of Fisher information of a batch.
+#: Most bytes of the Fisher information of a batch.
 _MOST_BYTES = 2**30
-
-
-class Observation(Protocol):
-    """Outputs of each row.
-
-    Attributes:
-        known: what it knows of each row of the batch, `[B, ...]`.
-        width: outputs a row.
-        note: what is to be said of it, if anything.
-    """
-
-    @property
-    def known(self) -> Tensor: ...
-
-    @property
-    def width(self) -> int: ...
-
-    @property
-    def note(self) -> str | None: ...
-
-    def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
-        """A run's outputs, `[b, width]`, differentiable in its params."""
-        ...
-
-    def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
-        """The matrix between, of each row, times `[b, width, D]`."""
-        ...
-
-    @property
-    def num_columns(self) -> int:
-        """Columns of a factor L of the matrix between, L L^T."""
-        ...
-
-    def columns(self, start: int, stop: int) -> Tensor:
-        """Some of them, of each row of the batch: `[stop - start, B, width]`."""
-        ...
+#: Draws of each row where Fisher information has to be estimated, unless the user sets more.
+_NUM_DRAWS = 100
 
 
 @dataclass(frozen=True)
-class Exact:
-    """The arguments of a site's distribution, and its Fisher information in them.
+class Observation(ABC):
+    """Outputs of each row, and the matrix F between two of their Jacobians.
 
     Attributes:
-        name: the site's.
-        rule: where its rows are.
-        arguments: those that depend on the params.
+        known: what F is made of, for each row of the batch, `[B, ...]`; without a graph.
+    """
+
+    known: Tensor
+
+    @property
+    def note(self) -> str | None:
+        """A remark for users, where F is an estimate."""
+        return None
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """K, the number of outputs of a row."""
+
+    @abstractmethod
+    def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
+        """A run's outputs, `[b, K]`, differentiable in its params.
+
+        Args:
+            sites: of the run.
+            known: the entries of `self.known` for the run's rows.
+        """
+
+    @abstractmethod
+    def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
+        """F of each row times `[b, K, D]`; `known` as for `outputs`."""
+
+    @abstractmethod
+    def columns(self, start: int, stop: int) -> Tensor:
+        """Columns of a factor L of F = L L^T, for each row of the batch:
+        `[stop - start, B, K]`."""
+
+
+@dataclass(frozen=True)
+class Exact(Observation):
+    """The arguments of a site's distribution, with its Fisher information in them.
+
+    Attributes:
         known: the information of each row's elements, `[B, elements, m, m]`, times the user's
             scale and mask.
+        name: the site's.
+        rule: where its rows are.
+        arguments: names of the distribution's arguments that depend on the params.
     """
 
     name: str
     rule: Rule
     arguments: tuple[str, ...]
-    known: Tensor
-    note: None = None
 
     @property
     def width(self) -> int:
         return self.known.shape[1] * self.known.shape[2]
 
     def of_rows(self, sites: Mapping[str, Site]) -> Exact:
-        """The same of the rows, and at the params, of another run."""
-        return exact(sites[self.name], self.rule, self.arguments)
+        """The same observation in another run: of its rows, at its params."""
+        return observe_exactly(sites[self.name], self.rule, self.arguments)
 
     def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
         fn = broadcast(sites[self.name])
         base = fisher.base_of(fn)
-        given = fisher.own_arguments(base)
+        values = fisher.own_arguments(base)
         parts = [
             _rows_first(fn, self.rule, base, value, value.dim() - len(base.batch_shape))
-            for value in (given[name] for name in self.arguments)
+            for value in (values[name] for name in self.arguments)
         ]
-        numbers = [part.reshape(*part.shape[:2], -1) for part in parts]
-        return torch.cat(numbers, dim=2).flatten(1)
+        flat = [part.reshape(*part.shape[:2], -1) for part in parts]
+        return torch.cat(flat, dim=2).flatten(1)
 
     def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
         elements, m = known.shape[1:3]
@@ -105,21 +110,17 @@ class Exact:
             "beij,bejd->beid", known.to(jacobian.dtype), jacobian.unflatten(1, (elements, m))
         ).flatten(1, 2)
 
-    @property
-    def num_columns(self) -> int:
-        return self.width
-
     def columns(self, start: int, stop: int) -> Tensor:
         rows, elements, m = self.known.shape[:3]
-        found = self.known.new_zeros(stop - start, rows, elements, m)
-        for place, number in enumerate(range(start, stop)):  # an element's are zero elsewhere
+        columns = self.known.new_zeros(stop - start, rows, elements, m)
+        for place, number in enumerate(range(start, stop)):  # F has a block for each element
             element, column = divmod(number, m)
-            found[place, :, element] = self._roots[:, element, :, column]
-        return found.flatten(2)
+            columns[place, :, element] = self._roots[:, element, :, column]
+        return columns.flatten(2)
 
     @cached_property
     def _roots(self) -> Tensor:
-        """Of each row's elements, `[B, elements, m, m]`."""
+        """Roots of each element's information, `[B, elements, m, m]`."""
         return semidefinite.root(self.known)
 
 
@@ -133,40 +134,39 @@ class Classes(Exact):
     """
 
     def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
-        elements, m = known.shape[1:]
         probs = known.to(jacobian.dtype)[..., None]
-        each = jacobian.unflatten(1, (elements, m))
-        mean = (_over_sum(probs, 2) * each).sum(2, keepdim=True)
-        return (probs * (each - mean)).flatten(1, 2)
+        logits = jacobian.unflatten(1, known.shape[1:])
+        mean = (_over_sum(probs, 2) * logits).sum(2, keepdim=True)
+        return (probs * (logits - mean)).flatten(1, 2)
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """sqrt(p_j) (e_j - p)."""
+        """Columns sqrt(p_j) (e_j - p)."""
         rows, elements, m = self.known.shape
-        chances = _over_sum(self.known, 2)
-        found = self.known.new_zeros(stop - start, rows, elements, m)
+        probs = _over_sum(self.known, 2)
+        columns = self.known.new_zeros(stop - start, rows, elements, m)
         for place, number in enumerate(range(start, stop)):
             element, column = divmod(number, m)
-            found[place, :, element] = -chances[:, element]
-            found[place, :, element, column] += 1
-            found[place, :, element] *= self.known[:, element, column, None].sqrt()
-        return found.flatten(2)
+            columns[place, :, element] = -probs[:, element]
+            columns[place, :, element, column] += 1
+            columns[place, :, element] *= self.known[:, element, column, None].sqrt()
+        return columns.flatten(2)
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Log likelihoods of observations drawn from a site's distribution: the mean of the squares
-    of their gradients is the Fisher information in the params.
+class Drawn(Observation):
+    """Log likelihoods of observations drawn from a site's distribution.
+
+    The mean of the squares of their gradients estimates the Fisher information in the params.
 
     Attributes:
+        known: the draws, `[B, draws, ...]`.
         name: the site's.
         rule: where its rows are.
-        known: the draws, `[B, draws, ...]`.
-        axis: of the rows in a draw, from the right.
+        axis: of the rows in a draw, counted from the right.
     """
 
     name: str
     rule: Rule
-    known: Tensor
     axis: int
 
     @property
@@ -180,7 +180,7 @@ class Drawn:
     def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
         site = sites[self.name]
         fn = unwrap(broadcast(site), self.rule.depth)
-        log_prob = fn.log_prob(known.movedim(0, self.axis))  # of [draws, ..., b, ...]
+        log_prob = fn.log_prob(known.movedim(0, self.axis))  # [draws, ..., b, ...]
         weighted = log_prob * _weights(site, self.rule, len(fn.batch_shape)).sqrt()
         rows_first = weighted.movedim((_dim(self.rule), 0), (0, 1))
         return rows_first.reshape(*rows_first.shape[:2], -1).sum(2)
@@ -188,29 +188,25 @@ class Drawn:
     def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
         return jacobian / self.width
 
-    @property
-    def num_columns(self) -> int:
-        return self.width
-
     def columns(self, start: int, stop: int) -> Tensor:
-        draws = torch.eye(self.width, dtype=torch.float64)[start:stop, None].to(self.known.device)
-        return draws.expand(-1, len(self.known), -1) / self.width**0.5
+        units = torch.eye(self.width, dtype=torch.float64)[start:stop, None].to(self.known.device)
+        return units.expand(-1, len(self.known), -1) / self.width**0.5
 
 
 @dataclass(frozen=True)
-class Total:
+class Total(Observation):
     """Each row's log likelihood: the squares of its gradients are the empirical Fisher.
 
     Attributes:
-        scaling: where the rows are.
         known: nothing, `[B, 0]`.
+        scaling: where the rows are.
     """
 
     scaling: Scaling
-    known: Tensor
-    width: int = 1
-    num_columns: int = 1
-    note: None = None
+
+    @property
+    def width(self) -> int:
+        return 1
 
     def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
         of_sites = self.scaling.rows_of_run(sites, len(known))
@@ -223,29 +219,51 @@ class Total:
         return torch.ones(stop - start, len(self.known), 1, device=self.known.device)
 
 
-def exact(site: Site, rule: Rule, names: tuple[str, ...]) -> Exact:
-    """A site's Fisher information in some of its distribution's arguments."""
+def observe_site(site: Site, rule: Rule, kind: str, num_draws: int) -> Observation | None:
+    """A site's observation for the GGN, exact or by Monte Carlo; None if the site does not depend
+    on the params."""
+    fn = broadcast(site)
+    try:
+        base = fisher.base_of(fn)
+        arguments = fisher.own_arguments(base)
+        names = tuple(name for name, value in arguments.items() if value.requires_grad)
+        if arguments and not names:
+            return None
+        if kind != "monte_carlo" and arguments:
+            return observe_exactly(site, rule, names)
+    except fisher.NoInformation:
+        pass
+    return _draw(site, rule, num_draws if kind == "monte_carlo" else max(num_draws, _NUM_DRAWS))
+
+
+def observe_exactly(site: Site, rule: Rule, names: tuple[str, ...]) -> Exact:
+    """A site's observation with the Fisher information in the named arguments.
+
+    Raises:
+        NoInformation: the information has no closed form, sum or divergence.
+        SiteError: it does not fit in memory.
+    """
     fn = broadcast(site)
     base = with_totals(fisher.base_of(fn), site.value)
-    chances = fisher.class_counts(base, names)
-    if chances is None:
-        _check_num_outputs(site, base, names)
-    found = fisher.information(base, names) if chances is None else chances
-    dims = found.dim() - len(base.batch_shape)
-    of_rows = _rows_first(fn, rule, base, found, dims)
+    counts = fisher.class_counts(base, names)
+    if counts is None:
+        _check_fits(site, base, names)
+    information = fisher.information(base, names) if counts is None else counts
+    event_dims = information.dim() - len(base.batch_shape)
+    known = _rows_first(fn, rule, base, information, event_dims)
     weights = _weights(site, rule, len(base.batch_shape)) * fisher.mask_of(fn)
-    everywhere = weights * of_rows.new_ones(base.batch_shape)
-    of_rows = of_rows * _rows_first(fn, rule, base, everywhere, 0)[(..., *(None,) * dims)]
-    return (Exact if chances is None else Classes)(site.name, rule, names, of_rows)
+    weights = weights * known.new_ones(base.batch_shape)
+    known = known * _rows_first(fn, rule, base, weights, 0)[(..., *(None,) * event_dims)]
+    return (Exact if counts is None else Classes)(known, site.name, rule, names)
 
 
-def _check_num_outputs(site: Site, base: Any, names: tuple[str, ...]) -> None:
-    """Refuses matrices of Fisher information that are too large."""
+def _check_fits(site: Site, base: Any, names: tuple[str, ...]) -> None:
+    """Checks that matrices of Fisher information fit in memory."""
     shape = torch.Size(base.batch_shape)  # a tuple in some of Pyro's classes
     if len(shape) == 0:
         return
     arguments = fisher.own_arguments(base)
-    count = sum(arguments[name][0].numel() for name in names)  # of one part of the batch
+    count = sum(arguments[name][0].numel() for name in names)  # of the first index of the batch
     each = count // max(1, shape[1:].numel())
     needed = 8 * shape.numel() * each**2
     if needed > _MOST_BYTES:
@@ -257,34 +275,34 @@ def _check_num_outputs(site: Site, base: Any, names: tuple[str, ...]) -> None:
         )
 
 
-def drawn(site: Site, rule: Rule, num_draws: int) -> Drawn:
-    """Draws of a site, as tensors without a history."""
+def _draw(site: Site, rule: Rule, num_draws: int) -> Drawn:
+    """A site's observation by draws of its distribution."""
     fn = broadcast(site)
     axis = _dim(rule) - len(unwrap(fn, rule.depth).event_shape)
     try:
         with torch.no_grad():
-            found = draws(fn, num_draws, site.value)
+            values = draws(fn, num_draws, site.value)
     except NotImplementedError as error:
         raise CannotDrawError(
             f"{cannot_draw(site.name, fn, error)}, of which its Fisher information would be "
             "estimated, or use curvature='hessian' or 'empirical_fisher'"
         ) from error
-    return Drawn(site.name, rule, found.movedim(axis, 0), axis)
+    return Drawn(values.movedim(axis, 0), site.name, rule, axis)
 
 
 def _over_sum(values: Tensor, dim: int) -> Tensor:
-    """Values over their sum; 0 where that is 0."""
+    """Values divided by their sum; 0 where that is 0."""
     total = values.sum(dim, keepdim=True)
     return torch.where(total > 0, values / total, 0)
 
 
 def _dim(rule: Rule) -> int:
-    assert rule.dim is not None  # it has rows
+    assert rule.dim is not None  # the site has rows
     return rule.dim
 
 
 def broadcast(site: Site) -> Any:
-    """The site's distribution in the shape that its value has, which torch lets differ.
+    """The site's distribution in the shape of its value, which torch lets differ.
 
     Raises:
         SiteError: its event shape differs.
@@ -301,8 +319,7 @@ def broadcast(site: Site) -> Any:
 
 
 def _rows_first(fn: Any, rule: Rule, base: Any, values: Tensor, event_dims: int) -> Tensor:
-    """Values of the unwrapped distribution's elements, `[..., *event]`, as `[B, elements,
-    *event]`."""
+    """Values `[..., *event]` of the elements of `base`, as `[B, elements, *event]`."""
     shape = base.batch_shape
     event = values.shape[values.dim() - event_dims :]
     inner = len(shape) - len(unwrap(fn, rule.depth).batch_shape)
@@ -311,7 +328,7 @@ def _rows_first(fn: Any, rule: Rule, base: Any, values: Tensor, event_dims: int)
 
 
 def _weights(site: Site, rule: Rule, dims: int) -> Tensor:
-    """The user's scale and mask, over so many batch dimensions of the distribution unwrapped."""
+    """The user's scale times the mask, over `dims` batch dimensions of the base distribution."""
     extra = dims - len(broadcast(site).batch_shape)
     scale = align(site.scale, extra) if rule.keeps_scale else 1.0
     mask = True if site.mask is None else align(site.mask, extra)

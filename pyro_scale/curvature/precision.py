@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -10,25 +11,61 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 from pyro_scale.core.layout import Layout
-from pyro_scale.curvature.chunks import CHUNK_ROWS, Chunk, chunks_of
-from pyro_scale.curvature.density import FullDataDensity, no_nats
+from pyro_scale.curvature.chunks import CHUNK_ROWS, Chunk
+from pyro_scale.curvature.density import FullDataDensity, zero_nats
 from pyro_scale.curvature.ggn import Curvature, RowKind
 from pyro_scale.curvature.prior_hessian import precision_of_prior
 from pyro_scale.errors import ModelError
 from pyro_scale.model.derivatives import gradient_of
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
-#: Of the rows' sum, or `"hessian"`, that of the whole log joint.
+#: A curvature that is a sum over rows, or `"hessian"`, that of the whole log joint.
 CurvatureKind: TypeAlias = RowKind | Literal["hessian"]
 
 
+@dataclass(frozen=True)
+class CurvatureSpec:
+    """Which curvature is computed, and where.
+
+    Attributes:
+        position: the point, [D].
+        sites: the sites whose d elements the curvature is in.
+        kind: of the curvature.
+        seed: of Monte Carlo.
+        num_rows: rows at a time; None for the default.
+    """
+
+    position: Tensor
+    sites: Sequence[str]
+    kind: CurvatureKind
+    seed: int = 0
+    num_rows: int | None = None
+
+    def split(self, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(Values of the sites that the curvature is in, values of all others)."""
+        held = layout.unflatten(self.position)
+        return {name: held.pop(name) for name in self.sites}, held
+
+    def by_chunk(self, density: FullDataDensity) -> Iterator[tuple[Curvature, Chunk]]:
+        """Chunks of all rows (or of this rank's share), each with its curvature.
+
+        Raises:
+            DataError: the data do not hold N rows.
+        """
+        assert self.kind != "hessian"
+        share = density.share
+        for place, chunk in enumerate(density.chunks(self.num_rows or CHUNK_ROWS)):
+            seed = derived_seed(self.seed, share.rank + place * share.world, Purpose.CURVATURE)
+            yield Curvature(density.log_posterior, self.kind, seed=seed), chunk
+
+
 class Expansion(NamedTuple):
-    """The log joint of all rows around a point, in the elements of some sites.
+    """The log joint of all rows to second order around a point, in the elements of some sites.
 
     Attributes:
         value: over N, in nats.
         slope: its gradient over N, [d].
-        precision: minus its Hessian, or what stands for it, [d, d] or [d].
+        precision: minus its Hessian, or the approximation of it, [d, d] or [d].
     """
 
     value: Tensor
@@ -36,99 +73,67 @@ class Expansion(NamedTuple):
     precision: Tensor
 
 
-def expansion_at(
-    density: FullDataDensity,
-    position: Tensor,
-    sites: Sequence[str],
-    kind: CurvatureKind,
-    dense: bool,
-    seed: int = 0,
-    num_rows: int | None = None,
-) -> Expansion:
+def expand(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expansion:
     """The log joint to second order at a position.
 
-    It goes through the data once, with one run of the model for all that is asked of some rows,
-    and holds no more than the sum and a block of rows.  Of a density that ranks share out, it is
-    this rank's terms.
+    It goes through the data once, runs the model once on each chunk, and holds no more than the sum
+    and a block of rows.  Where ranks share out the density, these are this rank's terms.
 
     Args:
         density: the log joint of all rows.
-        position: where, [D].
-        sites: whose elements.
-        kind: the curvature of the rows.
-        dense: whether it is the matrix or the diagonal.
-        seed: of Monte Carlo.
-        num_rows: rows at a time.
+        spec: where, and which curvature.
+        dense: whether the precision is the matrix or its diagonal.
 
     Raises:
         DataError: the data do not hold N rows.
     """
-    log_posterior, share = density.log_posterior, density.share
-    if kind == "hessian":
-        return _with_hessian(density, position, density.layout.places(sites), dense)
-    params = density.layout.unflatten(position)
-    free = {name: params[name] for name in sites}
-    held = {name: value for name, value in params.items() if name not in free}
+    if spec.kind == "hessian":
+        return _expand_by_hessian(density, spec, dense)
+    log_posterior = density.log_posterior
+    free, held = spec.split(density.layout)
     layout, scale = Layout.of(free), log_posterior.num_data / density.rows_in_all
-    value, slope = no_nats(position), position.new_zeros(layout.size)
-    total = position.new_zeros((layout.size, layout.size) if dense else layout.size)
-    for place, (chunk, kept) in enumerate(density.pieces(num_rows or CHUNK_ROWS)):
-        own = derived_seed(seed, share.rank + place * share.world, Purpose.CURVATURE)
-        curvature = Curvature(log_posterior, kind, seed=own)
-        run = curvature.observe(free, chunk.arguments, chunk.indices, held)
+    value, slope = zero_nats(spec.position), spec.position.new_zeros(layout.size)
+    total = spec.position.new_zeros((layout.size, layout.size) if dense else layout.size)
+    for place, (curvature, chunk) in enumerate(spec.by_chunk(density)):
+        run = curvature.observe(free, chunk.arguments, chunk.indices, held, chunk.keep)
         with torch.enable_grad():
             size = log_posterior.batch_size(chunk.arguments)
             evaluation = log_posterior.evaluate(run.sites, size)
-        part = density.part_of(evaluation, chunk, kept)
+        part = density.part_of(evaluation, chunk)
         slopes = gradient_of(part, run.leaves)
         value, slope = value + part.detach(), slope + layout.flatten(slopes)
-        if not share.rank and not place:  # it counts once
+        if not density.share.rank and not place:  # the prior counts once
             total += precision_of_prior(log_posterior, evaluation.log_prior, run.leaves, dense)
             total /= scale
-        where = (free, chunk.arguments, chunk.indices, held, chunk.keep, run)
         if dense:
-            for block in curvature.blocks(*where):
+            for block in run.blocks():
                 block.add_to(total)
         else:
-            total += layout.flatten(curvature.diagonal(*where))
-    return Expansion(value, slope, total.mul_(scale))  # some rows stand for all
+            total += layout.flatten(curvature.diagonal_of(run))
+    return Expansion(value, slope, total.mul_(scale))  # a sample of the rows stands for all
 
 
-def curvatures_of(
-    density: FullDataDensity, kind: RowKind, seed: int, num_rows: int | None
-) -> Iterator[tuple[Curvature, Chunk]]:
-    """Every chunk of the rows, or of this rank's share, with its curvature; arguments as for
-    `expansion_at`."""
-    share = density.share
-    chunks = chunks_of(density.log_posterior, density.data, num_rows, share)
-    for place, chunk in enumerate(chunks):
-        own = derived_seed(seed, share.rank + place * share.world, Purpose.CURVATURE)
-        yield Curvature(density.log_posterior, kind, seed=own), chunk
-
-
-def _with_hessian(
-    density: FullDataDensity, position: Tensor, places: Tensor, dense: bool
-) -> Expansion:
+def _expand_by_hessian(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expansion:
     """The same with the Hessian of the whole log joint."""
-    num_data = density.log_posterior.num_data
+    num_data, places = density.log_posterior.num_data, density.layout.places(spec.sites)
     if dense:
-        value, slope, matrix = density.derivatives(position)
+        value, slope, matrix = density.derivatives(spec.position)
         return Expansion(value, slope[places], -matrix[places][:, places] * num_data)
-    value, slope = density.grad(position)
-    diagonal = density.hessian_diagonal(position)
+    value, slope = density.grad(spec.position)
+    diagonal = density.hessian_diagonal(spec.position)
     return Expansion(value, slope[places], -diagonal[places] * num_data)
 
 
-def gaussian_at(
-    density: FullDataDensity, position: Tensor, sites: Sequence[str], precision: Tensor
-) -> Gaussian:
-    """The Gaussian over some sites of this precision, [d, d], whose memory it takes, or [d].
+def gaussian_at(density: FullDataDensity, spec: CurvatureSpec, precision: Tensor) -> Gaussian:
+    """The Gaussian over the spec's sites with this precision, [d] or [d, d].
+
+    A matrix is overwritten, to save memory.
 
     Raises:
-        ModelError: it is not positive definite; it names the site.
+        ModelError: the precision is not positive definite; the message names the site.
     """
-    places = density.layout.places(sites)
-    mean = position[places]
+    places = density.layout.places(spec.sites)
+    mean = spec.position[places]
     if precision.dim() == 1:
         if bool((precision > 0).all()):
             return Diagonal.of_precision(mean, precision)
@@ -142,7 +147,7 @@ def gaussian_at(
 
 
 def indefinite(density: FullDataDensity, place: int, least: float) -> ModelError:
-    """What is said where a precision is not positive, at a place of a position."""
+    """The error for a precision that is not positive, at an element of a position."""
     site = density.layout.site_at(place)
     return ModelError(
         f"site '{site}': the log joint's curvature there is {least:.3g}, so there is no Gaussian. "

@@ -1,8 +1,8 @@
-"""How a param enters an operation of which each row has its own part.
+"""How an operation of which each row has its own part uses a param.
 
-Of such an operation, a row's gradient needs no Jacobian: for a matrix product it is the outer
-product of the row's input and of the gradient at its output.  A row may pass through a product
-several times, as the positions of a sequence or of an image do; its gradient is the sum over them.
+The gradient of a row then needs no Jacobian: for a matrix product it is the outer product of the
+row's input and the gradient at its output.  A row may pass through a product several times, as
+positions of a sequence or an image do; its gradient is the sum over them.
 """
 
 from __future__ import annotations
@@ -11,23 +11,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-#: A node of autograd's graph.
-Node: TypeAlias = Any
-
-#: Numbers of the rows' own gradients that are held at once.
+#: Numbers of rows' gradients in memory at once.
 _BLOCK_NUMBERS = 2**22
 
 
 class Rows(NamedTuple):
-    """Where the rows of an operation's output are.
+    """Where the rows are in an operation's output.
 
     Attributes:
-        axis: in which of its dimensions.
+        axis: the dimension.
         num_rows: how many.
         outer: whether a row's places along the axis are side by side.
     """
@@ -37,8 +34,10 @@ class Rows(NamedTuple):
     outer: bool
 
     def split(self, values: Tensor, lead: int = 0) -> Tensor:
-        """Values `[*lead, ..., B * T, ...]` of the output's shape as `[*lead, B, T, ...]`,
-        the other dimensions in their order."""
+        """Values `[*lead, ..., B * T, ...]` of the output's shape, as `[*lead, B, T, ...]`.
+
+        The other dimensions keep their order; `lead` is the number of leading ones.
+        """
         axis = self.axis + lead
         positions = values.shape[axis] // self.num_rows
         shape = (self.num_rows, positions) if self.outer else (positions, self.num_rows)
@@ -56,13 +55,13 @@ class Rows(NamedTuple):
 
 
 def find_rows(plain: Tensor, weighted: Tensor, weights: Tensor) -> Rows | None:
-    """Where an operation's rows are: in the dimension along which gradients at its output go with
-    the weights of the rows' results.
+    """Where an operation's rows are: in the dimension along which gradients at its output are
+    multiplied by the weights of the rows' results.
 
     Args:
         plain: the gradients of some results of all rows.
-        weighted: those of the results times weights, `[P, ...]`.
-        weights: of rows, `[P, B]`, by which all are told apart.
+        weighted: the gradients of these results times weights, `[P, ...]`.
+        weights: of rows, `[P, B]`, all different.
     """
     count, numbers = weights.shape[1], torch.finfo(plain.dtype)
     rounding = numbers.tiny * weights  # of gradients so small that they have few digits
@@ -79,29 +78,21 @@ def find_rows(plain: Tensor, weighted: Tensor, weights: Tensor) -> Rows | None:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients at an operation's output of each of C results of all rows.
+    """Gradients of C results of all rows at an operation's output.
 
     Attributes:
-        each: `[C, ...]`, the rest in the output's shape.
+        each: `[C, ...]`, in the output's shape.
     """
 
     each: Tensor
 
     @cached_property
     def squares(self) -> Tensor:
-        """Added up over the results, in the output's shape."""
+        """The sum of their squares over the results, in the output's shape."""
         total = torch.zeros_like(self.each[0])
         for one in self.each:
             total.addcmul_(one, one)
         return total
-
-
-class Use(Protocol):
-    """A param's use in an operation."""
-
-    def squares(self, gradients: Gradients) -> Tensor:
-        """The squares of the rows' gradients, added up, in the shape that the param has there."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -112,7 +103,7 @@ class Product:
         inputs: `[G, B, T, in]`, with G products side by side, such as a convolution's groups, and T
             positions a row.
         by_row: takes gradients at the output, `[C, ...]`, to `[C, G, B, T, out]`.
-        num_outputs: out.
+        num_outputs: the size of `out`.
         as_used: takes `[G, in, out]` to the shape that the weight has in the operation.
     """
 
@@ -127,6 +118,7 @@ class Product:
         return torch.Size((len(self.inputs), self.inputs.shape[-1], self.num_outputs))
 
     def squares(self, gradients: Gradients) -> Tensor:
+        """The sum of the squares of rows' gradients, in the shape of the weight as used."""
         if self.inputs.shape[2] == 1:
             squares = self.by_row(gradients.squares[None])[0, :, :, 0]
             return self.as_used(self.inputs[:, :, 0].square().mT @ squares)
@@ -152,14 +144,15 @@ class Lookup:
     shape: torch.Size
 
     def squares(self, gradients: Gradients) -> Tensor:
+        """The sum of the squares of rows' gradients, in the table's shape."""
         each = self.by_row(gradients.each)
         count, size = len(self.places), self.shape[0]
         of_rows = torch.arange(count, device=each.device)[:, None] * size + self.places
-        found, where = of_rows.unique(return_inverse=True)  # a row may read a place twice
-        summed = each.new_zeros(len(each), len(found), *each.shape[3:])
+        unique, where = of_rows.unique(return_inverse=True)  # a row may read a place twice
+        summed = each.new_zeros(len(each), len(unique), *each.shape[3:])
         summed.index_add_(1, where.flatten(), each.flatten(1, 2))
         total = each.new_zeros(self.shape)
-        return total.index_add_(0, found % size, summed.square().sum(0))
+        return total.index_add_(0, unique % size, summed.square().sum(0))
 
 
 @dataclass(frozen=True)
@@ -167,11 +160,12 @@ class Elementwise:
     """An operation element by element, in which the param is broadcast over the rows.
 
     Attributes:
-        slope: of the output's elements by the param's; it broadcasts.
-        rows: where they are.
+        slope: derivative of the output's elements by the param's; it broadcasts.
+        rows: where the rows are in the output.
         shape: the param's there, with as many dimensions as the output.
-        as_used: the same without those that it lacks.
-        is_bias: whether it is a layer's, whose positions a row's are as for the layer's weight.
+        as_used: the param's shape as the operation takes it.
+        is_bias: whether the param is a layer's bias, of whose positions each counts as a row's, as
+            for the layer's weight.
     """
 
     slope: Tensor | float
@@ -181,14 +175,16 @@ class Elementwise:
     is_bias: bool = False
 
     def squares(self, gradients: Gradients) -> Tensor:
-        if not self.is_shared:  # each place is one row's own
+        """The sum of the squares of rows' gradients, in the shape of the param as used."""
+        if not self.is_shared:  # every place belongs to one row
             each = self.rows.split(gradients.each * self.slope, 1)
             broadcast = [3 + place for place, size in enumerate(self._others) if size == 1]
             sums = each.sum(broadcast, keepdim=True) if broadcast else each
             squares = sums.square().sum(0)
             places = squares if self.rows.outer else squares.transpose(0, 1)
             return places.flatten(0, 1).movedim(0, self.rows.axis).reshape(self.as_used)
-        if self._positions(gradients.each) == 1 and not isinstance(self.slope, Tensor):
+        row_size = gradients.each[0].numel() // self.rows.num_rows
+        if row_size == math.prod(self._others) and not isinstance(self.slope, Tensor):
             squares = self._by_row(gradients.squares[None]).sum((0, 1, 2)) * self.slope**2
         else:
             sums = self._by_row(gradients.each * self.slope).sum(2)
@@ -197,32 +193,34 @@ class Elementwise:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the param is added as it is."""
+        """Whether the param is added without a factor."""
         return not isinstance(self.slope, Tensor) and self.slope == 1
 
     @property
     def is_shared(self) -> bool:
-        """Whether all rows have the same elements."""
+        """Whether all rows use the same elements."""
         return self.shape[self.rows.axis] == 1
 
     def by_row(self, gradients: Tensor) -> Tensor:
-        """Gradients at the output, `[C, ...]`, as `[C, B, T, n]` by elements that rows share; T is
-        1 but for a layer's bias, as sums over positions are exact."""
+        """Gradients at the output, `[C, ...]`, as `[C, B, T, n]` for n elements that rows share.
+
+        T is 1 except for a layer's bias, as sums over positions are exact.
+        """
         each = self._by_row(gradients * self.slope)
         return each if self.is_bias else each.sum(2, keepdim=True)
 
     def _by_row(self, values: Tensor) -> Tensor:
         each = self.rows.split(values, 1)  # [C, B, T, others]
-        size = math.prod(self._others)
         of_elements = [3 + place for place, length in enumerate(self._others) if length > 1]
         of_positions = [place for place in range(3, each.dim()) if place not in of_elements]
         ordered = each.permute(0, 1, 2, *of_positions, *of_elements)
-        return ordered.reshape(*each.shape[:2], -1, size)
-
-    def _positions(self, gradients: Tensor) -> int:
-        return gradients[0].numel() // self.rows.num_rows // math.prod(self._others)
+        return ordered.reshape(*each.shape[:2], -1, math.prod(self._others))
 
     @property
     def _others(self) -> list[int]:
-        """Sizes of the param's dimensions but the rows'."""
+        """Sizes of the param's dimensions other than the rows'."""
         return [size for axis, size in enumerate(self.shape) if axis != self.rows.axis]
+
+
+#: What an operation does with a param.
+Use: TypeAlias = Product | Lookup | Elementwise

@@ -248,7 +248,8 @@ class Step:
         params = self.layout.unflatten(state.mean)
         gradient, log_lik = self._gradient(params, chunk)
         curvature, total = self._curvature(seed), torch.zeros_like(state.precision)
-        for block in curvature.blocks(params, chunk.arguments, chunk.indices, None, chunk.keep):
+        run = curvature.observe(params, chunk.arguments, chunk.indices, keep=chunk.keep)
+        for block in run.blocks():
             block.add_to(total)
         return absorb(state, gradient, total, lr), log_lik
 

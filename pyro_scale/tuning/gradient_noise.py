@@ -15,7 +15,7 @@ from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.core.warn import warn
 from pyro_scale.curvature.chunks import is_row_wise
 from pyro_scale.curvature.control_variates import ControlVariates
-from pyro_scale.curvature.row_moments import row_moments
+from pyro_scale.curvature.ggn import row_moments
 from pyro_scale.data.batches import Batches, batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.step import Density, Engine

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from pyro_scale.core.rows import Arguments
-from pyro_scale.curvature.row_wise import is_of_params, shape_of, takers_of
-from pyro_scale.curvature.uses import Node
+from pyro_scale.curvature.graph import Node, is_of_params, outputs_of, shape_of, takers_of
 from pyro_scale.model.log_posterior import LogPosterior, Params
 
 #: Operations that multiply matrices.  The matrices of a recurrent layer in one operation multiply
@@ -55,7 +54,7 @@ def has_hidden_layer(log_posterior: LogPosterior, params: Params, arguments: Arg
         for node, _ in takers.get(waiting.pop(), ()):
             if node not in of_weights:
                 of_weights.add(node)
-                waiting.extend((node, place) for place in range(len(node._input_metadata)))
+                waiting.extend(outputs_of(node))
     return any(_multiplies(node, of_weights) for node in of_weights)
 
 

@@ -20,6 +20,7 @@ import pyro_scale as ps
 from pyro_scale import kernels
 from pyro_scale.curvature import density as density_module
 from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.modes import find_mode
 from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.run.problem import as_log_posterior, prepare
@@ -125,7 +126,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_value_gradient_and_hessian_are_those_of_all_rows(way, numbers, monkeypatch):
     if numbers is not None:
-        monkeypatch.setattr(density_module, "_PIECE_NUMBERS", numbers)
+        monkeypatch.setattr(density_module, "_CHUNK_NUMBERS", numbers)
     model, data, kwargs = WAYS[way]
     density, _ = opened(model, data, **kwargs)
     assert density.layout.names == ("w", "s")
@@ -156,7 +157,7 @@ def test_a_subset_is_all_there_is():
 @pytest.mark.parametrize("numbers", [2**22, 4 * 3])
 def test_the_prior_counts_once_however_the_data_are_cut(numbers, monkeypatch):
     """Where s = e^40 the rows' curvature in w is gone: the prior's and the factor's are left."""
-    monkeypatch.setattr(density_module, "_PIECE_NUMBERS", numbers)
+    monkeypatch.setattr(density_module, "_CHUNK_NUMBERS", numbers)
     for way in ("minibatches", "subsampling by itself", "stream"):
         model, data, kwargs = WAYS[way]
         curvature = opened(model, data, **kwargs)[0].hessian(double(0.0, 0.0, 40.0))
@@ -181,7 +182,7 @@ def test_a_function_is_taken_as_it_is():
         double([-2 * 1.5**2, 4 * 1.5 * 1.5], [4 * 1.5 * 1.5, -2 * 1.5**2 - 12 * 1.5**2]),
         1e-12,
     )
-    close(density.mode(position), double(2.0, 4 ** (-1 / 3)), 1e-6)
+    close(find_mode(density, position), double(2.0, 4 ** (-1 / 3)), 1e-6)
 
 
 def test_points_count_as_positions_without_a_prior():
@@ -225,7 +226,7 @@ def test_the_mode_of_a_linear_regression_is_its_mean(kwargs):
     x, y = normals(40, 4, seed=4), normals(40, seed=5)
     density, start = opened(regression, (x, y), **kwargs)
     mean, precision = posterior_of(x, y)
-    found = density.mode(start)
+    found = find_mode(density, start)
     assert float((start - mean).abs().max()) > 0.3
     assert float((torch.linalg.lstsq(x, y).solution - mean).abs().max()) > 1e-2
     torch.testing.assert_close(found, mean, rtol=0, atol=1e-6)
@@ -241,7 +242,7 @@ def test_the_mode_is_found_where_scales_differ(dtype, condition):
     y = x @ torch.ones(6) + 0.5 * normals(300, seed=7)
     mean, precision = posterior_of(x, y)
     density, start = opened(regression, (x.to(dtype), y.to(dtype)), batch_size=32)
-    off = density.mode(start.to(dtype)).double() - mean
+    off = find_mode(density, start.to(dtype)).double() - mean
     assert float((off @ precision @ off).sqrt()) < (1e-3 if dtype is torch.float64 else 0.1)
 
 
@@ -256,15 +257,15 @@ def test_the_mode_is_that_of_unconstrained_space():
             pyro.sample("y", dist.Exponential(r), obs=y)
 
     density, start = opened(model, y, batch_size=2)
-    close(density.mode(start), [math.log(5 / (3 + float(y.sum())))], 1e-7)
+    close(find_mode(density, start), [math.log(5 / (3 + float(y.sum())))], 1e-7)
 
 
 def test_a_start_at_the_mode_stays_there():
     x, y = normals(6, 4, seed=4), normals(6, seed=5)
     density, _ = opened(regression, (x, y))
     mean, _ = posterior_of(x, y)
-    torch.testing.assert_close(density.mode(mean), mean, rtol=0, atol=1e-8)
-    assert not density.mode(mean).requires_grad
+    torch.testing.assert_close(find_mode(density, mean), mean, rtol=0, atol=1e-8)
+    assert not find_mode(density, mean).requires_grad
 
 
 def function_of(density):

@@ -47,7 +47,7 @@ from repetitions import each_once, long_but
 from torch.distributions import transforms
 
 import pyro_scale as ps
-from pyro_scale.curvature import jacobians
+from pyro_scale.curvature import observed as observed_module
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 
 pytestmark = pytest.mark.usefixtures("float64", "store")
@@ -332,7 +332,7 @@ def test_every_kind_is_one_matrix(kind):
 def test_however_many_rows_at_once(kind, numbers, monkeypatch):
     found = of(observed(gamma), kind, num_draws=3, seed=5)
     expected = found.dense(PARAMS, (X, POSITIVE))
-    monkeypatch.setattr(jacobians, "_BLOCK_NUMBERS", numbers)
+    monkeypatch.setattr(observed_module, "_BLOCK_NUMBERS", numbers)
     close(found.dense(PARAMS, (X, POSITIVE)), expected, 1e-12)
     parts = found.diagonal(PARAMS, (X, POSITIVE))
     close(torch.cat([parts["w"], parts["v"]]), expected.diagonal(), 1e-12)

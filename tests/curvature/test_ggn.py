@@ -98,7 +98,7 @@ def test_some_rows_of_a_batch(vmapped):
     found = of(model)
     for keep in (slice(None), slice(2, 5), slice(0, 1), slice(3, None)):
         total = torch.zeros(2, 2)
-        for block in found.blocks({"w": W}, (X, COUNTS), keep=keep):
+        for block in found.observe({"w": W}, (X, COUNTS), keep=keep).blocks():
             block.add_to(total)
         close(total, poisson_by_hand(W, X[keep]), TIGHT)
 

@@ -153,7 +153,7 @@ def test_squares_are_those_of_the_jacobian(name):
     )
     seeds = normals(4, *outputs.shape, seed=20)
     keep = slice(0, 3)
-    found = RowWise.of(outputs, leaves).squares(lambda a, b: seeds[a:b], 4, keep)
+    found = RowWise.from_outputs(outputs, leaves).squares(lambda a, b: seeds[a:b], 4, keep)
     assert set(found) == set(shapes) - set(others.split())
     jacobian = torch.func.jacrev(lambda p: function(p).reshape(outputs.shape))(params)
     for n, own in found.items():
@@ -169,7 +169,7 @@ def test_a_unit_that_is_dead_does_not_hide_where_rows_are():
     x = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
     outputs = (weight @ x.T + bias).relu().T
     leaves = {"w": weight, "b": bias}
-    found = RowWise.of(outputs, leaves).squares(
+    found = RowWise.from_outputs(outputs, leaves).squares(
         lambda a, b: torch.ones(b - a, 2, 2), 1, slice(None)
     )
     jacobian = torch.func.jacrev(lambda w, b: (w @ x.T + b).relu().T.sum(1), (0, 1))(weight, bias)
@@ -185,7 +185,7 @@ def test_rounding_does_not_hide_where_rows_are():
     v = normals(3, 6, seed=3).float().requires_grad_()
     logits = F.linear(F.linear(x, w).tanh(), 4 * v)
     of_rows = F.log_softmax(logits, 1).gather(1, logits.argmax(1, keepdim=True))
-    found = RowWise.of(of_rows, {"w": w, "v": v}).squares(
+    found = RowWise.from_outputs(of_rows, {"w": w, "v": v}).squares(
         lambda a, b: torch.ones(b - a, len(x), 1), 1, slice(None)
     )
     each = [torch.autograd.grad(row, (w, v), retain_graph=True) for row in of_rows[:, 0]]
@@ -202,7 +202,7 @@ def test_rows_whose_gradients_have_few_digits_hide_nothing():
     of_rows = F.log_softmax(logits, 1)[:, :1]
     least = torch.autograd.grad(of_rows[4], [w], retain_graph=True)[0].abs().max()
     assert 0 < float(least) < torch.finfo(torch.float32).tiny
-    found = RowWise.of(of_rows, {"w": w, "v": v})
+    found = RowWise.from_outputs(of_rows, {"w": w, "v": v})
     assert set(found.entries) == {"w", "v"}
     squares = found.squares(lambda a, b: torch.ones(b - a, len(x), 1).float(), 1, slice(None))
     each = [torch.autograd.grad(row, (w, v), retain_graph=True) for row in of_rows[:, 0]]
@@ -299,7 +299,7 @@ def test_a_table_with_as_many_places_as_there_are_rows(places):
 
     params = {"w": normals(2, seed=3), "s": normals(3, seed=4)}
     leaves = {n: value.clone().requires_grad_() for n, value in params.items()}
-    graph = RowWise.of(function(leaves), leaves)
+    graph = RowWise.from_outputs(function(leaves), leaves)
     found = graph.squares(lambda a, b: torch.ones(b - a, 3, 1), 1, slice(None))
     jacobian = torch.func.jacrev(function)(params)
     for n, own in found.items():
