@@ -153,5 +153,5 @@ class ControlVariates:
         assert self.curvature is not None
         sites = self.log_posterior.run(params, rows.as_arguments(batch), indices).sites
         observed = [each.of_rows(sites) for each in self.curvature.observed]
-        outputs = [each.outputs(sites, each.known) for each in observed]
-        return outputs, [each.known.detach() for each in observed]
+        outputs = [each.outputs(sites, each.row_values) for each in observed]
+        return outputs, [each.row_values.detach() for each in observed]

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.memory import check_fits
 from pyro_scale.core.warn import warn
 from pyro_scale.curvature.density import FullDataDensity, SharedDensity
-from pyro_scale.curvature.modes import climb_to_mode, newton_refine
+from pyro_scale.curvature.modes import Candidate, climb_to_mode, newton_refine
 from pyro_scale.curvature.precision import (
     CurvatureKind,
     CurvatureSpec,
@@ -43,23 +43,6 @@ _NEWTON_SIZE = 500
 _SLOPE_TOL = 1.0
 #: Most steps of L-BFGS on the log evidence.
 _TUNING_STEPS = 50
-
-
-class Candidate(NamedTuple):
-    """A point with the Gaussian there.
-
-    Attributes:
-        center: the point, [D].
-        gaussian: over some sites.
-        log_evidence: in nats.
-        distance: the squared distance to the mode, in the Gaussian's sds, by a step of Newton's
-            method.
-    """
-
-    center: Tensor
-    gaussian: Gaussian
-    log_evidence: float
-    distance: float
 
 
 @dataclass(frozen=True)
@@ -166,10 +149,7 @@ class Search:
         for places in (self.held, self.tuned):
             if places is not None:
                 moves[places] = 0
-        candidate, distance = climb_to_mode(
-            self.density, start, self._refined, self._places, moves, _ADVICE
-        )
-        return candidate._replace(distance=distance)
+        return climb_to_mode(self.density, start, self._refined, self._places, moves, _ADVICE)
 
     def _refined(self, position: Tensor) -> Candidate:
         """The candidate after steps of Newton's method, where these are cheap."""

@@ -105,8 +105,8 @@ def information(base: Any, names: Sequence[str]) -> Tensor:
     Raises:
         NoInformation: it does not exist, or none of the three ways applies.
     """
-    own = own_arguments(base)
-    arguments = {name: value.detach().double() for name, value in own.items()}
+    originals = own_arguments(base)
+    arguments = {name: value.detach().double() for name, value in originals.items()}
     family = type(base)
     blocks = _closed_forms(family)
     if family is dist.DirichletMultinomial and base.total_count.max() > LARGEST_SUPPORT:
@@ -123,7 +123,7 @@ def information(base: Any, names: Sequence[str]) -> Tensor:
         matrix = _by_divergence(base, arguments, names)
     else:
         raise NoInformation(family.__name__)
-    dtypes = [own[name].dtype for name in names]
+    dtypes = [originals[name].dtype for name in names]
     return matrix.to(reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype())
 
 
@@ -276,7 +276,7 @@ def _by_closed_form(
     if not names:
         return like.new_zeros((*batch_shape, 0, 0))
     # not in place, which vmap does not support where only some arguments differ by row
-    return torch.cat([torch.cat([block(row, each) for each in names], -1) for row in names], -2)
+    return torch.cat([torch.cat([block(row, column) for column in names], -1) for row in names], -2)
 
 
 def _by_enumeration(base: Any, arguments: Arguments, names: Sequence[str]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class AnchoredDensity(FullDataDensity):
         shift: the Hessian of all rows minus that of the sample at the point, over N, [D, D].
     """
 
-    shift: Tensor = field(default_factory=lambda: torch.zeros(()))
+    shift: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(()))
 
     def hessian(self, position: Tensor) -> Tensor:
         """The Hessian over N, [D, D]."""
@@ -94,5 +94,5 @@ def anchored(sample: FullDataDensity, position: Tensor, precision: Tensor) -> An
 
 
 def _fields(density: FullDataDensity) -> dict[str, Any]:
-    names = [each.name for each in dataclasses.fields(FullDataDensity)]
-    return {name: getattr(density, name) for name in names}
+    fields = dataclasses.fields(FullDataDensity)
+    return {field.name: getattr(density, field.name) for field in fields}

@@ -258,18 +258,18 @@ class Curvature:
 
     def diagonal_of(self, run: ObservedBatch) -> dict[str, Tensor]:
         """The diagonal of the curvature by site, from a run of the model."""
-        params, found = run.inputs.params, dict[str, Tensor]()
+        params, diagonal = run.inputs.params, dict[str, Tensor]()
         with suppress(CannotRepeat):
             if (graph := self._graph(run)) is not None:
-                found = graph.squares(run.columns, run.width, run.inputs.keep)
-        others = {name: value for name, value in params.items() if name not in found}
+                diagonal = graph.squares(run.columns, run.width, run.inputs.keep)
+        others = {name: value for name, value in params.items() if name not in diagonal}
         if others:
             layout = Layout.of(others)
             total = torch.zeros(layout.size, dtype=layout.dtype, device=_device(others))
             for block in self._observe(run.inputs.only(others)).blocks():
                 block.add_to(total)
-            found |= layout.unflatten(total)
-        return {name: found[name] for name in params}
+            diagonal |= layout.unflatten(total)
+        return {name: diagonal[name] for name in params}
 
     def _observe(self, inputs: ModelInputs, leaves: Params | None = None) -> ObservedBatch:
         leaves = _leaves(inputs.params) if leaves is None else leaves

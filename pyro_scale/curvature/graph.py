@@ -152,10 +152,12 @@ def gradients_at(nodes: Sequence[Node], outputs: Tensor, seeds: Tensor) -> Seque
         return torch.autograd.grad(outputs, edges, seeds, retain_graph=True, is_grads_batched=True)
     except RuntimeError:  # vmap does not support the backward pass
         try:
-            each = [torch.autograd.grad(outputs, edges, seed, retain_graph=True) for seed in seeds]
+            one_by_one = [
+                torch.autograd.grad(outputs, edges, seed, retain_graph=True) for seed in seeds
+            ]
         except RuntimeError as error:
             raise CannotRepeat(str(error)) from error
-        return [torch.stack(column) for column in zip(*each, strict=True)]
+        return [torch.stack(column) for column in zip(*one_by_one, strict=True)]
 
 
 def to_param(edge: Edge, leaf: Tensor, values: Tensor) -> Tensor:

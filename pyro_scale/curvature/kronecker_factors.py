@@ -123,7 +123,9 @@ def factors_of(
     Returns:
         By param, the factors of parts that have no element in common.
     """
-    graph = graph.only([n for n, own in graph.entries.items() if n in among and _has_factors(own)])
+    graph = graph.only(
+        [name for name, uses in graph.entries.items() if name in among and _has_factors(uses)]
+    )
     total: dict[str, list[Factors]] = {name: [] for name in graph.entries}
     for number, gradients in enumerate(graph.gradients(columns, count, keep)):
         for name, entries in graph.entries.items():
@@ -132,7 +134,7 @@ def factors_of(
                 if number:  # more results of the same rows, whose inputs have been added
                     factors.inputs, factors.count = torch.zeros_like(factors.inputs), 0
                 factors.add_to_each(total[name])
-    return {name: found for name, found in total.items() if _covers(found, graph.leaves[name])}
+    return {name: parts for name, parts in total.items() if _covers(parts, graph.leaves[name])}
 
 
 def eigenvalues_of(
@@ -191,16 +193,16 @@ def _parts(
     dtype = torch.promote_types(leaf.dtype, torch.float32)
     for entry in entries:
         use, slope = entry.use, _slope(entry)
+        assert isinstance(use, Product | Elementwise)
         assert slope is not None
         with torch.no_grad():
+            by_row = slope * use.by_row(gradients[entry.node].each)
             if isinstance(use, Product):
-                each = slope * use.by_row(gradients[entry.node].each)
-                outputs, inputs = each[:, :, keep].movedim(1, 0), use.inputs[:, keep]
+                outputs, inputs = by_row[:, :, keep].movedim(1, 0), use.inputs[:, keep]
                 shape, as_used = use.weight_shape, use.as_used
             else:
-                assert isinstance(use, Elementwise)
-                each = slope * use.by_row(gradients[entry.node].each)
-                outputs, inputs = each[None, :, keep], each.new_ones(1, *each[0, keep, :, :1].shape)
+                outputs = by_row[None, :, keep]
+                inputs = by_row.new_ones(1, *by_row[0, keep, :, :1].shape)
                 shape = torch.Size((1, 1, use.as_used.numel()))
                 as_used = partial(Tensor.reshape, shape=use.as_used)
             for places, a, g in zip(

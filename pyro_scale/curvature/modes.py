@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -192,37 +192,32 @@ def _solve(factor: Tensor, vector: Tensor) -> Tensor:
     return torch.cholesky_solve(vector[:, None], factor)[:, 0]
 
 
-class Place(Protocol):
-    """A point near a mode, with the Gaussian there."""
+class Candidate(NamedTuple):
+    """A point with the Gaussian there.
 
-    @property
-    def center(self) -> Tensor:
-        """The point, [D]."""
-        ...
+    Attributes:
+        center: the point, [D].
+        gaussian: over some sites.
+        log_evidence: in nats.
+        distance: the squared distance to the mode, in the Gaussian's sds, by a step of Newton's
+            method.
+    """
 
-    @property
-    def gaussian(self) -> Gaussian:
-        """The Gaussian at the point, over some elements."""
-        ...
-
-    @property
-    def distance(self) -> float:
-        """The squared distance to the mode, in the Gaussian's sds, by a step of Newton's method."""
-        ...
-
-
-P = TypeVar("P", bound=Place)
+    center: Tensor
+    gaussian: Gaussian
+    log_evidence: float
+    distance: float
 
 
 def climb_to_mode(
     density: FullDataDensity,
     start: Tensor,
-    place_near: Callable[[Tensor], P],
+    refine: Callable[[Tensor], Candidate],
     places: Tensor,
     moves: Tensor,
     advice: str,
-) -> tuple[P, float]:
-    """(A mode; its squared distance from the density's exact one, in sds).
+) -> Candidate:
+    """The candidate at a mode, with an estimate of its squared distance from the exact mode.
 
     L-BFGS and Newton's method come first.  Where they stall, a trust region with Hessians (in few
     dimensions), then rounds of Adam, each followed by L-BFGS and Newton's method.  At a kink, as
@@ -232,7 +227,7 @@ def climb_to_mode(
     Args:
         density: the log joint of all rows.
         start: where it begins, [D].
-        place_near: a point -> the place that Newton's method finds from there.
+        refine: a point -> the candidate that Newton's method reaches from there.
         places: of the elements that have a Gaussian.
         moves: 1 for elements that may move, 0 for those that stay, [D].
         advice: what to try if there is no mode, for the error message.
@@ -242,34 +237,34 @@ def climb_to_mode(
         DataError: the log joint is not finite at the start.
     """
     num_data, near = density.log_posterior.num_data, NEAR * len(places)
-    place = place_near(lbfgs(density, start, advice, moves).position)
-    if place.distance <= near:
-        return place, place.distance
-    _check_bounded(density, start, place.center, advice)
+    candidate = refine(lbfgs(density, start, advice, moves).position)
+    if candidate.distance <= near:
+        return candidate
+    _check_bounded(density, start, candidate.center, advice)
     if len(start) <= _TRUST_REGION_SIZE and bool(moves.all()):
-        ascent = ascend(density, place.center)
+        ascent = ascend(density, candidate.center)
         if ascent.is_mode:
-            place = place_near(ascent.position)
-            if place.distance <= near:
-                return place, place.distance
-    best, gain = _value(density, place.center), math.inf
+            candidate = refine(ascent.position)
+            if candidate.distance <= near:
+                return candidate
+    best, gain = _value(density, candidate.center), math.inf
     for steps, lr in _ADAM_ROUNDS.items():
-        highest = _run_adam(density, place.center, moves, steps, lr)
-        place = place_near(lbfgs(density, highest, advice, moves).position)
-        value = _value(density, place.center)
+        highest = _run_adam(density, candidate.center, moves, steps, lr)
+        candidate = refine(lbfgs(density, highest, advice, moves).position)
+        value = _value(density, candidate.center)
         gain, best = num_data * (value - best), max(value, best)
-        if place.distance <= near:
-            return place, place.distance
-        left = 2 * max(gain, _gain_along_newton(density, place, places))
+        if candidate.distance <= near:
+            return candidate
+        left = 2 * max(gain, _gain_along_newton(density, candidate, places))
         if left <= near:
-            return place, left
-        _check_bounded(density, start, place.center, advice)
-    slope = num_data * float((density.grad(place.center)[1] * moves).norm())
+            return candidate._replace(distance=left)
+        _check_bounded(density, start, candidate.center, advice)
+    slope = num_data * float((density.grad(candidate.center)[1] * moves).norm())
     raise _no_mode(
         advice,
         f"after L-BFGS and {sum(_ADAM_ROUNDS):,} steps of Adam the gradient's norm is "
-        f"{slope:.2g} nats, the mode {place.distance**0.5:.2g} sds away by Newton's method, and "
-        f"the last {max(_ADAM_ROUNDS):,} steps gained {gain:.2g} nats",
+        f"{slope:.2g} nats, the mode {candidate.distance**0.5:.2g} sds away by Newton's method, "
+        f"and the last {max(_ADAM_ROUNDS):,} steps gained {gain:.2g} nats",
     )
 
 
@@ -297,13 +292,13 @@ def _value(density: FullDataDensity, position: Tensor) -> float:
     return float(density.grad(position)[0])
 
 
-def _gain_along_newton(density: FullDataDensity, place: Place, places: Tensor) -> float:
+def _gain_along_newton(density: FullDataDensity, candidate: Candidate, places: Tensor) -> float:
     """Largest rise of the log joint along a Newton step, in nats."""
     num_data = density.log_posterior.num_data
-    value, slope = density.grad(place.center)
-    step = torch.zeros_like(place.center)
-    step[places] = place.gaussian.covariance_times(num_data * slope[places])
-    ends = [place.center + float(fraction) * step for fraction in _STEP_FRACTIONS]
+    value, slope = density.grad(candidate.center)
+    step = torch.zeros_like(candidate.center)
+    step[places] = candidate.gaussian.covariance_times(num_data * slope[places])
+    ends = [candidate.center + float(fraction) * step for fraction in _STEP_FRACTIONS]
     gains = [_value(density, end) - float(value) for end in ends]
     return num_data * max([gain for gain in gains if not math.isnan(gain)], default=0.0)
 

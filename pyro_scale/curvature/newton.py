@@ -121,10 +121,10 @@ def ascend(
 
 
 def _units(model: _Quadratic) -> Tensor:
-    """Every element's own curvature, [D], of which a unit is one over the root."""
-    own = model.curvature.diagonal().abs()
-    own = torch.maximum(own, _LEAST_CURVATURE * model.slope.square())
-    return torch.where(own > 0, own, 1.0)
+    """Every element's curvature, [D]; its unit of length is one over the root."""
+    least = _LEAST_CURVATURE * model.slope.square()
+    units = torch.maximum(model.curvature.diagonal().abs(), least)
+    return torch.where(units > 0, units, 1.0)
 
 
 def _expand(density: FullDataDensity, position: Tensor) -> _Quadratic | None:

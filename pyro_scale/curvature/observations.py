@@ -35,10 +35,10 @@ class Observation(ABC):
     """Outputs of each row, and the matrix F between two of their Jacobians.
 
     Attributes:
-        known: what F is made of, for each row of the batch, `[B, ...]`; without a graph.
+        row_values: what F is made of, for each row of the batch, `[B, ...]`; without a graph.
     """
 
-    known: Tensor
+    row_values: Tensor
 
     @property
     def note(self) -> str | None:
@@ -51,17 +51,17 @@ class Observation(ABC):
         """K, the number of outputs of a row."""
 
     @abstractmethod
-    def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
+    def outputs(self, sites: Mapping[str, Site], row_values: Tensor) -> Tensor:
         """A run's outputs, `[b, K]`, differentiable in its params.
 
         Args:
             sites: of the run.
-            known: the entries of `self.known` for the run's rows.
+            row_values: the entries of `self.row_values` for the rows of the run.
         """
 
     @abstractmethod
-    def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
-        """F of each row times `[b, K, D]`; `known` as for `outputs`."""
+    def times(self, jacobian: Tensor, row_values: Tensor) -> Tensor:
+        """F of each row times `[b, K, D]`; `row_values` as for `outputs`."""
 
     @abstractmethod
     def columns(self, start: int, stop: int) -> Tensor:
@@ -74,7 +74,7 @@ class Exact(Observation):
     """The arguments of a site's distribution, with its Fisher information in them.
 
     Attributes:
-        known: the information of each row's elements, `[B, elements, m, m]`, times the user's
+        row_values: the information of each row's elements, `[B, elements, m, m]`, times the user's
             scale and mask.
         name: the site's.
         rule: where its rows are.
@@ -87,13 +87,13 @@ class Exact(Observation):
 
     @property
     def width(self) -> int:
-        return self.known.shape[1] * self.known.shape[2]
+        return self.row_values.shape[1] * self.row_values.shape[2]
 
     def of_rows(self, sites: Mapping[str, Site]) -> Exact:
         """The same observation in another run: of its rows, at its params."""
         return observe_exactly(sites[self.name], self.rule, self.arguments)
 
-    def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
+    def outputs(self, sites: Mapping[str, Site], row_values: Tensor) -> Tensor:
         fn = broadcast(sites[self.name])
         base = fisher.base_of(fn)
         values = fisher.own_arguments(base)
@@ -104,15 +104,15 @@ class Exact(Observation):
         flat = [part.reshape(*part.shape[:2], -1) for part in parts]
         return torch.cat(flat, dim=2).flatten(1)
 
-    def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
-        elements, m = known.shape[1:3]
+    def times(self, jacobian: Tensor, row_values: Tensor) -> Tensor:
+        elements, m = row_values.shape[1:3]
         return torch.einsum(
-            "beij,bejd->beid", known.to(jacobian.dtype), jacobian.unflatten(1, (elements, m))
+            "beij,bejd->beid", row_values.to(jacobian.dtype), jacobian.unflatten(1, (elements, m))
         ).flatten(1, 2)
 
     def columns(self, start: int, stop: int) -> Tensor:
-        rows, elements, m = self.known.shape[:3]
-        columns = self.known.new_zeros(stop - start, rows, elements, m)
+        rows, elements, m = self.row_values.shape[:3]
+        columns = self.row_values.new_zeros(stop - start, rows, elements, m)
         for place, number in enumerate(range(start, stop)):  # F has a block for each element
             element, column = divmod(number, m)
             columns[place, :, element] = self._roots[:, element, :, column]
@@ -121,7 +121,7 @@ class Exact(Observation):
     @cached_property
     def _roots(self) -> Tensor:
         """Roots of each element's information, `[B, elements, m, m]`."""
-        return semidefinite.root(self.known)
+        return semidefinite.root(self.row_values)
 
 
 @dataclass(frozen=True)
@@ -129,26 +129,26 @@ class Classes(Exact):
     """The logits of a softmax, whose information diag(p) - p p^T is never written out.
 
     Attributes:
-        known: the probabilities of each row's elements, `[B, elements, m]`, times the total count,
-            the user's scale and the mask.
+        row_values: the probabilities of each row's elements, `[B, elements, m]`, times the total
+            count, the user's scale and the mask.
     """
 
-    def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
-        probs = known.to(jacobian.dtype)[..., None]
-        logits = jacobian.unflatten(1, known.shape[1:])
+    def times(self, jacobian: Tensor, row_values: Tensor) -> Tensor:
+        probs = row_values.to(jacobian.dtype)[..., None]
+        logits = jacobian.unflatten(1, row_values.shape[1:])
         mean = (_over_sum(probs, 2) * logits).sum(2, keepdim=True)
         return (probs * (logits - mean)).flatten(1, 2)
 
     def columns(self, start: int, stop: int) -> Tensor:
         """Columns sqrt(p_j) (e_j - p)."""
-        rows, elements, m = self.known.shape
-        probs = _over_sum(self.known, 2)
-        columns = self.known.new_zeros(stop - start, rows, elements, m)
+        rows, elements, m = self.row_values.shape
+        probs = _over_sum(self.row_values, 2)
+        columns = self.row_values.new_zeros(stop - start, rows, elements, m)
         for place, number in enumerate(range(start, stop)):
             element, column = divmod(number, m)
             columns[place, :, element] = -probs[:, element]
             columns[place, :, element, column] += 1
-            columns[place, :, element] *= self.known[:, element, column, None].sqrt()
+            columns[place, :, element] *= self.row_values[:, element, column, None].sqrt()
         return columns.flatten(2)
 
 
@@ -159,7 +159,7 @@ class Drawn(Observation):
     The mean of the squares of their gradients estimates the Fisher information in the params.
 
     Attributes:
-        known: the draws, `[B, draws, ...]`.
+        row_values: the draws, `[B, draws, ...]`.
         name: the site's.
         rule: where its rows are.
         axis: of the rows in a draw, counted from the right.
@@ -171,26 +171,28 @@ class Drawn(Observation):
 
     @property
     def width(self) -> int:
-        return self.known.shape[1]
+        return self.row_values.shape[1]
 
     @property
     def note(self) -> str:
         return f"site '{self.name}' by Monte Carlo, {self.width} draws a row"
 
-    def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
+    def outputs(self, sites: Mapping[str, Site], row_values: Tensor) -> Tensor:
         site = sites[self.name]
         fn = unwrap(broadcast(site), self.rule.depth)
-        log_prob = fn.log_prob(known.movedim(0, self.axis))  # [draws, ..., b, ...]
+        log_prob = fn.log_prob(row_values.movedim(0, self.axis))  # [draws, ..., b, ...]
         weighted = log_prob * _weights(site, self.rule, len(fn.batch_shape)).sqrt()
         rows_first = weighted.movedim((_dim(self.rule), 0), (0, 1))
         return rows_first.reshape(*rows_first.shape[:2], -1).sum(2)
 
-    def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
+    def times(self, jacobian: Tensor, row_values: Tensor) -> Tensor:
         return jacobian / self.width
 
     def columns(self, start: int, stop: int) -> Tensor:
-        units = torch.eye(self.width, dtype=torch.float64)[start:stop, None].to(self.known.device)
-        return units.expand(-1, len(self.known), -1) / self.width**0.5
+        units = torch.eye(self.width, dtype=torch.float64)[start:stop, None].to(
+            self.row_values.device
+        )
+        return units.expand(-1, len(self.row_values), -1) / self.width**0.5
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ class Total(Observation):
     """Each row's log likelihood: the squares of its gradients are the empirical Fisher.
 
     Attributes:
-        known: nothing, `[B, 0]`.
+        row_values: nothing, `[B, 0]`.
         scaling: where the rows are.
     """
 
@@ -208,15 +210,15 @@ class Total(Observation):
     def width(self) -> int:
         return 1
 
-    def outputs(self, sites: Mapping[str, Site], known: Tensor) -> Tensor:
-        of_sites = self.scaling.rows_of_run(sites, len(known))
+    def outputs(self, sites: Mapping[str, Site], row_values: Tensor) -> Tensor:
+        of_sites = self.scaling.rows_of_run(sites, len(row_values))
         return sum(of_sites.values(), start=torch.zeros(()))[:, None]
 
-    def times(self, jacobian: Tensor, known: Tensor) -> Tensor:
+    def times(self, jacobian: Tensor, row_values: Tensor) -> Tensor:
         return jacobian
 
     def columns(self, start: int, stop: int) -> Tensor:
-        return torch.ones(stop - start, len(self.known), 1, device=self.known.device)
+        return torch.ones(stop - start, len(self.row_values), 1, device=self.row_values.device)
 
 
 def observe_site(site: Site, rule: Rule, kind: str, num_draws: int) -> Observation | None:
@@ -250,11 +252,11 @@ def observe_exactly(site: Site, rule: Rule, names: tuple[str, ...]) -> Exact:
         _check_fits(site, base, names)
     information = fisher.information(base, names) if counts is None else counts
     event_dims = information.dim() - len(base.batch_shape)
-    known = _rows_first(fn, rule, base, information, event_dims)
+    row_values = _rows_first(fn, rule, base, information, event_dims)
     weights = _weights(site, rule, len(base.batch_shape)) * fisher.mask_of(fn)
-    weights = weights * known.new_ones(base.batch_shape)
-    known = known * _rows_first(fn, rule, base, weights, 0)[(..., *(None,) * event_dims)]
-    return (Exact if counts is None else Classes)(known, site.name, rule, names)
+    weights = weights * row_values.new_ones(base.batch_shape)
+    row_values = row_values * _rows_first(fn, rule, base, weights, 0)[(..., *(None,) * event_dims)]
+    return (Exact if counts is None else Classes)(row_values, site.name, rule, names)
 
 
 def _check_fits(site: Site, base: Any, names: tuple[str, ...]) -> None:
@@ -264,11 +266,11 @@ def _check_fits(site: Site, base: Any, names: tuple[str, ...]) -> None:
         return
     arguments = fisher.own_arguments(base)
     count = sum(arguments[name][0].numel() for name in names)  # of the first index of the batch
-    each = count // max(1, shape[1:].numel())
-    needed = 8 * shape.numel() * each**2
+    size = count // max(1, shape[1:].numel())
+    needed = 8 * shape.numel() * size**2
     if needed > _MOST_BYTES:
         raise SiteError(
-            f"site '{site.name}': the Fisher information of {each} outputs would take "
+            f"site '{site.name}': the Fisher information of {size} outputs would take "
             f"{needed / 2**30:.1f} GiB for these rows: use curvature='monte_carlo', or a smaller "
             "batch_size",
             code="memory",

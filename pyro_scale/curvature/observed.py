@@ -58,12 +58,12 @@ class Block:
     Attributes:
         jacobian: of all outputs, `[b, K, D]`.
         observations: whose outputs these are.
-        known: each observation's entries for these rows.
+        row_values: each observation's `row_values` for these rows.
     """
 
     jacobian: Tensor
     observations: Sequence[Observation]
-    known: Sequence[Tensor]
+    row_values: Sequence[Tensor]
 
     def add_to(self, total: Tensor) -> None:
         """Adds the terms in place to a matrix [D, D], or their diagonals to a vector [D]."""
@@ -82,8 +82,8 @@ class Block:
     def _factors(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(Each observation's part of `[b, K, ...]`, F times that part)."""
         parts = values.split([each.width for each in self.observations], dim=1)
-        for each, part, known in zip(self.observations, parts, self.known, strict=True):
-            yield part, each.times(part, known)
+        for each, part, row_values in zip(self.observations, parts, self.row_values, strict=True):
+            yield part, each.times(part, row_values)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class ObservedBatch:
     @cached_property
     def outputs(self) -> Tensor:
         """All outputs of each row, `[B, K]`, with their graph."""
-        parts = [each.outputs(self.sites, each.known) for each in self.observations]
+        parts = [each.outputs(self.sites, each.row_values) for each in self.observations]
         return torch.cat(parts, dim=1) if parts else torch.zeros(0, 0)
 
     def columns(self, start: int, stop: int) -> Tensor:
@@ -131,7 +131,9 @@ class ObservedBatch:
         """F of each row times `[B, K]`."""
         parts = outputs.split([each.width for each in self.observations], dim=1)
         pairs = zip(self.observations, parts, strict=True)
-        return torch.cat([each.times(p[..., None], each.known)[..., 0] for each, p in pairs], dim=1)
+        return torch.cat(
+            [each.times(p[..., None], each.row_values)[..., 0] for each, p in pairs], dim=1
+        )
 
     def blocks(self) -> Iterator[Block]:
         """The rows' terms, in blocks, whatever the model does with its params.
@@ -142,11 +144,11 @@ class ObservedBatch:
         if not self.observations:
             return
         inputs, layout = self.inputs, Layout.of(self.inputs.params)
-        known = [each.known for each in self.observations]
-        kept = [each[inputs.keep] for each in known]
+        row_values = [observation.row_values for observation in self.observations]
+        kept = [values[inputs.keep] for values in row_values]
         info = self.log_posterior.model_info
         if info.own_plate is not None or info.whole_only or not rows.count(inputs.arguments):
-            jacobian = self._joint_jacobian(inputs.arguments, known)[inputs.keep]
+            jacobian = self._joint_jacobian(inputs.arguments, row_values)[inputs.keep]
             yield Block(jacobian, self.observations, kept)
             return
         compute, start = self._jacobian_by_row, 0
@@ -166,30 +168,32 @@ class ObservedBatch:
             yield Block(jacobian, self.observations, of_part)
             start += size
 
-    def _jacobian_by_row(self, arguments: Arguments, known: Sequence[Tensor]) -> Tensor:
+    def _jacobian_by_row(self, arguments: Arguments, row_values: Sequence[Tensor]) -> Tensor:
         """The Jacobian of some rows' outputs, `[b, K, D]`, from the model on one row at a time."""
         single = rows.map_rows(lambda leaf: leaf[:, None], arguments)  # batches of one row
         mapped = rows.vmap_dims(single, 0)
 
-        def of_row(params: Params, row: Arguments, known: Sequence[Tensor]) -> Tensor:
-            return self._outputs_at(params, row, [each[None] for each in known])[0]
+        def of_row(params: Params, row: Arguments, row_values: Sequence[Tensor]) -> Tensor:
+            return self._outputs_at(params, row, [each[None] for each in row_values])[0]
 
         each_row = torch.vmap(torch.func.jacrev(of_row), in_dims=(None, mapped, 0))
         with torch.no_grad():
-            return self._flat(each_row(dict(self.inputs.params), single, list(known)))
+            return self._flat(each_row(dict(self.inputs.params), single, list(row_values)))
 
-    def _joint_jacobian(self, arguments: Arguments, known: Sequence[Tensor]) -> Tensor:
+    def _joint_jacobian(self, arguments: Arguments, row_values: Sequence[Tensor]) -> Tensor:
         """The same from the model on these rows together."""
         params = self.inputs.params
-        return self._flat(row_gradients(lambda p: self._outputs_at(p, arguments, known), params))
+        return self._flat(
+            row_gradients(lambda p: self._outputs_at(p, arguments, row_values), params)
+        )
 
     def _outputs_at(
-        self, params: Mapping[str, Tensor], arguments: Arguments, known: Sequence[Tensor]
+        self, params: Mapping[str, Tensor], arguments: Arguments, row_values: Sequence[Tensor]
     ) -> Tensor:
         """The outputs of some rows, `[b, K]`, in another run."""
         inputs = self.inputs
         sites = self.log_posterior.run({**params, **inputs.held}, arguments, inputs.indices).sites
-        pairs = zip(self.observations, known, strict=True)
+        pairs = zip(self.observations, row_values, strict=True)
         return torch.cat([each.outputs(sites, of_rows) for each, of_rows in pairs], dim=1)
 
     def _flat(self, jacobian: Mapping[str, Tensor]) -> Tensor:

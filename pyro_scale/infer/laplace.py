@@ -18,8 +18,9 @@ from pyro_scale.core.validation import as_count, as_flag
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.curvature.chunks import chunks_of, is_row_wise
 from pyro_scale.curvature.density import FullDataDensity
-from pyro_scale.curvature.evidence import OF_ROWS, Candidate, GaussianStructure, Search
+from pyro_scale.curvature.evidence import OF_ROWS, GaussianStructure, Search
 from pyro_scale.curvature.ggn import Curvature
+from pyro_scale.curvature.modes import Candidate
 from pyro_scale.curvature.precision import CurvatureKind
 from pyro_scale.data.open import open_data
 from pyro_scale.diagnostics.check_fit import check_fit
