@@ -24,10 +24,6 @@ class GaussNewtonDensity(FullDataDensity):
     2020).
     """
 
-    def hessian(self, position: Tensor) -> Tensor:
-        """The matrix over N, [D, D]."""
-        return self.derivatives(position)[2]
-
     def derivatives(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(The log joint, its gradient [D], the matrix [D, D]), all over N, in one pass."""
         spec = CurvatureSpec(position, self.layout.names, "ggn")

@@ -196,7 +196,7 @@ def _parts(
         assert isinstance(use, Product | Elementwise)
         assert slope is not None
         with torch.no_grad():
-            by_row = slope * use.by_row(gradients[entry.node].each)
+            by_row = slope * use.by_row(gradients[entry.node].values)
             if isinstance(use, Product):
                 outputs, inputs = by_row[:, :, keep].movedim(1, 0), use.inputs[:, keep]
                 shape, as_used = use.weight_shape, use.as_used

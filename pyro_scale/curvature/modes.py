@@ -139,13 +139,11 @@ class Refined(NamedTuple):
         position: the end, [D].
         distance: its squared distance from the mode, in posterior sds; infinite if unknown.
         value: the log joint over N there.
-        slope: its gradient over N there, [D].
     """
 
     position: Tensor
     distance: float
     value: float
-    slope: Tensor
 
 
 def newton_refine(
@@ -184,7 +182,7 @@ def newton_refine(
         rounding = _ROUNDINGS * torch.finfo(step.dtype).eps * position.norm()
         if left <= near or step.norm() <= rounding:
             break
-    return Refined(position, distance, float(value), slope)
+    return Refined(position, distance, float(value))
 
 
 def _solve(factor: Tensor, vector: Tensor) -> Tensor:

@@ -115,8 +115,12 @@ class Exact(Observation):
         columns = self.row_values.new_zeros(stop - start, rows, elements, m)
         for place, number in enumerate(range(start, stop)):  # F has a block for each element
             element, column = divmod(number, m)
-            columns[place, :, element] = self._roots[:, element, :, column]
+            columns[place, :, element] = self._column(element, column)
         return columns.flatten(2)
+
+    def _column(self, element: int, column: int) -> Tensor:
+        """One column of a root of an element's information, `[B, m]`."""
+        return self._roots[:, element, :, column]
 
     @cached_property
     def _roots(self) -> Tensor:
@@ -139,17 +143,16 @@ class Classes(Exact):
         mean = (_over_sum(probs, 2) * logits).sum(2, keepdim=True)
         return (probs * (logits - mean)).flatten(1, 2)
 
-    def columns(self, start: int, stop: int) -> Tensor:
-        """Columns sqrt(p_j) (e_j - p)."""
-        rows, elements, m = self.row_values.shape
-        probs = _over_sum(self.row_values, 2)
-        columns = self.row_values.new_zeros(stop - start, rows, elements, m)
-        for place, number in enumerate(range(start, stop)):
-            element, column = divmod(number, m)
-            columns[place, :, element] = -probs[:, element]
-            columns[place, :, element, column] += 1
-            columns[place, :, element] *= self.row_values[:, element, column, None].sqrt()
-        return columns.flatten(2)
+    def _column(self, element: int, column: int) -> Tensor:
+        """The column sqrt(p_j) (e_j - p)."""
+        root = -self._probs[:, element]
+        root[:, column] += 1
+        return root * self.row_values[:, element, column, None].sqrt()
+
+    @cached_property
+    def _probs(self) -> Tensor:
+        """Each element's probabilities, which add up to 1, `[B, elements, m]`."""
+        return _over_sum(self.row_values, 2)
 
 
 @dataclass(frozen=True)

@@ -79,11 +79,13 @@ class Block:
         inner = torch.cat([product for _, product in self._factors(along)], dim=1)
         return torch.einsum("bkd,bk->d", self.jacobian, inner[..., 0])
 
-    def _factors(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _factors(self, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(Each observation's part of `[b, K, ...]`, F times that part)."""
-        parts = values.split([each.width for each in self.observations], dim=1)
-        for each, part, row_values in zip(self.observations, parts, self.row_values, strict=True):
-            yield part, each.times(part, row_values)
+        parts = outputs.split([each.width for each in self.observations], dim=1)
+        for observation, part, values in zip(
+            self.observations, parts, self.row_values, strict=True
+        ):
+            yield part, observation.times(part, values)
 
 
 @dataclass(frozen=True)

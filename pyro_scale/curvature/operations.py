@@ -90,8 +90,8 @@ def _product_with(other: Tensor | None, operand: Operand, is_left: bool) -> Use 
         return values if is_batched else values.unsqueeze(-3)
 
     def by_row(gradients: Tensor) -> Tensor:
-        each = grouped(gradients)
-        return group.split(each.mT if is_left else each, 1).movedim(3, 1)
+        outputs = grouped(gradients)
+        return group.split(outputs.mT if is_left else outputs, 1).movedim(3, 1)
 
     def as_used(of_weight: Tensor) -> Tensor:
         turned = of_weight.mT if is_left else of_weight
@@ -158,7 +158,7 @@ def _embedding(operand: Operand) -> Use | None:
 
 def _index(operand: Operand) -> Use | None:
     first, *others = operand.node._saved_indices
-    if first is None or first.dtype == torch.bool or any(each is not None for each in others):
+    if first is None or first.dtype == torch.bool or any(index is not None for index in others):
         return None
     return _lookup(torch.where(first < 0, first + operand.shape[0], first), operand)
 
@@ -175,8 +175,8 @@ def _lookup(indices: Tensor, operand: Operand) -> Use | None:
         return None
 
     def by_row(gradients: Tensor) -> Tensor:
-        each = rows.split(gradients, 1)  # [C, B, T, other indices, what the table holds]
-        return each.flatten(2, rank + 1)
+        # from [C, B, T, other indices, what the table holds]
+        return rows.split(gradients, 1).flatten(2, rank + 1)
 
     return Lookup(rows.split(indices).flatten(1), by_row, operand.shape)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_scale.core.kronecker import Block, Kronecker
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.low_rank import LowRank
+from pyro_scale.core.rows import Arguments
 from pyro_scale.curvature.chunks import chunks_of
 from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.curvature.kronecker_factors import Basis, Factors
@@ -70,8 +71,8 @@ def kronecker_at(
     """
     log_posterior, (free, held) = density.log_posterior, spec.split(density.layout)
     layout, slices = Layout.of(free), Layout.of(free).slices()
-    first = next(chunks_of(log_posterior, density.data, spec.num_rows))
-    prior = prior_precision(log_posterior, free, first.arguments, held, dense=False)
+    batch = next(chunks_of(log_posterior, density.data, spec.num_rows)).arguments
+    prior = prior_precision(log_posterior, free, batch, held, dense=False)
     sums = _add_up(density, spec, spec.sites)
     if sums.everywhere < set(sums.factors):  # a product in some chunks, and not in others
         sums = _add_up(density, spec, sums.everywhere)
@@ -86,16 +87,7 @@ def kronecker_at(
     least = torch.where(sums.diagonal > 0, precision, prior)
     if not bool((least > 0).all()):
         raise indefinite(density, int(places[least.argmin()]), float(least.min()))
-    blocks: list[_Block] = []
-    correlated = correlated_sites(log_posterior, free, first.arguments, held)
-    for name, factors in sums.factors.items():
-        of_site = prior[slices[name]]
-        if name in correlated:
-            _check_is_vector(name, factors)
-            others = held | {other: value for other, value in free.items() if other != name}
-            site = {name: free[name]}
-            of_site = prior_precision(log_posterior, site, first.arguments, others, dense=True)
-        blocks.extend(_block(name, part, of_site, scale) for part in factors)
+    blocks = _blocks(density, spec, sums.factors, prior, batch)
     if corrected:
         bases = {
             name: [block.basis for block in blocks if block.site == name] for name in sums.factors
@@ -112,6 +104,35 @@ def kronecker_at(
     alone = layout.places([name for name in free if name not in sums.factors])
     shifted = tuple(block.shifted(slices[block.site].start) for block in blocks)
     return Kronecker(spec.position[places], shifted, alone, 1 / precision[alone])
+
+
+def _blocks(
+    density: FullDataDensity,
+    spec: CurvatureSpec,
+    factors: Mapping[str, Sequence[Factors]],
+    prior: Tensor,
+    batch: Arguments,
+) -> list[_Block]:
+    """The blocks of all sites that have factors, with the prior's precision in each.
+
+    Args:
+        density: the log joint of all rows.
+        spec: where.
+        factors: sums over all rows, by site.
+        prior: the diagonal of its precision, [d].
+        batch: any rows, for the model's prior.
+    """
+    log_posterior, (free, held) = density.log_posterior, spec.split(density.layout)
+    scale, slices = log_posterior.num_data / density.rows_in_all, Layout.of(free).slices()
+    correlated, blocks = correlated_sites(log_posterior, free, batch, held), list[_Block]()
+    for name, parts in factors.items():
+        of_site = prior[slices[name]]
+        if name in correlated:
+            _check_is_vector(name, parts)
+            others = held | {other: value for other, value in free.items() if other != name}
+            of_site = prior_precision(log_posterior, {name: free[name]}, batch, others, dense=True)
+        blocks.extend(_block(name, part, of_site, scale) for part in parts)
+    return blocks
 
 
 class _Block(NamedTuple):
@@ -258,8 +279,8 @@ def low_rank_at(density: FullDataDensity, spec: CurvatureSpec, rank: int) -> Low
     log_posterior, (free, held) = density.log_posterior, spec.split(density.layout)
     size, scale = Layout.of(free).size, log_posterior.num_data / density.rows_in_all
     places = density.layout.places(spec.sites)
-    first = next(chunks_of(log_posterior, density.data, spec.num_rows))
-    prior = prior_precision(log_posterior, free, first.arguments, held, dense=False)
+    batch = next(chunks_of(log_posterior, density.data, spec.num_rows)).arguments
+    prior = prior_precision(log_posterior, free, batch, held, dense=False)
     if not bool((prior > 0).all()):
         site = density.layout.site_at(int(places[prior.argmin()]))
         raise ModelError(

@@ -121,7 +121,7 @@ class RowWise:
             count: the number of results of a row.
             keep: which rows count.
         """
-        graph = self.only([name for name, own in self.entries.items() if _are_disjoint(own)])
+        graph = self.only([name for name, uses in self.entries.items() if _are_disjoint(uses)])
         total = {name: torch.zeros_like(self.leaves[name].detach()) for name in graph.entries}
         for gradients in graph.gradients(columns, count, keep):
             for name, entries in graph.entries.items():
@@ -150,7 +150,7 @@ class RowWise:
                 gradients = [rows.times(seeds[..., 0], slope) for slope, rows in slopes]
             else:
                 gradients = gradients_at(nodes, self.outputs, seeds)
-            yield {node: Gradients(each) for node, each in zip(nodes, gradients, strict=True)}
+            yield {node: Gradients(values) for node, values in zip(nodes, gradients, strict=True)}
 
 
 def _candidates(edge: Edge, takers: Takers) -> set[Node]:

@@ -47,11 +47,11 @@ class Rows(NamedTuple):
     def times(self, weights: Tensor, values: Tensor) -> Tensor:
         """Values of the output's shape times weights of the rows, `[C, B]`: `[C, ...]`."""
         positions = values.shape[self.axis] // self.num_rows
-        each = (
+        repeated = (
             weights.repeat_interleave(positions, 1) if self.outer else weights.repeat(1, positions)
         )
         others = (1,) * (values.dim() - self.axis - 1)
-        return each.reshape(len(weights), *(1,) * self.axis, -1, *others) * values
+        return repeated.reshape(len(weights), *(1,) * self.axis, -1, *others) * values
 
 
 def find_rows(plain: Tensor, weighted: Tensor, weights: Tensor) -> Rows | None:
@@ -81,17 +81,17 @@ class Gradients:
     """Gradients of C results of all rows at an operation's output.
 
     Attributes:
-        each: `[C, ...]`, in the output's shape.
+        values: `[C, ...]`, in the output's shape.
     """
 
-    each: Tensor
+    values: Tensor
 
     @cached_property
     def squares(self) -> Tensor:
         """The sum of their squares over the results, in the output's shape."""
-        total = torch.zeros_like(self.each[0])
-        for one in self.each:
-            total.addcmul_(one, one)
+        total = torch.zeros_like(self.values[0])
+        for result in self.values:
+            total.addcmul_(result, result)
         return total
 
 
@@ -122,9 +122,9 @@ class Product:
         if self.inputs.shape[2] == 1:
             squares = self.by_row(gradients.squares[None])[0, :, :, 0]
             return self.as_used(self.inputs[:, :, 0].square().mT @ squares)
-        each = self.by_row(gradients.each)
-        size = max(1, _BLOCK_NUMBERS // (each[:, :, 0, 0].numel() * self.inputs.shape[-1]))
-        parts = zip(self.inputs.split(size, 1), each.split(size, 2), strict=True)
+        outputs = self.by_row(gradients.values)
+        size = max(1, _BLOCK_NUMBERS // (outputs[:, :, 0, 0].numel() * self.inputs.shape[-1]))
+        parts = zip(self.inputs.split(size, 1), outputs.split(size, 2), strict=True)
         of_rows = (torch.einsum("gbti,cgbto->cgbio", a, g) for a, g in parts)
         return self.as_used(sum((row.square().sum((0, 2)) for row in of_rows), torch.zeros(())))
 
@@ -145,13 +145,13 @@ class Lookup:
 
     def squares(self, gradients: Gradients) -> Tensor:
         """The sum of the squares of rows' gradients, in the table's shape."""
-        each = self.by_row(gradients.each)
+        by_row = self.by_row(gradients.values)
         count, size = len(self.places), self.shape[0]
-        of_rows = torch.arange(count, device=each.device)[:, None] * size + self.places
+        of_rows = torch.arange(count, device=by_row.device)[:, None] * size + self.places
         unique, where = of_rows.unique(return_inverse=True)  # a row may read a place twice
-        summed = each.new_zeros(len(each), len(unique), *each.shape[3:])
-        summed.index_add_(1, where.flatten(), each.flatten(1, 2))
-        total = each.new_zeros(self.shape)
+        summed = by_row.new_zeros(len(by_row), len(unique), *by_row.shape[3:])
+        summed.index_add_(1, where.flatten(), by_row.flatten(1, 2))
+        total = by_row.new_zeros(self.shape)
         return total.index_add_(0, unique % size, summed.square().sum(0))
 
 
@@ -177,17 +177,17 @@ class Elementwise:
     def squares(self, gradients: Gradients) -> Tensor:
         """The sum of the squares of rows' gradients, in the shape of the param as used."""
         if not self.is_shared:  # every place belongs to one row
-            each = self.rows.split(gradients.each * self.slope, 1)
+            by_row = self.rows.split(gradients.values * self.slope, 1)
             broadcast = [3 + place for place, size in enumerate(self._others) if size == 1]
-            sums = each.sum(broadcast, keepdim=True) if broadcast else each
+            sums = by_row.sum(broadcast, keepdim=True) if broadcast else by_row
             squares = sums.square().sum(0)
             places = squares if self.rows.outer else squares.transpose(0, 1)
             return places.flatten(0, 1).movedim(0, self.rows.axis).reshape(self.as_used)
-        row_size = gradients.each[0].numel() // self.rows.num_rows
+        row_size = gradients.values[0].numel() // self.rows.num_rows
         if row_size == math.prod(self._others) and not isinstance(self.slope, Tensor):
             squares = self._by_row(gradients.squares[None]).sum((0, 1, 2)) * self.slope**2
         else:
-            sums = self._by_row(gradients.each * self.slope).sum(2)
+            sums = self._by_row(gradients.values * self.slope).sum(2)
             squares = sums.square().sum((0, 1))
         return squares.reshape(self.as_used)
 
@@ -206,15 +206,15 @@ class Elementwise:
 
         T is 1 except for a layer's bias, as sums over positions are exact.
         """
-        each = self._by_row(gradients * self.slope)
-        return each if self.is_bias else each.sum(2, keepdim=True)
+        by_row = self._by_row(gradients * self.slope)
+        return by_row if self.is_bias else by_row.sum(2, keepdim=True)
 
     def _by_row(self, values: Tensor) -> Tensor:
-        each = self.rows.split(values, 1)  # [C, B, T, others]
+        by_row = self.rows.split(values, 1)  # [C, B, T, others]
         of_elements = [3 + place for place, length in enumerate(self._others) if length > 1]
-        of_positions = [place for place in range(3, each.dim()) if place not in of_elements]
-        ordered = each.permute(0, 1, 2, *of_positions, *of_elements)
-        return ordered.reshape(*each.shape[:2], -1, math.prod(self._others))
+        of_positions = [place for place in range(3, by_row.dim()) if place not in of_elements]
+        ordered = by_row.permute(0, 1, 2, *of_positions, *of_elements)
+        return ordered.reshape(*by_row.shape[:2], -1, math.prod(self._others))
 
     @property
     def _others(self) -> list[int]:
