@@ -167,6 +167,11 @@ def _dirichlet_multinomial(a: Any) -> Tensor:
     return _diagonal(diagonal, (_trigamma(total) - _trigamma(total + n))[..., None])
 
 
+def _beta_total(a: Any) -> Tensor:
+    """The trigamma of the sum of a beta's concentrations."""
+    return _trigamma(a.concentration1 + a.concentration0)
+
+
 def _log_beta(a: Tensor, b: Tensor) -> Tensor:
     return torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
 
@@ -260,13 +265,11 @@ CLOSED_FORMS: Mapping[type, Blocks] = {
     td.Chi2: {("df", "df"): lambda a: _trigamma(a.df / 2) / 4},
     td.Beta: {
         ("concentration1", "concentration1"): lambda a: (
-            _trigamma(a.concentration1) - _trigamma(a.concentration1 + a.concentration0)
+            _trigamma(a.concentration1) - _beta_total(a)
         ),
-        ("concentration1", "concentration0"): lambda a: (
-            -_trigamma(a.concentration1 + a.concentration0)
-        ),
+        ("concentration1", "concentration0"): lambda a: -_beta_total(a),
         ("concentration0", "concentration0"): lambda a: (
-            _trigamma(a.concentration0) - _trigamma(a.concentration1 + a.concentration0)
+            _trigamma(a.concentration0) - _beta_total(a)
         ),
     },
     td.Dirichlet: {("concentration", "concentration"): _dirichlet},

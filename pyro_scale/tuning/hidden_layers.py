@@ -1,7 +1,7 @@
-"""Whether a network has hidden layers, from what it computes.
+"""Whether a network has hidden layers, from autograd's graph of what it computes.
 
-Weights of hidden layers have many equivalent modes: units can change places, signs can be turned
-around.  Those of heads, all on the same inputs, are the coefficients of a generalized linear model.
+Weights of hidden layers have many equivalent modes: units can be permuted, and signs flipped.  The
+weights of heads on the same inputs are coefficients of a generalized linear model.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.curvature.graph import Node, is_of_params, outputs_of, shape_of, takers_of
 from pyro_scale.model.log_posterior import LogPosterior, Params
 
-#: Operations that multiply matrices.  The matrices of a recurrent layer in one operation multiply
-#: each other's results from the second time on.
+#: Operations that multiply matrices.  A recurrent layer may be one operation, whose matrices
+#: multiply each other's results from the second time step on.
 _PRODUCTS = {
     "AddmmBackward0",
     "BaddbmmBackward0",
@@ -28,14 +28,15 @@ _PRODUCTS = {
 
 
 def has_hidden_layer(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> bool:
-    """Whether some weight of a network multiplies what comes of a weight, of another or its own.
+    """Whether a weight of a network multiplies a result of a weight, another one or the same.
 
-    Hidden layers, recurrent ones and both factors of an adapter of low rank do; heads side by side
-    do not, whatever their links and likelihood, nor do weights between frozen layers.
+    This is so for hidden layers, recurrent layers and the two factors of a low-rank adapter.  It is
+    not so for heads side by side, whatever their links and likelihood, nor for a single layer
+    between frozen ones.
 
     Args:
         log_posterior: the model.
-        params: unconstrained values; which ones does not matter.
+        params: any unconstrained values.
         arguments: a batch.
     """
     leaves = {
@@ -47,8 +48,8 @@ def has_hidden_layer(log_posterior: LogPosterior, params: Params, arguments: Arg
     if not value.requires_grad:
         return False
     takers = takers_of(value.grad_fn)
-    own = {id(leaf) for leaf in leaves.values()}  # frozen weights may take gradients, too
-    waiting = [edge for edge in takers if id(getattr(edge[0], "variable", None)) in own]
+    ids = {id(leaf) for leaf in leaves.values()}  # frozen weights may require grad, too
+    waiting = [edge for edge in takers if id(getattr(edge[0], "variable", None)) in ids]
     of_weights = {node for node, _ in waiting}
     while waiting:
         for node, _ in takers.get(waiting.pop(), ()):
@@ -59,10 +60,10 @@ def has_hidden_layer(log_posterior: LogPosterior, params: Params, arguments: Arg
 
 
 def _multiplies(node: Node, of_weights: set[Node]) -> bool:
-    """Whether an operation takes a weight, and something else that comes of weights."""
+    """Whether an operation multiplies a weight and another result of weights."""
     if node.name() not in _PRODUCTS:
         return False
-    matrices = [  # not a layer's bias, which is added
+    matrices = [  # without a layer's bias, which is added
         edge[0] for edge in node.next_functions if edge[0] in of_weights and len(shape_of(edge)) > 1
     ]
-    return len(matrices) > 1 and any(is_of_params(each) for each in matrices)
+    return len(matrices) > 1 and any(is_of_params(matrix) for matrix in matrices)
