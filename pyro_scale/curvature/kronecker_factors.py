@@ -123,13 +123,14 @@ def factors_of(
     Returns:
         By param, the factors of parts that have no element in common.
     """
-    graph = graph.only(
-        [name for name, uses in graph.entries.items() if name in among and _has_factors(uses)]
-    )
-    total: dict[str, list[Factors]] = {name: [] for name in graph.entries}
+    entries = {
+        name: uses for name, uses in graph.entries.items() if name in among and _has_factors(uses)
+    }
+    graph = RowWise(graph.outputs, entries, graph.leaves)
+    total: dict[str, list[Factors]] = {name: [] for name in entries}
     for number, gradients in enumerate(graph.gradients(columns, count, keep)):
-        for name, entries in graph.entries.items():
-            for part in _parts(entries, gradients, graph.leaves[name], keep):
+        for name, uses in entries.items():
+            for part in _parts(uses, gradients, graph.leaves[name], keep):
                 factors = part.factors
                 if number:  # more results of the same rows, whose inputs have been added
                     factors.inputs, factors.count = torch.zeros_like(factors.inputs), 0
@@ -148,13 +149,14 @@ def eigenvalues_of(
 
     Other arguments as for `factors_of`.
     """
-    graph = graph.only(list(bases))
+    entries = {name: graph.entries[name] for name in bases}
+    graph = RowWise(graph.outputs, entries, graph.leaves)
     total = {
         name: [basis.left.new_zeros(basis.places.shape) for basis in bases[name]] for name in bases
     }
     for gradients in graph.gradients(columns, count, keep):
-        for name, entries in graph.entries.items():
-            parts = list(_parts(entries, gradients, graph.leaves[name], keep))
+        for name, uses in entries.items():
+            parts = list(_parts(uses, gradients, graph.leaves[name], keep))
             for basis, sums in zip(bases[name], total[name], strict=True):
                 of_block = [part for part in parts if torch.equal(part.places, basis.places)]
                 sums += basis.squares(of_block)

@@ -103,10 +103,6 @@ class RowWise:
         slopes = {node: (plain[node], place) for node, place in rows.items() if place is not None}
         return cls(outputs, entries, leaves, slopes)
 
-    def only(self, names: Sequence[str]) -> RowWise:
-        """The graph with the entries of some params alone."""
-        return replace(self, entries={name: self.entries[name] for name in names})
-
     def squares(
         self, columns: Callable[[int, int], Tensor], count: int, keep: slice
     ) -> dict[str, Tensor]:
@@ -121,10 +117,10 @@ class RowWise:
             count: the number of results of a row.
             keep: which rows count.
         """
-        graph = self.only([name for name, uses in self.entries.items() if _are_disjoint(uses)])
-        total = {name: torch.zeros_like(self.leaves[name].detach()) for name in graph.entries}
-        for gradients in graph.gradients(columns, count, keep):
-            for name, entries in graph.entries.items():
+        once = {name: entries for name, entries in self.entries.items() if _are_disjoint(entries)}
+        total = {name: torch.zeros_like(self.leaves[name].detach()) for name in once}
+        for gradients in replace(self, entries=once).gradients(columns, count, keep):
+            for name, entries in once.items():
                 for entry in entries:
                     with torch.no_grad():
                         squares = entry.use.squares(gradients[entry.node])
