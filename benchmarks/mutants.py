@@ -29,7 +29,7 @@ PACKAGE = ROOT / "pyro_scale"
 ALSO = {
     "core": ["kernels", "engine"],
     "exact": ["infer"],
-    "fullbatch": ["infer"],
+    "curvature": ["infer"],
     "distributed": ["run"],
     "run": ["engine", "infer"],
     "infer": ["end_to_end"],

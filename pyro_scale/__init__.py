@@ -7,6 +7,7 @@ and the draws go to ArviZ.
 
 from pyro_scale import errors, metrics
 from pyro_scale.core import schedules
+from pyro_scale.curvature.ggn import Curvature
 from pyro_scale.diagnostics.replay import Replay, replay
 from pyro_scale.infer.compare import compare
 from pyro_scale.infer.ekf import EKF
@@ -22,7 +23,6 @@ from pyro_scale.infer.svgd import SVGD
 from pyro_scale.infer.versions import __version__ as __version__
 from pyro_scale.infer.versions import show_versions
 from pyro_scale.infer.vi import IVON, VI
-from pyro_scale.model.curvature.ggn import Curvature
 from pyro_scale.model.init_strategies import init_to_module
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.nn.bayesianize import bayesianize

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.exclusive import exclusive
+from pyro_scale.curvature.control_variates import ControlVariates
 from pyro_scale.engine.draws import Draws, Failure
 from pyro_scale.errors import FileError
-from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.serialization import model_contents
 from pyro_scale.run.problem import Problem

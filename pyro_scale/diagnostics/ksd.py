@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pyro_scale import metrics
 from pyro_scale.core.validation import as_count
+from pyro_scale.curvature.chunks import Chunk, chunks_of, chunks_with, is_row_wise
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.fullbatch.chunks import Chunk, chunks_of, chunks_with, is_row_wise
 from pyro_scale.model import derivatives
 from pyro_scale.model.derivatives import Params
 from pyro_scale.model.log_posterior import LogPosterior

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
+from pyro_scale.curvature.chunks import chunks_of, chunks_with
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.diagnostics.own_latents import own_latents
 from pyro_scale.diagnostics.policy import MIXING, WEIGHTS
 from pyro_scale.errors import ApproximationWarning, ArgumentError
-from pyro_scale.fullbatch.chunks import chunks_of, chunks_with
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.by_rank import Readers, readers_of
 from pyro_scale.posterior.draws import PosteriorDraws

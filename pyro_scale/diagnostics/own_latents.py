@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyro_scale.curvature.chunks import chunks_of
 from pyro_scale.data.sources import Data
-from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.predictive import log_likelihood_of_rows
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import matrix_or_diagonal
 from pyro_scale.core.layout import Layout
+from pyro_scale.curvature.chunks import Chunk, chunks_of, chunks_with, is_row_wise
 from pyro_scale.diagnostics.policy import WEIGHTS
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.distributed.shares import Share
 from pyro_scale.distributed.sums import Sums, Terms
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.fullbatch.chunks import Chunk, chunks_of, chunks_with, is_row_wise
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import PosteriorDraws

@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
+from pyro_scale.curvature.control_variates import ControlVariates
 from pyro_scale.data.loaders import to_device
 from pyro_scale.engine.step import Density, Target
 from pyro_scale.errors import FileError
 from pyro_scale.kernels import Kernel
-from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.serialization import device_of, layout_of
 from pyro_scale.run.blame import Watched

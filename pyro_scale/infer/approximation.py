@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self, get_args
 
+from pyro_scale.curvature.evidence import GaussianStructure
 from pyro_scale.errors import ArgumentError
-from pyro_scale.fullbatch.evidence import GaussianStructure
 from pyro_scale.infer.method import Method, asks
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.results.gaussian import GaussianPosterior

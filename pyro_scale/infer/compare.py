@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_scale.curvature.chunks import chunks_of
 from pyro_scale.diagnostics.convergence import mixing, some_elements
 from pyro_scale.diagnostics.policy import MIXING
 from pyro_scale.diagnostics.report import is_off
 from pyro_scale.diagnostics.summary import weighted_moments
 from pyro_scale.errors import ArgumentError, NotRunError
-from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.infer.method import Method
 from pyro_scale.metrics.regression import log_predictive_density
 from pyro_scale.posterior.draws import PosteriorDraws

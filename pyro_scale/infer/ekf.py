@@ -18,17 +18,17 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.memory import check_fits
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.curvature.chunks import num_rows_in
+from pyro_scale.curvature.gaussian_prior import gaussian_prior
+from pyro_scale.curvature.ggn import RowKind
 from pyro_scale.data.sources import Data, IndexedData, TensorData
 from pyro_scale.diagnostics.check_fit import check_fit
 from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, DataError, ModelError, NotRunError
-from pyro_scale.fullbatch.chunks import num_rows_in
 from pyro_scale.infer.approximation import Approximation, Structure, fit_of
 from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, LastProgram, Rates, Step
 from pyro_scale.infer.method import NotRun, Starts, Stepwise
-from pyro_scale.model.curvature.gaussian_prior import gaussian_prior
-from pyro_scale.model.curvature.ggn import RowKind
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.rng.seeds import choose_seed

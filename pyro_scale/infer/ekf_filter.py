@@ -25,15 +25,15 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.core.step_inputs import Fixed
 from pyro_scale.core.warn import warn
+from pyro_scale.curvature.chunks import Chunk, split
+from pyro_scale.curvature.ggn import Curvature, RowKind
 from pyro_scale.data.blocks import blocks_in_order
 from pyro_scale.data.sources import Data
 from pyro_scale.engine.agreement import IS_FROZEN, is_close
 from pyro_scale.engine.reuse import recall
 from pyro_scale.errors import CompileWarning, ModelError, NonFiniteError, NotRunError
-from pyro_scale.fullbatch.chunks import Chunk, split
 from pyro_scale.kernels.ekf import EKFState, absorb, predict
 from pyro_scale.model import derivatives
-from pyro_scale.model.curvature.ggn import Curvature, RowKind
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.scaling import Evaluation
 from pyro_scale.posterior.collect import facts_of
@@ -303,7 +303,8 @@ class Step:
         params = self.layout.unflatten(state.mean)
         gradient, log_lik = self._gradient(params, chunk)
         curvature, total = self._curvature(seed), torch.zeros_like(state.precision)
-        for block in curvature.blocks(params, chunk.arguments, chunk.indices, None, chunk.keep):
+        run = curvature.observe(params, chunk.arguments, chunk.indices, keep=chunk.keep)
+        for block in run.blocks():
             block.add_to(total)
         return absorb(state, gradient, total, rates.lr), log_lik
 

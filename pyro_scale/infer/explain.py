@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributions import ComposeTransform, IndependentTransform
 
 from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.curvature.gaussian_prior import exact_moments
 from pyro_scale.data.open import open_data
-from pyro_scale.model.curvature.gaussian_prior import exact_moments
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import ModelInfo, model_warnings
 from pyro_scale.model.scaling import Rule

@@ -16,19 +16,20 @@ from pyro_scale.core.kronecker import Kronecker
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.validation import as_count, as_flag
 from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.curvature.chunks import chunks_of, is_row_wise
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.evidence import OF_ROWS, GaussianStructure, Search
+from pyro_scale.curvature.ggn import Curvature
+from pyro_scale.curvature.modes import Candidate
+from pyro_scale.curvature.precision import CurvatureKind
 from pyro_scale.data.open import open_data
 from pyro_scale.diagnostics.check_fit import check_fit
 from pyro_scale.distributed.ranks import ALONE, Distributed, Ranks
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, ModelError
-from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
-from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.evidence import OF_ROWS, Candidate, GaussianStructure, Search
-from pyro_scale.fullbatch.precision import CurvatureKind
 from pyro_scale.infer.approximation import Approximation, fit_of
 from pyro_scale.infer.method import Finished, asks
 from pyro_scale.kernels import Hyperparameters
-from pyro_scale.model.curvature.ggn import Curvature
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.results.gaussian import GaussianPosterior, as_prior, as_temperature

@@ -10,8 +10,9 @@ from torch import Tensor
 from pyro_scale import kernels
 from pyro_scale.core.memory import check_fits
 from pyro_scale.core.warn import warn
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.modes import NEAR, lbfgs, newton_refine
 from pyro_scale.errors import ApproximationWarning, ArgumentError
-from pyro_scale.fullbatch.density import NEAR, FullDataDensity
 from pyro_scale.infer.approximation import Approximation, Structure
 from pyro_scale.infer.settings import A_FIT, gaussian_of
 from pyro_scale.infer.stochastic import Optimized, Options
@@ -105,8 +106,8 @@ class MAP(Optimized):
         places = torch.arange(problem.engine.layout.size)
         modes, distances = [], []
         for center in fit.centers:
-            near = density.lbfgs(center, "take more steps, or leave structure out").position
-            refined = density.newton_refine(near, precision, places)
+            near = lbfgs(density, center, "take more steps, or leave structure out").position
+            refined = newton_refine(density, near, precision, places)
             modes.append(refined.position)
             distances.append(refined.distance)
         if max(distances) > NEAR * len(places):

@@ -13,9 +13,9 @@ from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 from pyro_scale.core.memory import check_fits
 from pyro_scale.core.schedules import Falling, Schedule
 from pyro_scale.core.validation import as_count
+from pyro_scale.curvature.bound import Bound, Offset
+from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.fullbatch.bound import Bound, Offset
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.infer.approximation import Structure
 from pyro_scale.infer.stochastic import Optimized, Options
 from pyro_scale.kernels.optimizer import as_optimizer, falling_adam

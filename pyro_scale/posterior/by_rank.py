@@ -11,10 +11,10 @@ import torch
 
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
+from pyro_scale.curvature.chunks import Chunk
 from pyro_scale.data.sources import Data
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.distributed.shares import Share
-from pyro_scale.fullbatch.chunks import Chunk
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.rng.seeds import Purpose, choose_seed, derived_seed
 from pyro_scale.run.by_rank import check_same_call

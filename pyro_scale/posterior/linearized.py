@@ -28,9 +28,9 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.core.onednn import PlainLSTM
 from pyro_scale.core.rows import Arguments
+from pyro_scale.curvature import fisher
+from pyro_scale.curvature.chunks import Chunk
 from pyro_scale.errors import ArgumentError
-from pyro_scale.fullbatch.chunks import Chunk
-from pyro_scale.model.curvature import fisher
 from pyro_scale.model.derivatives import jacobian_rows
 from pyro_scale.model.draws import draws
 from pyro_scale.model.sites import Site

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
+from pyro_scale.curvature.chunks import CHUNK_ROWS, is_row_wise, split
+from pyro_scale.curvature.fisher import NoInformation, mask_of
 from pyro_scale.data.sources import Data
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.fullbatch.chunks import CHUNK_ROWS, is_row_wise, split
 from pyro_scale.metrics.conformal import Interval, conformal, rank_of
-from pyro_scale.model.curvature.fisher import NoInformation, mask_of
 from pyro_scale.model.recorder import Reader
 from pyro_scale.model.sites import Site
 from pyro_scale.posterior.draws import PosteriorDraws

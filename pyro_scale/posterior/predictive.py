@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import evenly
+from pyro_scale.curvature.chunks import Chunk, chunks_of
 from pyro_scale.data.sources import Data
 from pyro_scale.errors import ArgumentError, ModelError, PyroScaleError
-from pyro_scale.fullbatch.chunks import Chunk, chunks_of
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.recorder import LatentShapeChanged
 from pyro_scale.model.sites import Site

@@ -10,11 +10,11 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from pyro_scale.curvature.fisher import NoInformation, base_of
 from pyro_scale.errors import ArgumentError
 from pyro_scale.metrics.calibration import central
 from pyro_scale.metrics.conformal import Interval
 from pyro_scale.metrics.decomposition import Uncertainty, of_entropies
-from pyro_scale.model.curvature.fisher import NoInformation, base_of
 from pyro_scale.model.draws import class_probs, draws
 from pyro_scale.model.sites import Site, base_distribution
 

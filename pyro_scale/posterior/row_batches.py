@@ -15,10 +15,10 @@ from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
+from pyro_scale.curvature.chunks import CHUNK_ROWS, Chunk, is_row_wise, split
 from pyro_scale.data.loaders import check_tensors
 from pyro_scale.distributed.shares import WHOLE, Share
 from pyro_scale.errors import ArgumentError, CannotDrawError, DataError
-from pyro_scale.fullbatch.chunks import CHUNK_ROWS, Chunk, is_row_wise, split
 from pyro_scale.model.classify import close
 from pyro_scale.model.log_posterior import Params
 from pyro_scale.model.model_info import ModelInfo

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyro_scale.core.validation import as_count
+from pyro_scale.curvature.control_variates import ControlVariates
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError
-from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.run.problem import Problem
 
 #: Passes through the data that a chain takes at most, unless the caller says otherwise: for each

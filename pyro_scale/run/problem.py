@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import warn
+from pyro_scale.curvature.chunks import chunks_of, is_row_wise
 from pyro_scale.data.batches import Batches, OwnIndices, SharedBatches, WholeData
 from pyro_scale.data.features import FeatureData
 from pyro_scale.data.loaders import to_device
@@ -22,7 +23,6 @@ from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.engine.draws import Draws
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelWarning
-from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import model_warnings

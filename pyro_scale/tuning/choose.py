@@ -21,12 +21,12 @@ from pyro_scale.core.whitening import (
     KroneckerWhitening,
     LowRankWhitening,
 )
+from pyro_scale.curvature.control_variates import ControlVariates
+from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import Kernel
-from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.run.blame import WITHIN, Broken, broken_sites
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step

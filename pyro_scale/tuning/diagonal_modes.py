@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Diagonal
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.modes import lbfgs
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.tuning.modes import Check, Mode, Modes, each_once, in_order
 from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.policy import SEARCH
@@ -86,7 +87,7 @@ def _search_diagonal(
             break
         passes += 2 * _LBFGS_PASSES
         with contextlib.suppress(ArgumentError, DataError):
-            run = density.lbfgs(start * shrinkage, "")
+            run = lbfgs(density, start * shrinkage, "")
             curvature = -num_data * density.hessian_diagonal(run.position).double()
             passes += len(start)
             least = SEARCH.flattest * float(curvature.abs().max())

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian, as_structure
 from pyro_scale.core.whitening import DiagonalWhitening, whiten
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.gauss_newton import anchored
+from pyro_scale.curvature.modes import lbfgs
+from pyro_scale.curvature.precision import CurvatureSpec
+from pyro_scale.curvature.row_gaussians import kronecker_at
 from pyro_scale.distributed.ranks import ALONE
 from pyro_scale.errors import ArgumentError
-from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.gauss_newton import anchored
-from pyro_scale.fullbatch.kronecker import kronecker_at
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
@@ -76,7 +78,7 @@ def with_geometry(
     kind = _kind(asked.precondition, len(gaussian.mean))
     if kind == "kron":
         sites, mode = problem.log_posterior.latents, gaussian.mean.to(like)
-        factors = kronecker_at(density, mode, sites, "ggn", problem.seed).double()
+        factors = kronecker_at(density, CurvatureSpec(mode, sites, "ggn", problem.seed)).double()
         gaussian = factors.temper(temperature)
     elif kind == "diag":
         gaussian = as_structure(gaussian, dense=False)
@@ -121,7 +123,7 @@ def _kind(asked: Precondition, size: int) -> str:
 
 def _on_all_rows(gaussian: Gaussian, whole: FullDataDensity, like: Tensor) -> Tensor:
     """The mode of all rows, which is near."""
-    return whole.lbfgs(gaussian.mean.to(like), "").position.double()
+    return lbfgs(whole, gaussian.mean.to(like), "").position.double()
 
 
 def _starts(

@@ -13,13 +13,13 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.core.warn import warn
+from pyro_scale.curvature.chunks import is_row_wise
+from pyro_scale.curvature.control_variates import ControlVariates
+from pyro_scale.curvature.ggn import row_moments
 from pyro_scale.data.batches import Batches, batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.step import Density, Engine
 from pyro_scale.errors import BiasWarning
-from pyro_scale.fullbatch.chunks import is_row_wise
-from pyro_scale.model.control_variates import ControlVariates
-from pyro_scale.model.curvature.row_moments import row_moments
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.run.measurements import GradientNoise
 from pyro_scale.run.problem import Problem

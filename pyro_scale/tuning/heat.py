@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.whitening import DenseWhitening
+from pyro_scale.curvature.control_variates import AnchorCurvature, ControlVariates
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.ggn import Curvature
+from pyro_scale.curvature.observations import Exact
+from pyro_scale.curvature.precision import CurvatureSpec, expand
+from pyro_scale.curvature.prior_hessian import prior_precision
 from pyro_scale.data.batches import batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
-from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.precision import expansion_at
-from pyro_scale.model.control_variates import AnchorCurvature, ControlVariates
-from pyro_scale.model.curvature.observations import Exact
-from pyro_scale.model.curvature.observed import observe
-from pyro_scale.model.curvature.prior_hessian import prior_precision
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.budget import rows_a_step
 from pyro_scale.run.problem import Problem, position_of
@@ -94,14 +94,15 @@ def with_curvature(problem: Problem, density: FullDataDensity) -> Problem | None
     first_order = problem.engine.density
     assert isinstance(first_order, ControlVariates)
     anchor, names = first_order.anchor, density.layout.names
+    if log_posterior.model_info.own_plate is not None:
+        return None
     try:
-        leaves = {name: value.detach().requires_grad_() for name, value in anchor.items()}
-        observed = observe(log_posterior, leaves, first, None, "ggn", 1).observations
+        observed = Curvature(log_posterior).observe(anchor, first).observations
         exact = tuple(each for each in observed if isinstance(each, Exact))
-        if len(exact) < len(observed) or log_posterior.model_info.own_plate is not None:
+        if len(exact) < len(observed):
             return None
         position = density.layout.flatten(anchor)
-        total = expansion_at(density, position, names, "ggn", dense=True).precision
+        total = expand(density, CurvatureSpec(position, names, "ggn"), dense=True).precision
         total = total - prior_precision(log_posterior, anchor, first, None, dense=True)
         curved = dataclasses.replace(first_order, curvature=AnchorCurvature(total, exact))
         curved.grad(anchor, first)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.whitening import DiagonalWhitening, LowRankWhitening, Whitening
-from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.curvature.density import FullDataDensity
 
 #: Directions, half of them at either end of the curvature's spectrum.
 MOST_AXES = 48

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.gauss_newton import with_gauss_newton
+from pyro_scale.curvature.modes import NEAR, newton_refine
+from pyro_scale.curvature.newton import Ascent, ascend
 from pyro_scale.distributed.ranks import ALONE, Ranks
-from pyro_scale.fullbatch.density import NEAR, FullDataDensity
-from pyro_scale.fullbatch.gauss_newton import with_gauss_newton
-from pyro_scale.fullbatch.newton import Ascent, ascend
 from pyro_scale.tuning.modes import (
     Check,
     Mode,
@@ -147,7 +148,7 @@ def _refine(
         return matrix
 
     places = torch.arange(len(position))
-    refined = whole.newton_refine(position, precision, places, near)
+    refined = newton_refine(whole, position, precision, places, near)
     position = refined.position
     if not refined.distance <= near:
         return position, None, passes

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Gaussian
 from pyro_scale.core.semidefinite import triangular
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.newton import MOST_STEPS, Ascent, ascend
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError
-from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.newton import MOST_STEPS, Ascent, ascend
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.policy import SEARCH

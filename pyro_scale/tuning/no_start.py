@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.model.improper import improper_latents
 
 #: Curvatures below this part of the largest are those of a flat direction.

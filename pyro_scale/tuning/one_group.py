@@ -15,9 +15,9 @@ from pyro_scale.core.whitening import (
     LowRankWhitening,
     whiten,
 )
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.gauss_newton import AnchoredDensity, anchored
 from pyro_scale.engine.draws import Draws, Steps
-from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.gauss_newton import AnchoredDensity, anchored
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.rng.streams import RefinedNoise
 from pyro_scale.run.problem import Problem

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
+from pyro_scale.curvature.chunks import chunks_of, is_row_wise
 from pyro_scale.data.batches import batches_from
 from pyro_scale.data.row_sampler import Sampling
-from pyro_scale.fullbatch.chunks import chunks_of, is_row_wise
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.gradient_noise import NUMBERS_AT_ONCE, row_gradients
 from pyro_scale.tuning.policy import NOISE

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.errors import PyroScaleError
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.policy import SEARCH

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.warn import warn
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.modes import find_mode
 from pyro_scale.data.batches import batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, BiasWarning
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
@@ -105,7 +106,7 @@ def _mode(
 ) -> Tensor:
     if isinstance(anchor, Mapping):
         return position_of(problem, anchor, "control_variates")
-    return density.mode(problem.positions[0], _WITHOUT_MODE)
+    return find_mode(density, problem.positions[0], _WITHOUT_MODE)
 
 
 def check_target(problem: Problem) -> None:

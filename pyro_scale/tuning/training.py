@@ -23,21 +23,21 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.whitening import DiagonalWhitening
+from pyro_scale.curvature.chunks import is_row_wise
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.prior_hessian import prior_precision
 from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError, ModelError, NonFiniteError
-from pyro_scale.fullbatch.chunks import is_row_wise
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import MAP, Kernel
 from pyro_scale.kernels.optimizer import as_optimizer
-from pyro_scale.model.curvature.prior_hessian import prior_precision
-from pyro_scale.model.nn.hidden_layers import has_hidden_layer
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Asked, Choice, Simulate, lr_in_words
 from pyro_scale.tuning.early_stopping import EarlyStopping
+from pyro_scale.tuning.hidden_layers import has_hidden_layer
 from pyro_scale.tuning.low_rank import steepest_by_products
 from pyro_scale.tuning.one_group import OneGroup
 from pyro_scale.tuning.policy import TRAINING

@@ -19,7 +19,7 @@ LAYERS = [
     {"compile"},
     {"rng", "distributed"},
     {"metrics", "storage", "data", "kernels", "model"},
-    {"engine", "fullbatch"},
+    {"engine", "curvature"},
     {"run"},
     {"tuning", "exact"},
     {"posterior"},

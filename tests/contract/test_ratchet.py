@@ -26,7 +26,7 @@ CODE_LINES = {
     "distributed": 536,
     "engine": 1567,
     "exact": 535,
-    "fullbatch": 1242,
+    "curvature": 3127,
     "infer": 4047,
     "kernels": 1102,
     "metrics": 528,

@@ -145,7 +145,7 @@ def test_it_is_that_of_the_posterior(temperature):
 def test_a_loader_and_pieces_are_the_same(monkeypatch):
     loader = DataLoader(TensorDataset(X, Y), batch_size=32)
     fit = run(ps.SGLD(regression(), lr=0.1), loader)
-    monkeypatch.setattr("pyro_scale.fullbatch.chunks.CHUNK_ROWS", 30)
+    monkeypatch.setattr("pyro_scale.curvature.chunks.CHUNK_ROWS", 30)
     expected = float(exact(fit))
     assert fit.ksd() == pytest.approx(expected, rel=1e-9)
     assert fit.ksd((X, Y)) == pytest.approx(expected, rel=1e-9)

@@ -13,9 +13,9 @@ from on_ranks import BY_HAND, QUIET, RANK, Rows, X, Y, model, run, subsampling, 
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
+from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.data.open import open_data
 from pyro_scale.distributed.ranks import Ranks
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.kernels import SGLD
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning import diagonal_modes, modes

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import pyro_scale as ps
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
+from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.convergence import are_apart
 from pyro_scale.diagnostics.divergence import explosion
@@ -27,7 +28,6 @@ from pyro_scale.errors import (
     PlateError,
     SiteError,
 )
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.measurements import Measurements
 
 N, B = 40, 20

@@ -171,7 +171,7 @@ def test_sites_of_a_row_belong_together(monkeypatch):
     of_sites = fit.log_likelihood((NEW_X, NEW_Y))
     total = of_sites["y"] + of_sites["z"]
     expected = total.exp().mean(0).log().mean()
-    monkeypatch.setattr("pyro_scale.fullbatch.chunks.CHUNK_ROWS", 7)
+    monkeypatch.setattr("pyro_scale.curvature.chunks.CHUNK_ROWS", 7)
     found = ps.compare({"fit": fit}, data=(NEW_X, NEW_Y)).table.lpd["fit"]
     assert found == pytest.approx(float(expected), rel=1e-9)
 

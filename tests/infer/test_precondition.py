@@ -13,10 +13,10 @@ from reference import close, double, normals
 import pyro_scale as ps
 from pyro_scale import kernels
 from pyro_scale.core.whitening import KroneckerWhitening, LowRankWhitening
+from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.data.open import open_data
 from pyro_scale.engine.step import Target
 from pyro_scale.errors import ArgumentError, VerdictWarning
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning.choice import Asked

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import pyro_scale as ps
+from pyro_scale.curvature import fisher
 from pyro_scale.errors import ArgumentError, CannotDrawError, ModelError
-from pyro_scale.model.curvature import fisher
 from pyro_scale.model.draws import with_totals
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]

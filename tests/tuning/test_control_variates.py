@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_scale as ps
 from pyro_scale import kernels
 from pyro_scale.core.layout import Layout
+from pyro_scale.curvature.control_variates import ControlVariates
 from pyro_scale.data.open import open_data
 from pyro_scale.engine.draws import Steps
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError
-from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning.choice import Asked
 from pyro_scale.tuning.step_size import tune

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import pyro_scale as ps
-from pyro_scale.model.curvature.row_moments import row_moments
+from pyro_scale.curvature.ggn import row_moments
 from pyro_scale.tuning import gradient_noise
 from pyro_scale.tuning.gradient_noise import row_gradients, takes_single_rows
 

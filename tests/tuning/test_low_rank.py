@@ -11,9 +11,9 @@ from reference import close, double, normals
 import pyro_scale as ps
 from pyro_scale import kernels
 from pyro_scale.core.whitening import DiagonalWhitening, LowRankWhitening
+from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning.low_rank import MOST_AXES, learn, with_axes
 

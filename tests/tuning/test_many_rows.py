@@ -14,12 +14,12 @@ from repetitions import long_but
 import pyro_scale as ps
 from pyro_scale import kernels
 from pyro_scale.core.whitening import DenseWhitening
+from pyro_scale.curvature.control_variates import AnchorCurvature
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.gauss_newton import anchored, with_gauss_newton
 from pyro_scale.data.open import open_data
 from pyro_scale.engine.draws import Steps
 from pyro_scale.engine.reuse import Earlier
-from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.fullbatch.gauss_newton import anchored, with_gauss_newton
-from pyro_scale.model.control_variates import AnchorCurvature
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning import heat as heating

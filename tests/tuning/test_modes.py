@@ -10,9 +10,10 @@ from reference import close, double, normals
 
 from pyro_scale import kernels
 from pyro_scale.core.gaussian import Dense
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.modes import lbfgs
 from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning.diagonal_modes import _are_one, find_diagonal_modes
 from pyro_scale.tuning.modes import Mode, find_modes, merged
@@ -142,7 +143,7 @@ def test_l_bfgs_that_ends_on_a_plateau_begins_nearer_to_zero():
     problem = prepare(log_posterior, opened, kernels.SGLD(lr=1.0), None, 1, 0)
     density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     start = torch.cat([-30 * one[None], 0.5 * normals(100, seed=7).float()])
-    assert float(density.lbfgs(start, "").position[0]) < -29
+    assert float(lbfgs(density, start, "").position[0]) < -29
     found = find_diagonal_modes(density, start[None], 1.0)
     newton = find_modes(density, 0 * start[None], 1.0, 0)
     assert found.found

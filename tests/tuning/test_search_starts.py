@@ -8,8 +8,8 @@ from reference import double, normals
 
 import pyro_scale as ps
 from pyro_scale import kernels
+from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.data.open import open_data
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning.search_starts import search_starts
 

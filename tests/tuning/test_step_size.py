@@ -17,11 +17,12 @@ from repetitions import long_but
 
 import pyro_scale as ps
 from pyro_scale import kernels
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.modes import find_mode
 from pyro_scale.data.open import open_data
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, NonFiniteError
-from pyro_scale.fullbatch.density import FullDataDensity
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning import step_size
 
@@ -83,7 +84,7 @@ def chosen(problem, kernel, steps, seed):
     """(What `lr="auto"` chooses, the error that it predicts, the chain's start)."""
     problem = set_up_for(problem, kernel, seed)
     density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-    mode = density.mode(problem.positions[0])
+    mode = find_mode(density, problem.positions[0])
     choice = step_size.choose_step_size(problem, density, mode, steps, kernel.sampling)
     return choice, problem.positions[0]
 
@@ -234,7 +235,7 @@ def modes_of(kernel, model=normal_mean, data=PAIRS, batch_size=8, **kwargs):
     log_posterior = as_log_posterior(model, opened.num_data)
     problem = prepare(log_posterior, opened, kernel, None, kwargs.pop("num_chains", 3), 0)
     density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-    mode = density.mode(problem.positions[0])
+    mode = find_mode(density, problem.positions[0])
     return problem, mode, step_size._modes(problem, density, mode, "replacement")
 
 

@@ -1,0 +1,131 @@
+"""All rows of the data, in chunks that the model can take."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments
+from pyro_scale.data.sources import Data, IndexedData, TensorData
+from pyro_scale.distributed.shares import WHOLE, Share
+from pyro_scale.model.log_posterior import LogPosterior
+
+#: Rows in a chunk, unless the caller chooses.
+CHUNK_ROWS = 4096
+
+
+class Chunk(NamedTuple):
+    """Some rows of the data, as the model takes them.
+
+    Attributes:
+        arguments: the model's arguments.
+        indices: which rows to take, for a model that subsamples by itself.
+        keep: which of the chunk's rows are new: chunks of such a model may overlap.
+        num_rows: how many rows the chunk has.
+    """
+
+    arguments: Arguments
+    indices: Tensor | None
+    keep: slice
+    num_rows: int
+
+    @property
+    def num_new(self) -> int:
+        """How many of the rows are new."""
+        return len(range(*self.keep.indices(self.num_rows)))
+
+
+def chunks_of(
+    log_posterior: LogPosterior, data: Data, num_rows: int | None = None, share: Share = WHOLE
+) -> Iterator[Chunk]:
+    """All rows once, in the data's order, or a rank's share of them.
+
+    Args:
+        log_posterior: the model; one that needs all rows together gets a single chunk.
+        data: the rows.
+        num_rows: about how many rows a chunk has.
+        share: which chunks are this rank's.
+    """
+    size = _chunk_size(log_posterior, data, num_rows, share)
+    if isinstance(data, IndexedData) and share != WHOLE and size:  # do not read others' rows
+        parts = list(share.of(data.subset.split(size)))
+        if not parts:
+            return iter(())
+        data = dataclasses.replace(data, subset=torch.cat(parts))
+        return split(log_posterior, data.in_order(size))
+    return share.of(split(log_posterior, data.in_order(size)))
+
+
+def chunks_with(
+    log_posterior: LogPosterior, data: Data, chosen: Tensor, share: Share = WHOLE
+) -> Iterator[tuple[Chunk, Tensor]]:
+    """(Chunks that contain chosen rows, places of the chosen rows among the chunk's new rows).
+
+    Args:
+        log_posterior: the model.
+        data: all rows.
+        chosen: places of rows in the data, in order.
+        share: which of these chunks are this rank's.
+    """
+    return share.of(_chunks_with(log_posterior, data, chosen, share))
+
+
+def _chunks_with(
+    log_posterior: LogPosterior, data: Data, chosen: Tensor, share: Share
+) -> Iterator[tuple[Chunk, Tensor]]:
+    begin, takes_parts = 0, is_row_wise(log_posterior)
+    for chunk in chunks_of(log_posterior, data, _chunk_size(log_posterior, data, None, share)):
+        end = begin + chunk.num_new
+        places = chosen[(chosen >= begin) & (chosen < end)] - begin
+        begin = end
+        if not len(places):
+            continue
+        if takes_parts and chunk.indices is None:
+            arguments = rows.take(chunk.arguments, places.to(rows.device(chunk.arguments)))
+            chunk = chunk._replace(arguments=arguments, num_rows=len(places))
+            places = torch.arange(len(places))
+        yield chunk, places
+
+
+def _chunk_size(
+    log_posterior: LogPosterior, data: Data, num_rows: int | None, share: Share
+) -> int | None:
+    """Rows in a chunk; None for all rows together."""
+    size = (num_rows or CHUNK_ROWS) if is_row_wise(log_posterior) else None
+    if size is None or share == WHOLE or not isinstance(data, TensorData | IndexedData):
+        return size
+    return share.size(size, num_rows_in(data))
+
+
+def num_rows_in(data: TensorData | IndexedData) -> int:
+    """How many rows the data have."""
+    if isinstance(data, IndexedData):
+        return len(data.subset)
+    return rows.count(data.arguments) or 0
+
+
+def is_row_wise(log_posterior: LogPosterior) -> bool:
+    """Whether the model can be run on a part of the data."""
+    info = log_posterior.model_info
+    joint = any(rule.whole_data for rule in info.scaling.rules.values())
+    return not (joint or info.whole_only)
+
+
+def split(log_posterior: LogPosterior, batches: Iterable[Arguments]) -> Iterator[Chunk]:
+    """Batches as chunks; a model that subsamples by itself gets them as blocks of indices."""
+    info = log_posterior.model_info
+    for arguments in batches:
+        total = rows.count(arguments)
+        if info.own_plate is None:
+            yield Chunk(arguments, None, slice(None), total or info.batch_size)
+            continue
+        size, total = info.batch_size, total or log_posterior.num_data
+        for start in range(0, total, size):
+            begin = max(0, min(start, total - size))  # the last block overlaps the one before
+            indices = torch.arange(begin, begin + size)
+            yield Chunk(arguments, indices, slice(start - begin, None), size)

@@ -1,0 +1,242 @@
+"""Kronecker factors of a curvature: K-FAC (Martens and Grosse 2015), of any model.
+
+A row's gradient of a product's weight is a g^T, where a is the row's input and g the gradient at
+its output.  So the weight's curvature is the sum of (a a^T) x (g g^T) over rows and results.  K-FAC
+takes the mean of the first times the sum of the second.  This is exact for one row, and wherever
+the two do not vary together, such as in a deep linear network with Gaussian noise.  If each row
+uses a weight at several positions, all of them count as rows ("expand"; Eschenhagen et al. 2023).
+
+In the basis of the factors' eigenvectors, the curvature's own diagonal needs no matrix, either: it
+is the sum of the squares of the rows' gradients in that basis (EKFAC; George et al. 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.curvature.graph import Node, to_param
+from pyro_scale.curvature.row_wise import Entry, RowWise
+from pyro_scale.curvature.uses import Elementwise, Gradients, Product
+
+#: Places are written in digits of this base, which the shortest floats hold, and in so many.
+_BASE, _DIGITS = 2**7, 5
+
+
+class Part(NamedTuple):
+    """The parts of rows' gradients a g^T, in one use of some elements of a param.
+
+    Attributes:
+        places: of the elements in the flat param, [m, n].
+        inputs: a, for T positions a row, `[B, T, m]`.
+        outputs: g, for C results a row, `[C, B, T, n]`.
+    """
+
+    places: Tensor
+    inputs: Tensor
+    outputs: Tensor
+
+    @property
+    def factors(self) -> Factors:
+        """Sums over rows, positions and results."""
+        a, g = self.inputs.flatten(0, 1), self.outputs.flatten(0, 2)
+        return Factors(self.places, a.mT @ a, g.mT @ g, len(a))
+
+
+class Basis(NamedTuple):
+    """A basis of some elements of a param, as a matrix.
+
+    Attributes:
+        places: of the elements in the flat param, [m, n].
+        left: orthonormal, [m, m].
+        right: orthonormal, [n, n].
+    """
+
+    places: Tensor
+    left: Tensor
+    right: Tensor
+
+    def squares(self, parts: Sequence[Part]) -> Tensor:
+        """The sum of the squares of rows' gradients in the basis, [m, n].
+
+        A row's gradient is the sum over all uses and positions.
+        """
+        with torch.no_grad():
+            inputs = torch.cat([part.inputs for part in parts], 1)
+            outputs = torch.cat([part.outputs for part in parts], 2)
+            inputs, outputs = inputs @ self.left.to(inputs), outputs @ self.right.to(outputs)
+            product = Product(inputs[None], _identity, len(self.right), _identity)
+            return product.squares(Gradients(outputs[:, None]))[0]
+
+
+@dataclass
+class Factors:
+    """Sums over rows, for some elements of a param.
+
+    Attributes:
+        places: of the elements in the flat param, [m, n].
+        inputs: the sum of a a^T, [m, m].
+        outputs: the sum of g g^T, [n, n].
+        count: the number of terms in the first sum.
+    """
+
+    places: Tensor
+    inputs: Tensor
+    outputs: Tensor
+    count: int
+
+    def add_to_each(self, others: list[Factors]) -> None:
+        """Adds these factors to those of the same elements in a list, or appends them."""
+        for other in others:
+            if torch.equal(other.places, self.places):
+                other.inputs = other.inputs + self.inputs
+                other.outputs = other.outputs + self.outputs
+                other.count += self.count
+                return
+        others.append(self)
+
+    @property
+    def mean_inputs(self) -> Tensor:
+        """The mean of a a^T, [m, m]."""
+        return self.inputs / self.count
+
+
+def factors_of(
+    graph: RowWise,
+    columns: Callable[[int, int], Tensor],
+    count: int,
+    keep: slice,
+    among: Container[str],
+) -> dict[str, list[Factors]]:
+    """The factors of weights of products, and of biases, whose inputs are 1.
+
+    Args:
+        graph: of the rows' outputs.
+        columns, count, keep: as for `RowWise.squares`.
+        among: the params that may have factors.
+
+    Returns:
+        By param, the factors of parts that have no element in common.
+    """
+    entries = {
+        name: uses for name, uses in graph.entries.items() if name in among and _has_factors(uses)
+    }
+    graph = RowWise(graph.outputs, entries, graph.leaves)
+    total: dict[str, list[Factors]] = {name: [] for name in entries}
+    for number, gradients in enumerate(graph.gradients(columns, count, keep)):
+        for name, uses in entries.items():
+            for part in _parts(uses, gradients, graph.leaves[name], keep):
+                factors = part.factors
+                if number:  # more results of the same rows, whose inputs have been added
+                    factors.inputs, factors.count = torch.zeros_like(factors.inputs), 0
+                factors.add_to_each(total[name])
+    return {name: parts for name, parts in total.items() if _covers(parts, graph.leaves[name])}
+
+
+def eigenvalues_of(
+    graph: RowWise,
+    columns: Callable[[int, int], Tensor],
+    count: int,
+    keep: slice,
+    bases: Mapping[str, Sequence[Basis]],
+) -> dict[str, list[Tensor]]:
+    """The diagonal of the curvature in bases of its blocks; by param, `[m, n]` for each block.
+
+    Other arguments as for `factors_of`.
+    """
+    entries = {name: graph.entries[name] for name in bases}
+    graph = RowWise(graph.outputs, entries, graph.leaves)
+    total = {
+        name: [basis.left.new_zeros(basis.places.shape) for basis in bases[name]] for name in bases
+    }
+    for gradients in graph.gradients(columns, count, keep):
+        for name, uses in entries.items():
+            parts = list(_parts(uses, gradients, graph.leaves[name], keep))
+            for basis, sums in zip(bases[name], total[name], strict=True):
+                of_block = [part for part in parts if torch.equal(part.places, basis.places)]
+                sums += basis.squares(of_block)
+    return total
+
+
+def _has_factors(entries: tuple[Entry, ...]) -> bool:
+    return bool(entries) and all(
+        _slope(entry) is not None and (isinstance(entry.use, Product) or _is_bias(entry))
+        for entry in entries
+    )
+
+
+def _slope(entry: Entry) -> float | None:
+    """The number that a param is multiplied by on its way, if it is the same for all elements."""
+    slopes = entry.slope[entry.slope != 0].unique()
+    return float(slopes) if len(slopes) == 1 else None
+
+
+def _is_bias(entry: Entry) -> bool:
+    """Whether the same param is added to each row."""
+    use = entry.use
+    return isinstance(use, Elementwise) and use.is_shared and use.is_plain
+
+
+def _covers(factors: list[Factors], leaf: Tensor) -> bool:
+    """Whether each element of a param is in exactly one block."""
+    places = torch.cat([block.places.flatten() for block in factors])
+    return len(places) == leaf.numel() == len(places.unique()) and int(places.min()) == 0
+
+
+def _parts(
+    entries: Sequence[Entry], gradients: Mapping[Node, Gradients], leaf: Tensor, keep: slice
+) -> Iterator[Part]:
+    """The parts of rows' gradients of one param: of every use, and of every group of a product."""
+    dtype = torch.promote_types(leaf.dtype, torch.float32)
+    for entry in entries:
+        use, slope = entry.use, _slope(entry)
+        assert isinstance(use, Product | Elementwise)
+        assert slope is not None
+        with torch.no_grad():
+            by_row = slope * use.by_row(gradients[entry.node].values)
+            if isinstance(use, Product):
+                outputs, inputs = by_row[:, :, keep].movedim(1, 0), use.inputs[:, keep]
+                shape, as_used = use.weight_shape, use.as_used
+            else:
+                outputs = by_row[None, :, keep]
+                inputs = by_row.new_ones(1, *by_row[0, keep, :, :1].shape)
+                shape = torch.Size((1, 1, use.as_used.numel()))
+                as_used = partial(Tensor.reshape, shape=use.as_used)
+            for places, a, g in zip(
+                _places(entry, leaf, shape, as_used), inputs, outputs, strict=True
+            ):
+                yield Part(places, a.to(dtype), g.to(dtype))
+
+
+def _places(
+    entry: Entry, leaf: Tensor, shape: torch.Size, as_used: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Places of a use's elements in the flat param, `[groups, m, n]`, by numbering the elements.
+
+    Args:
+        entry: the use.
+        leaf: the param.
+        shape: `[groups, m, n]`.
+        as_used: takes this shape to the one that the operation takes.
+    """
+    slope = _slope(entry)
+    assert slope is not None
+    numbers = 1 + torch.arange(shape.numel(), device=leaf.device)
+    of_param = torch.zeros(leaf.numel(), dtype=torch.long)
+    for place in range(_DIGITS):  # floats do not hold all integers
+        digit = (numbers // _BASE**place % _BASE).to(leaf.dtype).reshape(shape)
+        numbered = to_param(entry.edge, leaf, as_used(digit))
+        of_param += _BASE**place * (numbered / slope).flatten().round().long().cpu()
+    places = torch.full((shape.numel(),), -1)
+    used = of_param > 0
+    places[of_param[used] - 1] = torch.nonzero(used)[:, 0]
+    return places.to(leaf.device).reshape(shape)
+
+
+def _identity(values: Tensor) -> Tensor:
+    return values

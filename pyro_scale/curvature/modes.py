@@ -1,0 +1,333 @@
+"""The search for a mode of a density of all rows: L-BFGS, then Newton's method; where these stall,
+a trust region, then Adam."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Adam
+from torch.optim.lr_scheduler import LinearLR
+
+from pyro_scale.core.gaussian import Gaussian
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.newton import ascend
+from pyro_scale.errors import ArgumentError, DataError
+from pyro_scale.model.checks import FINITE_DATA
+
+#: Squared distance to a mode, in posterior sds and for each element, that counts as arrived.
+NEAR = 0.01
+#: Most gradients of all rows in one run of L-BFGS.
+_LBFGS_PASSES = 200
+#: The gradient's norm over N at a mode: at most this, or this fraction of the norm at the start.
+_GRAD_TOL, _GRAD_FACTOR = 1e-3, 0.1
+#: Newton's method needs one step where the log joint is quadratic, and few near a mode.
+_NEWTON_STEPS = 10
+#: A Newton step below this many roundings of the position changes nothing.
+_ROUNDINGS = 10
+#: Most dimensions in which a trust region with Hessians is tried.
+_TRUST_REGION_SIZE = 50
+#: Adam's rounds, as steps: initial step size, which falls to 0.  Smaller step sizes settle where
+#: larger ones go on to the next kink.
+_ADAM_ROUNDS = {400: 0.05, 800: 0.025, 1600: 0.0125, 3200: 0.006, 6400: 0.003}
+#: Fractions of a Newton step at which the log joint is evaluated.
+_STEP_FRACTIONS = 0.5 ** torch.arange(12, dtype=torch.float64)
+#: Multiples of the distance covered at which the log joint is evaluated to see if it is bounded.
+_DISTANCE_FACTORS = 2.0 ** torch.arange(1, 21, dtype=torch.float64)
+#: Least rise along a ray, in nats, for a log joint to be called unbounded.
+_UNBOUNDED_RISE = 1.0
+
+
+class LbfgsRun(NamedTuple):
+    """The end of a run of L-BFGS, and gradients over N at both ends; all [D].
+
+    Attributes:
+        position: the end.
+        first: the gradient at the start.
+        slope: the gradient at the end.
+    """
+
+    position: Tensor
+    first: Tensor
+    slope: Tensor
+
+
+def lbfgs(
+    density: FullDataDensity, start: Tensor, advice: str, moves: Tensor | float = 1.0
+) -> LbfgsRun:
+    """Maximizes the log joint by L-BFGS.
+
+    Args:
+        density: the log joint of all rows.
+        start: where it begins, [D].
+        advice: what to try if there is no mode, for the error message.
+        moves: 1 for elements that may move, 0 for those that stay, [D].
+
+    Raises:
+        DataError: the log joint is not finite at the start.
+        ArgumentError: it is not finite at the end.
+    """
+    position = start.detach().clone().requires_grad_()
+    highest = -math.inf
+    optimizer = torch.optim.LBFGS(
+        [position],
+        max_iter=_LBFGS_PASSES,
+        max_eval=_LBFGS_PASSES,
+        tolerance_grad=torch.finfo(start.dtype).eps ** 0.5,
+        tolerance_change=torch.finfo(start.dtype).eps,
+        history_size=20,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> Tensor:
+        nonlocal highest
+        value, gradient = density.grad(position)
+        if math.isfinite(float(value)):
+            highest = max(highest, float(value))
+        position.grad = -gradient * moves
+        return -value
+
+    value, first = density.grad(start)
+    if not bool(torch.isfinite(value)):
+        raise DataError(
+            "the log joint of the whole data is NaN or infinite where chain 0 starts: "
+            + (density.to_clean() or FINITE_DATA),
+            code="not-finite",
+        )
+    with contextlib.suppress(RuntimeError):  # L-BFGS fails where numbers overflow
+        optimizer.step(closure)
+    end = position.detach()
+    value, slope = density.grad(end)
+    if not bool(torch.isfinite(end).all() and torch.isfinite(value)):
+        raise _no_mode(
+            advice,
+            f"the log joint rose to {density.log_posterior.num_data * highest:.4g} nats, and is "
+            "NaN or infinite further on, so it grows without bounds or overflows",
+        )
+    return LbfgsRun(end, first, slope)
+
+
+def find_mode(
+    density: FullDataDensity, start: Tensor, advice: str = "start nearer (init_strategy=)"
+) -> Tensor:
+    """The mode that L-BFGS reaches from `start`, [D]; arguments as for `lbfgs`.
+
+    Raises:
+        ArgumentError: L-BFGS stalled elsewhere, or the log joint has no mode.
+        DataError: the log joint is not finite at the start.
+    """
+    run = lbfgs(density, start, advice)
+    slope, first = float(run.slope.norm()), float(run.first.norm())
+    if not slope <= max(_GRAD_FACTOR * first, _GRAD_TOL):
+        num_data = density.log_posterior.num_data
+        raise _no_mode(
+            advice,
+            f"L-BFGS ended where the gradient's norm is {num_data * slope:.2g} nats, "
+            f"{num_data * first:.2g} at the start",
+        )
+    return run.position
+
+
+class Refined(NamedTuple):
+    """The end of Newton's method near a mode.
+
+    Attributes:
+        position: the end, [D].
+        distance: its squared distance from the mode, in posterior sds; infinite if unknown.
+        value: the log joint over N there.
+    """
+
+    position: Tensor
+    distance: float
+    value: float
+
+
+def newton_refine(
+    density: FullDataDensity,
+    position: Tensor,
+    precision: Callable[[Tensor], Tensor],
+    places: Tensor,
+    near: float = 0.0,
+) -> Refined:
+    """Moves a position near a mode by Newton's method, for as long as steps bring it nearer.
+
+    Distances are measured by the curvature, because a gradient's norm is dominated by the stiffest
+    direction.
+
+    Args:
+        density: the log joint of all rows.
+        position: where to start, [D].
+        precision: position -> minus the Hessian over N, or an approximation of it, [d, d].
+        places: of the d elements that move.
+        near: the squared distance at which to stop.
+    """
+    distance, num_data = math.inf, density.log_posterior.num_data
+    value, slope = density.grad(position)
+    for _ in range(_NEWTON_STEPS):
+        factor, failed = torch.linalg.cholesky_ex(precision(position))
+        if bool(failed):
+            break
+        step = torch.zeros_like(position)
+        step[places] = _solve(factor, slope[places])
+        distance = num_data * float(slope @ step)
+        next_value, next_slope = density.grad(position + step)
+        left = num_data * float(next_slope[places] @ _solve(factor, next_slope[places]))
+        if not left < distance:
+            break
+        position, slope, distance, value = position + step, next_slope, left, next_value
+        rounding = _ROUNDINGS * torch.finfo(step.dtype).eps * position.norm()
+        if left <= near or step.norm() <= rounding:
+            break
+    return Refined(position, distance, float(value))
+
+
+def _solve(factor: Tensor, vector: Tensor) -> Tensor:
+    """The inverse of a matrix times a vector, by the matrix's Cholesky factor."""
+    return torch.cholesky_solve(vector[:, None], factor)[:, 0]
+
+
+class Candidate(NamedTuple):
+    """A point with the Gaussian there.
+
+    Attributes:
+        center: the point, [D].
+        gaussian: over some sites.
+        log_evidence: in nats.
+        distance: the squared distance to the mode, in the Gaussian's sds, by a step of Newton's
+            method.
+    """
+
+    center: Tensor
+    gaussian: Gaussian
+    log_evidence: float
+    distance: float
+
+
+def climb_to_mode(
+    density: FullDataDensity,
+    start: Tensor,
+    refine: Callable[[Tensor], Candidate],
+    places: Tensor,
+    moves: Tensor,
+    advice: str,
+) -> Candidate:
+    """The candidate at a mode, with an estimate of its squared distance from the exact mode.
+
+    L-BFGS and Newton's method come first.  Where they stall, a trust region with Hessians (in few
+    dimensions), then rounds of Adam, each followed by L-BFGS and Newton's method.  At a kink, as
+    networks of ReLUs have at their modes, the gradient does not vanish.  So a point is a mode, too,
+    if neither a round of Adam nor any fraction of a Newton step gains more than `NEAR` allows.
+
+    Args:
+        density: the log joint of all rows.
+        start: where it begins, [D].
+        refine: a point -> the candidate that Newton's method reaches from there.
+        places: of the elements that have a Gaussian.
+        moves: 1 for elements that may move, 0 for those that stay, [D].
+        advice: what to try if there is no mode, for the error message.
+
+    Raises:
+        ArgumentError: no mode was found; it reports what the search saw.
+        DataError: the log joint is not finite at the start.
+    """
+    num_data, near = density.log_posterior.num_data, NEAR * len(places)
+    candidate = refine(lbfgs(density, start, advice, moves).position)
+    if candidate.distance <= near:
+        return candidate
+    _check_bounded(density, start, candidate.center, advice)
+    if len(start) <= _TRUST_REGION_SIZE and bool(moves.all()):
+        ascent = ascend(density, candidate.center)
+        if ascent.is_mode:
+            candidate = refine(ascent.position)
+            if candidate.distance <= near:
+                return candidate
+    best, gain = _value(density, candidate.center), math.inf
+    for steps, lr in _ADAM_ROUNDS.items():
+        highest = _run_adam(density, candidate.center, moves, steps, lr)
+        candidate = refine(lbfgs(density, highest, advice, moves).position)
+        value = _value(density, candidate.center)
+        gain, best = num_data * (value - best), max(value, best)
+        if candidate.distance <= near:
+            return candidate
+        left = 2 * max(gain, _gain_along_newton(density, candidate, places))
+        if left <= near:
+            return candidate._replace(distance=left)
+        _check_bounded(density, start, candidate.center, advice)
+    slope = num_data * float((density.grad(candidate.center)[1] * moves).norm())
+    raise _no_mode(
+        advice,
+        f"after L-BFGS and {sum(_ADAM_ROUNDS):,} steps of Adam the gradient's norm is "
+        f"{slope:.2g} nats, the mode {candidate.distance**0.5:.2g} sds away by Newton's method, "
+        f"and the last {max(_ADAM_ROUNDS):,} steps gained {gain:.2g} nats",
+    )
+
+
+def _run_adam(
+    density: FullDataDensity, start: Tensor, moves: Tensor, steps: int, lr: float
+) -> Tensor:
+    """The highest position of a run of Adam on all rows, whose step size falls to 0."""
+    position, highest, best = start.clone(), -math.inf, start
+    adam = Adam([position], lr=lr, eps=torch.finfo(start.dtype).tiny, maximize=True)
+    schedule = LinearLR(adam, 1.0, 0.0, steps)
+    for _ in range(steps):
+        value, slope = density.grad(position)
+        if not bool(torch.isfinite(value) & torch.isfinite(slope).all()):
+            break
+        if float(value) > highest:
+            highest, best = float(value), position.clone()
+        position.grad = slope * moves
+        adam.step()
+        schedule.step()
+    return best
+
+
+def _value(density: FullDataDensity, position: Tensor) -> float:
+    """The log joint over N; from `grad`, the one sum of values that ranks share out."""
+    return float(density.grad(position)[0])
+
+
+def _gain_along_newton(density: FullDataDensity, candidate: Candidate, places: Tensor) -> float:
+    """Largest rise of the log joint along a Newton step, in nats."""
+    num_data = density.log_posterior.num_data
+    value, slope = density.grad(candidate.center)
+    step = torch.zeros_like(candidate.center)
+    step[places] = candidate.gaussian.covariance_times(num_data * slope[places])
+    ends = [candidate.center + float(fraction) * step for fraction in _STEP_FRACTIONS]
+    gains = [_value(density, end) - float(value) for end in ends]
+    return num_data * max([gain for gain in gains if not math.isnan(gain)], default=0.0)
+
+
+def _check_bounded(density: FullDataDensity, start: Tensor, end: Tensor, advice: str) -> None:
+    """Checks that the log joint does not rise forever in the direction that a search took.
+
+    Raises:
+        ArgumentError: it does; the message names the site, by how much it rose and how far out.
+    """
+    way, num_data = end - start, density.log_posterior.num_data
+    if not bool(torch.isfinite(way).all()) or not bool(way.norm() > 0):
+        return
+    last = first = num_data * _value(density, end)
+    factor = 1.0
+    for next_factor in _DISTANCE_FACTORS.tolist():
+        value = num_data * _value(density, start + next_factor * way)
+        if not value > last:
+            break
+        last, factor = value, next_factor
+    rounding = 8 * torch.finfo(start.dtype).eps * abs(first)
+    is_endless = factor == float(_DISTANCE_FACTORS[-1]) or not math.isfinite(value)
+    if is_endless and last - first > max(_UNBOUNDED_RISE, rounding) and factor > 1:
+        site = density.layout.site_at(int(way.abs().argmax()))
+        raise _no_mode(
+            advice,
+            f"the log density grows without bounds: in a direction of site '{site}' it rises by "
+            f"{last - first:.3g} nats and more, out to {factor:,.0f} times as far as the search "
+            "went",
+        )
+
+
+def _no_mode(advice: str, reason: str) -> ArgumentError:
+    return ArgumentError(f"no mode of the posterior could be found: {reason}; {advice}")

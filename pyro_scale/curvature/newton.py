@@ -1,0 +1,164 @@
+"""Newton's method in a trust region: modes of log densities, whatever the units of their elements.
+
+Each step maximizes the quadratic model of the log joint inside a ball, exactly (Moré and Sorensen,
+Computing a trust region step, SIAM J. Sci. Stat. Comput. 1983).  Lengths in the ball are relative
+to each element's own curvature, so a change of units changes nothing.  Where the log joint is not
+concave, a step goes along the direction of positive curvature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.curvature.density import FullDataDensity
+
+#: Most steps; each takes a Hessian.
+MOST_STEPS = 200
+#: The first radius and the largest, in sds for the root of each element.
+_RADIUS, _LARGEST_RADIUS = 1.0, 1e8
+#: Radius below which a step is nothing but rounding.
+_SMALLEST_RADIUS = 1e-12
+#: At a mode, the quadratic model promises at most this gain in nats, unless rounding is larger.
+_GAIN_TOL = 1e-6
+#: Most steps whose gain cannot be told from rounding.
+_MOST_STALLED = 20
+#: Least curvature that is used for units, relative to the squared gradient.
+_LEAST_CURVATURE = 1e-8
+#: Ratio of the actual gain to the promised one: the least to take a step, and to widen the region.
+_TAKE_RATIO, _WIDEN_RATIO = 1e-4, 0.75
+
+
+class Ascent(NamedTuple):
+    """The end of Newton's method.
+
+    Attributes:
+        position: the end, [D].
+        value: the log joint there, in nats.
+        precision: minus the Hessian there, [D, D], in nats.
+        is_mode: whether the log joint is concave there and no gain is left.
+        path: positions of all steps, `[steps, D]`.
+    """
+
+    position: Tensor
+    value: float
+    precision: Tensor
+    is_mode: bool
+    path: Tensor
+
+
+class _Quadratic(NamedTuple):
+    """The log joint, its gradient [D] and minus its Hessian [D, D], in nats and float64."""
+
+    value: float
+    slope: Tensor
+    curvature: Tensor
+
+
+def ascend(
+    density: FullDataDensity,
+    start: Tensor,
+    near: float = _GAIN_TOL,
+    most_steps: int = MOST_STEPS,
+    check: Callable[[float], None] | None = None,
+) -> Ascent:
+    """Climbs from a start, [D], to a mode, in the precision of the start's dtype.
+
+    Args:
+        density: the log joint of all rows.
+        start: where it begins, and ends if the log joint is not finite there.
+        near: the promised gain, in nats, below which a position counts as a mode.
+        most_steps: the largest number of steps.
+        check: called before each step with the passes through the rows so far; may raise to stop.
+    """
+    position, radius, path = start, _RADIUS * len(start) ** 0.5, [start]
+    model = _expand(density, position)
+    if model is None:
+        zeros = torch.zeros(len(start), len(start), dtype=torch.float64)
+        return Ascent(start, -math.inf, zeros, False, start[None])
+    units = _units(model)
+    is_mode, stalled = False, 0
+    for _ in range(most_steps):
+        if check is not None:
+            check(len(path) * density.passes)
+        units = torch.maximum(units / 2, _units(model))
+        scale = units.rsqrt()
+        eigenvalues, axes = torch.linalg.eigh(scale[:, None] * model.curvature * scale)
+        slope = axes.mT @ (scale * model.slope)
+        rounding = 8 * torch.finfo(start.dtype).eps * abs(model.value)
+        left = float((slope.square() / eigenvalues).sum()) / 2
+        if eigenvalues.min() > 0 and left < max(near, rounding):
+            is_mode = True
+            break
+        if len(path) == 1:  # the first radius covers a Newton step, however steep the start is
+            least = _LEAST_CURVATURE * float(eigenvalues.abs().max())
+            newton = slope / eigenvalues.abs().clamp(min=least)
+            radius = min(max(radius, float(newton.norm())), _LARGEST_RADIUS)
+        while radius > _SMALLEST_RADIUS:
+            step = _best_step(eigenvalues, slope, radius)
+            promised = float(slope @ step - (eigenvalues * step.square()).sum() / 2)
+            end = position + (scale * (axes @ step)).to(position)
+            ahead = _expand(density, end)
+            gain = ahead.value - model.value if ahead is not None else -math.inf
+            if gain >= _TAKE_RATIO * promised or (promised < rounding and gain > -rounding):
+                break
+            radius = min(radius, float(step.norm())) / 4
+        else:
+            break
+        if gain > _WIDEN_RATIO * promised:
+            radius = min(max(radius, 3 * float(step.norm())), _LARGEST_RADIUS)
+        assert ahead is not None
+        position, model = end, ahead
+        path.append(position)
+        stalled += gain < _TAKE_RATIO * promised
+        if stalled > _MOST_STALLED:
+            break
+    return Ascent(position, model.value, model.curvature, is_mode, torch.stack(path))
+
+
+def _units(model: _Quadratic) -> Tensor:
+    """Every element's curvature, [D]; its unit of length is one over the root."""
+    least = _LEAST_CURVATURE * model.slope.square()
+    units = torch.maximum(model.curvature.diagonal().abs(), least)
+    return torch.where(units > 0, units, 1.0)
+
+
+def _expand(density: FullDataDensity, position: Tensor) -> _Quadratic | None:
+    """The log joint to second order; None where it is not finite, or where a matrix of the model
+    cannot be factorized."""
+    try:
+        parts = density.derivatives(position)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return None
+    if not all(bool(torch.isfinite(part).all()) for part in parts):
+        return None
+    num_data, (value, gradient, hessian) = density.log_posterior.num_data, parts
+    curvature = -num_data * hessian.double()
+    return _Quadratic(num_data * float(value), num_data * gradient.double(), curvature)
+
+
+def _best_step(eigenvalues: Tensor, slope: Tensor, radius: float) -> Tensor:
+    """The step of largest gain among those of norm at most `radius`, in the axes of the
+    curvature."""
+    least = max(0.0, -float(eigenvalues.min()))
+    if eigenvalues.min() > 0:
+        step = slope / eigenvalues
+        if step.norm() <= radius:
+            return step
+    low, high = least, least + float(slope.norm()) / radius + 1e-300
+    for _ in range(100):
+        shift = (low + high) / 2
+        step = slope / (eigenvalues + shift).clamp(min=1e-300)
+        low, high = (shift, high) if step.norm() > radius else (low, shift)
+        if high - low <= 1e-10 * high:
+            break
+    step = slope / (eigenvalues + high).clamp(min=1e-300)
+    missing = radius**2 - float(step.square().sum())
+    if eigenvalues.min() < 0 and missing > 1e-3 * radius**2:  # no slope along the first axis
+        step = step.clone()
+        step[0] += missing**0.5
+    return step

@@ -1,0 +1,263 @@
+"""A batch that the model has been run on, with all that the curvature of its rows is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core import rows
+from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import Arguments
+from pyro_scale.core.signals import raise_if_from_handler
+from pyro_scale.curvature.observations import Observation, Total, observe_site
+from pyro_scale.errors import ModelError, SiteError
+from pyro_scale.model.derivatives import row_gradients
+from pyro_scale.model.log_posterior import LogPosterior, Params
+from pyro_scale.model.sites import Site
+from pyro_scale.model.terms import terms_of
+
+#: Numbers in a block of Jacobians.
+_BLOCK_NUMBERS = 2**20
+#: Most rows whose Jacobians come from backward passes through all of them.
+_JOINT_ROWS = 64
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What the model is run on, to differentiate its rows.
+
+    Attributes:
+        params: unconstrained values of the sites that the curvature is in.
+        held: unconstrained values of the other sites.
+        arguments: the model's arguments, a batch.
+        indices: the rows to take, for a model that subsamples by itself.
+        keep: which rows of the batch count.
+    """
+
+    params: Params
+    held: Params
+    arguments: Arguments
+    indices: Tensor | None
+    keep: slice
+
+    def only(self, names: Container[str]) -> ModelInputs:
+        """The same inputs for the curvature in fewer params; the others are held."""
+        params = {name: value for name, value in self.params.items() if name in names}
+        others = {name: value for name, value in self.params.items() if name not in names}
+        return replace(self, params=params, held={**self.held, **others})
+
+
+@dataclass(frozen=True)
+class Block:
+    """Terms J^T F J of a few rows.
+
+    Attributes:
+        jacobian: of all outputs, `[b, K, D]`.
+        observations: whose outputs these are.
+        row_values: each observation's `row_values` for these rows.
+    """
+
+    jacobian: Tensor
+    observations: Sequence[Observation]
+    row_values: Sequence[Tensor]
+
+    def add_to(self, total: Tensor) -> None:
+        """Adds the terms in place to a matrix [D, D], or their diagonals to a vector [D]."""
+        for part, inner in self._factors(self.jacobian):
+            if total.dim() == 1:
+                total += (part * inner).sum((0, 1))  # einsum takes ten times as long
+            else:
+                total.addmm_(part.flatten(0, 1).T, inner.flatten(0, 1))
+
+    def times(self, vector: Tensor) -> Tensor:
+        """The sum of the terms times a vector, [D]."""
+        along = (self.jacobian @ vector)[..., None]
+        inner = torch.cat([product for _, product in self._factors(along)], dim=1)
+        return torch.einsum("bkd,bk->d", self.jacobian, inner[..., 0])
+
+    def _factors(self, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(Each observation's part of `[b, K, ...]`, F times that part)."""
+        parts = outputs.split([each.width for each in self.observations], dim=1)
+        for observation, part, values in zip(
+            self.observations, parts, self.row_values, strict=True
+        ):
+            yield part, observation.times(part, values)
+
+
+@dataclass(frozen=True)
+class ObservedBatch:
+    """A run of the model on a batch, differentiable in some params.
+
+    Attributes:
+        log_posterior: the model.
+        inputs: what it was run on.
+        leaves: the params as leaves of the run's graph.
+        sites: of the run, with their graph.
+        observations: those that depend on the params.
+    """
+
+    log_posterior: LogPosterior
+    inputs: ModelInputs
+    leaves: Params
+    sites: Mapping[str, Site]
+    observations: Sequence[Observation]
+
+    @property
+    def width(self) -> int:
+        """K, the number of outputs of a row."""
+        return sum(each.width for each in self.observations)
+
+    @cached_property
+    def outputs(self) -> Tensor:
+        """All outputs of each row, `[B, K]`, with their graph."""
+        parts = [each.outputs(self.sites, each.row_values) for each in self.observations]
+        return torch.cat(parts, dim=1) if parts else torch.zeros(0, 0)
+
+    def columns(self, start: int, stop: int) -> Tensor:
+        """Columns of a factor L of each row's F = L L^T: `[stop - start, B, K]`."""
+        parts, first = [], 0
+        for each in self.observations:
+            begin, end = max(start - first, 0), min(stop - first, each.width)
+            if begin < end:
+                columns = each.columns(begin, end)
+                after = self.width - first - each.width
+                parts.append(torch.nn.functional.pad(columns, (first, after)))
+            first += each.width
+        return torch.cat(parts)
+
+    def times(self, outputs: Tensor) -> Tensor:
+        """F of each row times `[B, K]`."""
+        parts = outputs.split([each.width for each in self.observations], dim=1)
+        pairs = zip(self.observations, parts, strict=True)
+        return torch.cat(
+            [each.times(p[..., None], each.row_values)[..., 0] for each, p in pairs], dim=1
+        )
+
+    def blocks(self) -> Iterator[Block]:
+        """The rows' terms, in blocks, whatever the model does with its params.
+
+        Jacobians come from `vmap(jacrev)` of the model on batches of one row; of a model that does
+        not allow that, from backward passes through the batch.
+        """
+        if not self.observations:
+            return
+        inputs, layout = self.inputs, Layout.of(self.inputs.params)
+        row_values = [observation.row_values for observation in self.observations]
+        kept = [values[inputs.keep] for values in row_values]
+        info = self.log_posterior.model_info
+        if info.own_plate is not None or info.whole_only or not rows.count(inputs.arguments):
+            jacobian = self._joint_jacobian(inputs.arguments, row_values)[inputs.keep]
+            yield Block(jacobian, self.observations, kept)
+            return
+        compute, start = self._jacobian_by_row, 0
+        size = max(1, _BLOCK_NUMBERS // (self.width * max(self.width, layout.size)))
+        while start < len(kept[0]):
+            part = slice(start, start + size)
+            batch = rows.take(rows.take(inputs.arguments, inputs.keep), part)
+            of_part = [each[part] for each in kept]
+            try:
+                jacobian = compute(batch, of_part)
+            except Exception as error:  # a model may fail in any way on one row, or under vmap
+                raise_if_from_handler(error)
+                if compute == self._joint_jacobian:
+                    raise
+                compute, size = self._joint_jacobian, min(size, _JOINT_ROWS)
+                continue
+            yield Block(jacobian, self.observations, of_part)
+            start += size
+
+    def _jacobian_by_row(self, arguments: Arguments, row_values: Sequence[Tensor]) -> Tensor:
+        """The Jacobian of some rows' outputs, `[b, K, D]`, from the model on one row at a time."""
+        single = rows.map_rows(lambda leaf: leaf[:, None], arguments)  # batches of one row
+        mapped = rows.vmap_dims(single, 0)
+
+        def of_row(params: Params, row: Arguments, row_values: Sequence[Tensor]) -> Tensor:
+            return self._outputs_at(params, row, [each[None] for each in row_values])[0]
+
+        each_row = torch.vmap(torch.func.jacrev(of_row), in_dims=(None, mapped, 0))
+        with torch.no_grad():
+            return self._flat(each_row(dict(self.inputs.params), single, list(row_values)))
+
+    def _joint_jacobian(self, arguments: Arguments, row_values: Sequence[Tensor]) -> Tensor:
+        """The same from the model on these rows together."""
+        params = self.inputs.params
+        return self._flat(
+            row_gradients(lambda p: self._outputs_at(p, arguments, row_values), params)
+        )
+
+    def _outputs_at(
+        self, params: Mapping[str, Tensor], arguments: Arguments, row_values: Sequence[Tensor]
+    ) -> Tensor:
+        """The outputs of some rows, `[b, K]`, in another run."""
+        inputs = self.inputs
+        sites = self.log_posterior.run({**params, **inputs.held}, arguments, inputs.indices).sites
+        pairs = zip(self.observations, row_values, strict=True)
+        return torch.cat([each.outputs(sites, of_rows) for each, of_rows in pairs], dim=1)
+
+    def _flat(self, jacobian: Mapping[str, Tensor]) -> Tensor:
+        """A Jacobian by param, `[b, K, *shape]`, as `[b, K, D]`."""
+        layout = Layout.of(self.inputs.params)
+        parts = [
+            jacobian[name].reshape(*jacobian[name].shape[:2], -1).to(layout.dtype)
+            for name in layout.names
+        ]
+        return torch.cat(parts, dim=2)
+
+
+def observe(
+    log_posterior: LogPosterior, inputs: ModelInputs, leaves: Params, kind: str, num_draws: int
+) -> ObservedBatch:
+    """Runs the model on a batch, and collects the observations for a kind of curvature.
+
+    Args:
+        log_posterior: the model.
+        inputs: what it is run on.
+        leaves: the params, requiring grad.
+        kind: of the curvature.
+        num_draws: of each row's observation, for Monte Carlo.
+
+    Raises:
+        SiteError: a GGN of what has no distribution.
+        ModelError: no site follows the rows.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ModelError(
+            "torch.inference_mode() leaves no derivatives: leave it out, or use torch.no_grad()"
+        )
+    scaling = log_posterior.model_info.scaling
+    rules = {name: rule for name, rule in scaling.rules.items() if rule.role == "rows"}
+    if not rules:
+        raise ModelError(
+            f"curvature='{kind}' is a sum over rows, and no site of the model follows them: use "
+            "curvature='hessian'"
+        )
+    with torch.enable_grad():
+        sites = log_posterior.run({**inputs.held, **leaves}, inputs.arguments, inputs.indices).sites
+    if kind == "empirical_fisher":
+        nothing = next(iter(leaves.values())).new_zeros(
+            log_posterior.batch_size(inputs.arguments), 0
+        )
+        return ObservedBatch(log_posterior, inputs, leaves, sites, [Total(nothing, scaling)])
+    summed = set() if log_posterior.model_info.enum_dim is None else _enumerated_terms(sites)
+    observations = []
+    for name, rule in rules.items():
+        if name in summed or name not in sites or sites[name].kind != "observed":
+            is_factor = name in sites and name not in summed
+            what = "a pyro.factor" if is_factor else "a sum over enumerated sites"
+            raise SiteError(
+                f"site '{name}': {what} has no distribution, hence no Fisher information: use "
+                "curvature='empirical_fisher' or 'hessian'"
+            )
+        observation = observe_site(sites[name], rule, kind, num_draws)
+        if observation is not None:
+            observations.append(observation)
+    return ObservedBatch(log_posterior, inputs, leaves, sites, observations)
+
+
+def _enumerated_terms(sites: Mapping[str, Site]) -> set[str]:
+    """Names of the terms that are sums over enumerated sites."""
+    return {name for name, term in terms_of(sites).items() if term.site is None}

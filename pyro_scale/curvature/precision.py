@@ -1,0 +1,157 @@
+"""The posterior's precision at a point: the prior's Hessian plus the curvature of all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
+from pyro_scale.core.layout import Layout
+from pyro_scale.curvature.chunks import CHUNK_ROWS, Chunk
+from pyro_scale.curvature.density import FullDataDensity, zero_nats
+from pyro_scale.curvature.ggn import Curvature, RowKind
+from pyro_scale.curvature.prior_hessian import precision_of_prior
+from pyro_scale.errors import ModelError
+from pyro_scale.model.derivatives import gradient_of
+from pyro_scale.rng.seeds import Purpose, derived_seed
+
+#: A curvature that is a sum over rows, or `"hessian"`, that of the whole log joint.
+CurvatureKind: TypeAlias = RowKind | Literal["hessian"]
+
+
+@dataclass(frozen=True)
+class CurvatureSpec:
+    """Which curvature is computed, and where.
+
+    Attributes:
+        position: the point, [D].
+        sites: the sites whose d elements the curvature is in.
+        kind: of the curvature.
+        seed: of Monte Carlo.
+        num_rows: rows at a time; None for the default.
+    """
+
+    position: Tensor
+    sites: Sequence[str]
+    kind: CurvatureKind
+    seed: int = 0
+    num_rows: int | None = None
+
+    def split(self, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(Values of the sites that the curvature is in, values of all others)."""
+        held = layout.unflatten(self.position)
+        return {name: held.pop(name) for name in self.sites}, held
+
+    def by_chunk(self, density: FullDataDensity) -> Iterator[tuple[Curvature, Chunk]]:
+        """Chunks of all rows (or of this rank's share), each with its curvature.
+
+        Raises:
+            DataError: the data do not hold N rows.
+        """
+        assert self.kind != "hessian"
+        share = density.share
+        for place, chunk in enumerate(density.chunks(self.num_rows or CHUNK_ROWS)):
+            seed = derived_seed(self.seed, share.rank + place * share.world, Purpose.CURVATURE)
+            yield Curvature(density.log_posterior, self.kind, seed=seed), chunk
+
+
+class Expansion(NamedTuple):
+    """The log joint of all rows to second order around a point, in the elements of some sites.
+
+    Attributes:
+        value: over N, in nats.
+        slope: its gradient over N, [d].
+        precision: minus its Hessian, or the approximation of it, [d, d] or [d].
+    """
+
+    value: Tensor
+    slope: Tensor
+    precision: Tensor
+
+
+def expand(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expansion:
+    """The log joint to second order at a position.
+
+    It goes through the data once, runs the model once on each chunk, and holds no more than the sum
+    and a block of rows.  Where ranks share out the density, these are this rank's terms.
+
+    Args:
+        density: the log joint of all rows.
+        spec: where, and which curvature.
+        dense: whether the precision is the matrix or its diagonal.
+
+    Raises:
+        DataError: the data do not hold N rows.
+    """
+    if spec.kind == "hessian":
+        return _expand_by_hessian(density, spec, dense)
+    log_posterior = density.log_posterior
+    free, held = spec.split(density.layout)
+    layout, scale = Layout.of(free), log_posterior.num_data / density.rows_in_all
+    value, slope = zero_nats(spec.position), spec.position.new_zeros(layout.size)
+    total = spec.position.new_zeros((layout.size, layout.size) if dense else layout.size)
+    for place, (curvature, chunk) in enumerate(spec.by_chunk(density)):
+        run = curvature.observe(free, chunk.arguments, chunk.indices, held, chunk.keep)
+        with torch.enable_grad():
+            size = log_posterior.batch_size(chunk.arguments)
+            evaluation = log_posterior.evaluate(run.sites, size)
+        part = density.part_of(evaluation, chunk)
+        slopes = gradient_of(part, run.leaves)
+        value, slope = value + part.detach(), slope + layout.flatten(slopes)
+        if not density.share.rank and not place:  # the prior counts once
+            total += precision_of_prior(log_posterior, evaluation.log_prior, run.leaves, dense)
+            total /= scale
+        if dense:
+            for block in run.blocks():
+                block.add_to(total)
+        else:
+            total += layout.flatten(curvature.diagonal_of(run))
+    return Expansion(value, slope, total.mul_(scale))  # a sample of the rows stands for all
+
+
+def _expand_by_hessian(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expansion:
+    """The same with the Hessian of the whole log joint."""
+    num_data, places = density.log_posterior.num_data, density.layout.places(spec.sites)
+    if dense:
+        value, slope, matrix = density.derivatives(spec.position)
+        return Expansion(value, slope[places], -matrix[places][:, places] * num_data)
+    value, slope = density.grad(spec.position)
+    diagonal = density.hessian_diagonal(spec.position)
+    return Expansion(value, slope[places], -diagonal[places] * num_data)
+
+
+def gaussian_at(density: FullDataDensity, spec: CurvatureSpec, precision: Tensor) -> Gaussian:
+    """The Gaussian over the spec's sites with this precision, [d] or [d, d].
+
+    A matrix is overwritten, to save memory.
+
+    Raises:
+        ModelError: the precision is not positive definite; the message names the site.
+    """
+    places = density.layout.places(spec.sites)
+    mean = spec.position[places]
+    if precision.dim() == 1:
+        if bool((precision > 0).all()):
+            return Diagonal.of_precision(mean, precision)
+        raise indefinite(density, int(places[precision.argmin()]), float(precision.min()))
+    try:
+        return Dense.of_precision(mean, precision, overwrite=True)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        values, vectors = torch.linalg.eigh(precision)
+        worst = int(places[vectors[:, 0].abs().argmax()])
+        raise indefinite(density, worst, float(values[0])) from None
+
+
+def indefinite(density: FullDataDensity, place: int, least: float) -> ModelError:
+    """The error for a precision that is not positive, at an element of a position."""
+    site = density.layout.site_at(place)
+    return ModelError(
+        f"site '{site}': the log joint's curvature there is {least:.3g}, so there is no Gaussian. "
+        "Either the point is not a mode (give MAP more steps, or leave mode= out), or the data do "
+        "not determine the site, or its prior has heavy tails (use curvature='ggn', which is never "
+        "negative, or a prior with lighter tails)"
+    )

@@ -1,0 +1,117 @@
+"""The exact Hessian of the log prior, and of every other term that counts once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.gaussian import matrix_or_diagonal
+from pyro_scale.core.layout import Layout
+from pyro_scale.model.derivatives import hessian, hessian_diagonal
+from pyro_scale.model.log_posterior import LogPosterior, Params
+
+#: Roundings by which two ways to compute the same number may differ.
+_ROUNDINGS = 100
+
+
+def prior_product(
+    log_posterior: LogPosterior,
+    params: Params,
+    batch: Any,
+    vector: Params,
+    held: Params | None = None,
+) -> dict[str, Tensor]:
+    """The prior's precision (minus the Hessian of the log prior) times a vector, by site.
+
+    Args:
+        log_posterior: the model.
+        params: unconstrained values that the Hessian is in.
+        batch: the model's arguments.
+        vector: by site, like params.
+        held: unconstrained values of the other sites.
+    """
+    layout, (log_prior, leaves) = Layout.of(params), _log_prior(log_posterior, params, batch, held)
+    slope = _slope(log_prior, leaves)
+    return layout.unflatten(_product(slope, leaves, layout.flatten(vector)))
+
+
+def prior_precision(
+    log_posterior: LogPosterior, params: Params, batch: Any, held: Params | None, dense: bool
+) -> Tensor:
+    """Minus the Hessian of the log prior in the order of params, [D, D], or its diagonal, [D]."""
+    return precision_of_prior(log_posterior, *_log_prior(log_posterior, params, batch, held), dense)
+
+
+def precision_of_prior(
+    log_posterior: LogPosterior, log_prior: Tensor, leaves: Params, dense: bool
+) -> Tensor:
+    """The same from a log prior with its graph, in which the params are `leaves`."""
+    layout = Layout.of(leaves)
+    if log_posterior.gaussian_prior is not None and layout.names == log_posterior.latents:
+        prior = log_posterior.gaussian_prior
+        return matrix_or_diagonal(prior.precision, dense) if dense else prior.precision_diagonal
+    slope = _slope(log_prior, leaves)
+    diagonal = _diagonal_if_all(slope, leaves, slice(None))
+    if diagonal is not None:
+        return matrix_or_diagonal(diagonal, dense)
+    return -(hessian if dense else hessian_diagonal)(slope, *leaves.values())
+
+
+def correlated_sites(
+    log_posterior: LogPosterior, params: Params, batch: Any, held: Params | None
+) -> set[str]:
+    """The sites whose prior correlates elements of the same site."""
+    if log_posterior.gaussian_prior is not None:  # its elements are independent
+        return set()
+    log_prior, leaves = _log_prior(log_posterior, params, batch, held)
+    slope, slices = _slope(log_prior, leaves), Layout.of(params).slices()
+    return {name for name, at in slices.items() if _diagonal_if_all(slope, leaves, at) is None}
+
+
+def _log_prior(
+    log_posterior: LogPosterior, params: Params, batch: Any, held: Params | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(The log prior with its graph, the params as leaves of the graph)."""
+    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    with torch.enable_grad():
+        return log_posterior({**(held or {}), **leaves}, batch).log_prior, leaves
+
+
+def _diagonal_if_all(slope: Tensor, leaves: Params, place: slice) -> Tensor | None:
+    """The diagonal of a block of minus the Hessian; None if the block has other entries.
+
+    One product with a vector without zeros finds the diagonal, and another, random one confirms it.
+    """
+    random = torch.Generator().manual_seed(0)
+    probe, check = 1 + torch.rand(2, len(slope[place]), generator=random).to(slope)
+
+    def product(of_block: Tensor) -> Tensor:
+        vector = torch.zeros_like(slope)
+        vector[place] = of_block
+        return _product(slope, leaves, vector)[place]
+
+    diagonal = product(probe) / probe
+    rounding = _ROUNDINGS * torch.finfo(slope.dtype).eps * diagonal.abs() * check
+    is_all = bool(((product(check) - diagonal * check).abs() <= rounding).all())
+    return diagonal if is_all else None
+
+
+def _slope(log_prior: Tensor, leaves: Params) -> Tensor:
+    """The gradient of the log prior with its graph, [D]."""
+    layout = Layout.of(leaves)
+    with torch.enable_grad():
+        zeros = 0 * layout.flatten(leaves)  # gives second derivatives to flat and linear priors
+        if not log_prior.requires_grad:
+            return zeros
+        slopes = torch.autograd.grad(
+            log_prior, list(leaves.values()), create_graph=True, materialize_grads=True
+        )
+        return layout.flatten(dict(zip(leaves, slopes, strict=True))) + zeros
+
+
+def _product(slope: Tensor, leaves: Params, vector: Tensor) -> Tensor:
+    """Minus the Hessian times a vector, [D]."""
+    parts = torch.autograd.grad(slope, list(leaves.values()), vector, retain_graph=True)
+    return -Layout.of(leaves).flatten(dict(zip(leaves, parts, strict=True)))

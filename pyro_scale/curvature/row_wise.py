@@ -1,0 +1,219 @@
+"""Gradients of rows without their Jacobians, from autograd's graph of a model.
+
+The graph records what a model computes, whoever wrote it: a module, a Pyro model by hand, effects
+of groups.  No row's result depends on another's, so one backward pass gives the gradients of all
+rows at an operation's output.  With what the operation has saved, they say what the rows' gradients
+in its operands are (`operations.py`, `uses.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.curvature.graph import (
+    Edge,
+    Node,
+    Takers,
+    gradients_at,
+    is_broadcast,
+    is_elementwise,
+    is_of_params,
+    is_unary,
+    outputs_of,
+    shape_of,
+    takers_of,
+    to_param,
+)
+from pyro_scale.curvature.operations import Operand, is_readable, use_of
+from pyro_scale.curvature.uses import Gradients, Rows, Use, find_rows
+
+#: Numbers of gradients at operations' outputs in memory at once.
+_BLOCK_NUMBERS = 2**23
+#: Powers of two that tell rows apart have exponents below this, so that float32 does not overflow.
+_MOST_EXPONENT = 64
+#: Most operations on a param's ways into the graph.
+_MOST_ENTRIES = 64
+
+
+class Entry(NamedTuple):
+    """An operation of which each row has its own part, and which takes a param.
+
+    Attributes:
+        node: of the operation.
+        use: what the operation does with the param.
+        edge: the param as the operation takes it.
+        slope: derivative of what the operation takes by the param, in the param's shape; 0 where
+            the operation does not take the element.
+    """
+
+    node: Node
+    use: Use
+    edge: Edge
+    slope: Tensor
+
+
+@dataclass(frozen=True)
+class RowWise:
+    """The graph of a model's outputs, with the entries of its params.
+
+    Attributes:
+        outputs: of each row, `[B, K]`, with their graph.
+        entries: of the params whose every way into the graph is understood.
+        leaves: the params.
+        slopes: if rows have a single output, its gradients at operations' outputs and where the
+            rows are in these: gradients of other results are multiples of them.
+    """
+
+    outputs: Tensor
+    entries: Mapping[str, tuple[Entry, ...]]
+    leaves: Mapping[str, Tensor] = field(repr=False)
+    slopes: Mapping[Node, tuple[Tensor, Rows]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_outputs(cls, outputs: Tensor, leaves: Mapping[str, Tensor]) -> RowWise:
+        """The graph of outputs `[B, K]`, with the entries of these leaves.
+
+        Raises:
+            CannotRepeat: its backward pass cannot be taken again.
+        """
+        if not outputs.requires_grad:  # no row depends on the params
+            return cls(outputs, dict.fromkeys(leaves, ()), leaves)
+        takers = takers_of(outputs.grad_fn)
+        roots = {id(node.variable): node for node, _ in takers if hasattr(node, "variable")}
+        edges = {name: (roots[id(leaf)], 0) for name, leaf in leaves.items() if id(leaf) in roots}
+        candidates = {name: _candidates(edge, takers) for name, edge in edges.items()}
+        nodes = {node for of_param in candidates.values() for node in of_param}
+        uses = [node for node in nodes if is_readable(node) and not is_of_params(node)]
+        plain, rows = _rows_of(uses, outputs)
+        entries: dict[str, tuple[Entry, ...]] = {}
+        for name, leaf in leaves.items():
+            if name not in edges:
+                entries[name] = ()
+            elif len(candidates[name]) <= _MOST_ENTRIES:
+                of_param = _entries(edges[name], leaf, takers, rows)
+                if of_param is not None:
+                    entries[name] = tuple(of_param)
+        if outputs.shape[1] > 1:
+            return cls(outputs, entries, leaves)
+        slopes = {node: (plain[node], place) for node, place in rows.items() if place is not None}
+        return cls(outputs, entries, leaves, slopes)
+
+    def squares(
+        self, columns: Callable[[int, int], Tensor], count: int, keep: slice
+    ) -> dict[str, Tensor]:
+        """The sum of the squares of rows' gradients, by param.
+
+        Params of which an element enters twice are left out, because gradients of several uses
+        would have to be summed first.
+
+        Args:
+            columns: (start, stop) -> weights of some results in the rows' outputs, `[C, B, K]`: a
+                result is a weighted sum of its row's outputs.
+            count: the number of results of a row.
+            keep: which rows count.
+        """
+        once = {name: entries for name, entries in self.entries.items() if _are_disjoint(entries)}
+        total = {name: torch.zeros_like(self.leaves[name].detach()) for name in once}
+        for gradients in replace(self, entries=once).gradients(columns, count, keep):
+            for name, entries in once.items():
+                for entry in entries:
+                    with torch.no_grad():
+                        squares = entry.use.squares(gradients[entry.node])
+                    total[name] += to_param(entry.edge, self.leaves[name], squares) * entry.slope
+        return total
+
+    def gradients(
+        self, columns: Callable[[int, int], Tensor], count: int, keep: slice
+    ) -> Iterator[dict[Node, Gradients]]:
+        """Gradients at the outputs of all entries' operations, of some results at a time; arguments
+        as for `squares`."""
+        nodes = list({entry.node for entries in self.entries.values() for entry in entries})
+        if not nodes:
+            return
+        size = max(1, _BLOCK_NUMBERS // sum(shape_of((node, 0)).numel() for node in nodes))
+        kept = torch.zeros(len(self.outputs), 1).to(self.outputs)
+        kept[keep] = 1
+        for start in range(0, count, size):
+            seeds = columns(start, min(start + size, count)).to(self.outputs) * kept
+            gradients: Sequence[Tensor]
+            if self.slopes:
+                slopes = [self.slopes[node] for node in nodes]
+                gradients = [rows.times(seeds[..., 0], slope) for slope, rows in slopes]
+            else:
+                gradients = gradients_at(nodes, self.outputs, seeds)
+            yield {node: Gradients(values) for node, values in zip(nodes, gradients, strict=True)}
+
+
+def _candidates(edge: Edge, takers: Takers) -> set[Node]:
+    """The operations that a param may reach, through operations that keep its elements apart."""
+    waiting, nodes = [edge], set[Node]()
+    while waiting and len(nodes) <= _MOST_ENTRIES:
+        edge = waiting.pop()
+        for node, _ in takers.get(edge, ()):
+            nodes.add(node)
+            if is_unary(node) or (is_elementwise(node) and not is_broadcast(edge, node)):
+                waiting.extend(outputs_of(node))
+    return nodes
+
+
+def _entries(
+    root: Edge, leaf: Tensor, takers: Takers, rows: Mapping[Node, Rows | None]
+) -> list[Entry] | None:
+    """A param's entries; None where one of its ways into the graph is not understood."""
+    waiting, entries, followed = [root], list[Entry](), 0
+    while waiting:
+        edge, followed = waiting.pop(), followed + 1
+        if followed > _MOST_ENTRIES:
+            return None
+        for node, number in takers.get(edge, ()):
+            place = rows.get(node)
+            if is_unary(node) or (place is None and is_elementwise(node)):
+                if not is_unary(node) and is_broadcast(edge, node):
+                    return None
+                waiting.extend(outputs_of(node))
+                continue
+            if place is None:
+                return None
+            use = use_of(Operand(node, number, shape_of(edge), shape_of((node, 0)), place))
+            if use is None:
+                return None
+            slope = to_param(edge, leaf, torch.ones(shape_of(edge)).to(leaf))
+            entries.append(Entry(node, use, edge, slope))
+    return entries
+
+
+def _are_disjoint(entries: Sequence[Entry]) -> bool:
+    """Whether every element of a param enters at most once."""
+    if len(entries) < 2:
+        return True
+    return int(torch.stack([entry.slope != 0 for entry in entries]).sum(0).max()) == 1
+
+
+def _rows_of(
+    nodes: Sequence[Node], outputs: Tensor
+) -> tuple[dict[Node, Tensor], dict[Node, Rows | None]]:
+    """(Gradients at operations' outputs, of a random sum of each row's outputs; where the rows are
+    in these).
+
+    Rows are found by how gradients change with weights of rows.  Weights are powers of two, which
+    multiply rounding errors, too, so gradients that are small differences of large numbers still
+    match.  There are few such powers, so a row's number is written in several digits.
+    """
+    random = torch.Generator().manual_seed(0)
+    left, digits = torch.randperm(len(outputs), generator=random), list[Tensor]()
+    while not digits or bool(left.any()):
+        digits.append(left % _MOST_EXPONENT)
+        left = left // _MOST_EXPONENT
+    weights = 2.0 ** torch.stack(digits).to(outputs)
+    seed = torch.ones_like(outputs)
+    if outputs.shape[1] > 1:  # outputs must not cancel each other
+        seed += torch.rand(outputs.shape, generator=random).to(outputs)
+    seeds = torch.cat([seed[None], weights[..., None] * seed])
+    gradients = dict(zip(nodes, gradients_at(nodes, outputs, seeds), strict=True))
+    plain = {node: each[0] for node, each in gradients.items()}
+    return plain, {n: find_rows(each[0], each[1:], weights) for n, each in gradients.items()}

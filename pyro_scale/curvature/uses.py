@@ -1,0 +1,226 @@
+"""How an operation of which each row has its own part uses a param.
+
+The gradient of a row then needs no Jacobian: for a matrix product it is the outer product of the
+row's input and the gradient at its output.  A row may pass through a product several times, as
+positions of a sequence or an image do; its gradient is the sum over them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+#: Numbers of rows' gradients in memory at once.
+_BLOCK_NUMBERS = 2**22
+
+
+class Rows(NamedTuple):
+    """Where the rows are in an operation's output.
+
+    Attributes:
+        axis: the dimension.
+        num_rows: how many.
+        outer: whether a row's places along the axis are side by side.
+    """
+
+    axis: int
+    num_rows: int
+    outer: bool
+
+    def split(self, values: Tensor, lead: int = 0) -> Tensor:
+        """Values `[*lead, ..., B * T, ...]` of the output's shape, as `[*lead, B, T, ...]`.
+
+        The other dimensions keep their order; `lead` is the number of leading ones.
+        """
+        axis = self.axis + lead
+        positions = values.shape[axis] // self.num_rows
+        shape = (self.num_rows, positions) if self.outer else (positions, self.num_rows)
+        places = (axis, axis + 1) if self.outer else (axis + 1, axis)
+        return values.unflatten(axis, shape).movedim(places, (lead, lead + 1))
+
+    def times(self, weights: Tensor, values: Tensor) -> Tensor:
+        """Values of the output's shape times weights of the rows, `[C, B]`: `[C, ...]`."""
+        positions = values.shape[self.axis] // self.num_rows
+        repeated = (
+            weights.repeat_interleave(positions, 1) if self.outer else weights.repeat(1, positions)
+        )
+        others = (1,) * (values.dim() - self.axis - 1)
+        return repeated.reshape(len(weights), *(1,) * self.axis, -1, *others) * values
+
+
+def find_rows(plain: Tensor, weighted: Tensor, weights: Tensor) -> Rows | None:
+    """Where an operation's rows are: in the dimension along which gradients at its output are
+    multiplied by the weights of the rows' results.
+
+    Args:
+        plain: the gradients of some results of all rows.
+        weighted: the gradients of these results times weights, `[P, ...]`.
+        weights: of rows, `[P, B]`, all different.
+    """
+    count, numbers = weights.shape[1], torch.finfo(plain.dtype)
+    rounding = numbers.tiny * weights  # of gradients so small that they have few digits
+    axes = [axis for axis, size in enumerate(plain.shape) if size and size % count == 0]
+    for axis in sorted(axes, key=lambda axis: plain.shape[axis] != count):
+        for outer in (True, False):
+            rows = Rows(axis, count, outer)
+            expected = rows.split(plain).flatten(1) * weights[..., None]
+            apart = (rows.split(weighted, 1).flatten(2) - expected).abs().amax(2)
+            if bool((apart <= numbers.eps**0.5 * expected.abs().amax(2) + rounding).all()):
+                return rows
+    return None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of C results of all rows at an operation's output.
+
+    Attributes:
+        values: `[C, ...]`, in the output's shape.
+    """
+
+    values: Tensor
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """The sum of their squares over the results, in the output's shape."""
+        total = torch.zeros_like(self.values[0])
+        for result in self.values:
+            total.addcmul_(result, result)
+        return total
+
+
+@dataclass(frozen=True)
+class Product:
+    """The weight of a product, such as a layer's or a convolution's: out = inputs @ weight.
+
+    Attributes:
+        inputs: `[G, B, T, in]`, with G products side by side, such as a convolution's groups, and T
+            positions a row.
+        by_row: takes gradients at the output, `[C, ...]`, to `[C, G, B, T, out]`.
+        num_outputs: the size of `out`.
+        as_used: takes `[G, in, out]` to the shape that the weight has in the operation.
+    """
+
+    inputs: Tensor
+    by_row: Callable[[Tensor], Tensor]
+    num_outputs: int
+    as_used: Callable[[Tensor], Tensor]
+
+    @property
+    def weight_shape(self) -> torch.Size:
+        """`[G, in, out]`."""
+        return torch.Size((len(self.inputs), self.inputs.shape[-1], self.num_outputs))
+
+    def squares(self, gradients: Gradients) -> Tensor:
+        """The sum of the squares of rows' gradients, in the shape of the weight as used."""
+        if self.inputs.shape[2] == 1:
+            squares = self.by_row(gradients.squares[None])[0, :, :, 0]
+            return self.as_used(self.inputs[:, :, 0].square().mT @ squares)
+        outputs = self.by_row(gradients.values)
+        size = max(1, _BLOCK_NUMBERS // (outputs[:, :, 0, 0].numel() * self.inputs.shape[-1]))
+        parts = zip(self.inputs.split(size, 1), outputs.split(size, 2), strict=True)
+        of_rows = (torch.einsum("gbti,cgbto->cgbio", a, g) for a, g in parts)
+        return self.as_used(sum((row.square().sum((0, 2)) for row in of_rows), torch.zeros(())))
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A table, of which each row reads some places: an embedding, or effects of groups.
+
+    Attributes:
+        places: which, `[B, T]`.
+        by_row: takes gradients at the output, `[C, ...]`, to `[C, B, T, ...]`.
+        shape: the table's.
+    """
+
+    places: Tensor
+    by_row: Callable[[Tensor], Tensor]
+    shape: torch.Size
+
+    def squares(self, gradients: Gradients) -> Tensor:
+        """The sum of the squares of rows' gradients, in the table's shape."""
+        by_row = self.by_row(gradients.values)
+        count, size = len(self.places), self.shape[0]
+        of_rows = torch.arange(count, device=by_row.device)[:, None] * size + self.places
+        unique, where = of_rows.unique(return_inverse=True)  # a row may read a place twice
+        summed = by_row.new_zeros(len(by_row), len(unique), *by_row.shape[3:])
+        summed.index_add_(1, where.flatten(), by_row.flatten(1, 2))
+        total = by_row.new_zeros(self.shape)
+        return total.index_add_(0, unique % size, summed.square().sum(0))
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """An operation element by element, in which the param is broadcast over the rows.
+
+    Attributes:
+        slope: derivative of the output's elements by the param's; it broadcasts.
+        rows: where the rows are in the output.
+        shape: the param's there, with as many dimensions as the output.
+        as_used: the param's shape as the operation takes it.
+        is_bias: whether the param is a layer's bias, of whose positions each counts as a row's, as
+            for the layer's weight.
+    """
+
+    slope: Tensor | float
+    rows: Rows
+    shape: torch.Size
+    as_used: torch.Size
+    is_bias: bool = False
+
+    def squares(self, gradients: Gradients) -> Tensor:
+        """The sum of the squares of rows' gradients, in the shape of the param as used."""
+        if not self.is_shared:  # every place belongs to one row
+            by_row = self.rows.split(gradients.values * self.slope, 1)
+            broadcast = [3 + place for place, size in enumerate(self._others) if size == 1]
+            sums = by_row.sum(broadcast, keepdim=True) if broadcast else by_row
+            squares = sums.square().sum(0)
+            places = squares if self.rows.outer else squares.transpose(0, 1)
+            return places.flatten(0, 1).movedim(0, self.rows.axis).reshape(self.as_used)
+        row_size = gradients.values[0].numel() // self.rows.num_rows
+        if row_size == math.prod(self._others) and not isinstance(self.slope, Tensor):
+            squares = self._by_row(gradients.squares[None]).sum((0, 1, 2)) * self.slope**2
+        else:
+            sums = self._by_row(gradients.values * self.slope).sum(2)
+            squares = sums.square().sum((0, 1))
+        return squares.reshape(self.as_used)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the param is added without a factor."""
+        return not isinstance(self.slope, Tensor) and self.slope == 1
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all rows use the same elements."""
+        return self.shape[self.rows.axis] == 1
+
+    def by_row(self, gradients: Tensor) -> Tensor:
+        """Gradients at the output, `[C, ...]`, as `[C, B, T, n]` for n elements that rows share.
+
+        T is 1 except for a layer's bias, as sums over positions are exact.
+        """
+        by_row = self._by_row(gradients * self.slope)
+        return by_row if self.is_bias else by_row.sum(2, keepdim=True)
+
+    def _by_row(self, values: Tensor) -> Tensor:
+        by_row = self.rows.split(values, 1)  # [C, B, T, others]
+        of_elements = [3 + place for place, length in enumerate(self._others) if length > 1]
+        of_positions = [place for place in range(3, by_row.dim()) if place not in of_elements]
+        ordered = by_row.permute(0, 1, 2, *of_positions, *of_elements)
+        return ordered.reshape(*by_row.shape[:2], -1, math.prod(self._others))
+
+    @property
+    def _others(self) -> list[int]:
+        """Sizes of the param's dimensions other than the rows'."""
+        return [size for axis, size in enumerate(self.shape) if axis != self.rows.axis]
+
+
+#: What an operation does with a param.
+Use: TypeAlias = Product | Lookup | Elementwise

@@ -1,1 +1,0 @@
-"""Second derivatives of a model: Gauss-Newton, Fisher, Hessian."""

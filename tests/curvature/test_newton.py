@@ -1,0 +1,113 @@
+"""Newton's method in a trust region, on functions whose maxima are known."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from reference import close, double, normals
+
+from pyro_scale import kernels
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.newton import ascend
+from pyro_scale.data.open import open_data
+from pyro_scale.run.problem import as_log_posterior, prepare
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def density_of(model, data=None):
+    opened = open_data(data)
+    problem = prepare(
+        as_log_posterior(model, opened.num_data), opened, kernels.SGLD(lr=1.0), None, 1, 0
+    )
+    return FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+
+
+def test_a_gaussian_takes_one_step_inside_of_the_region():
+    """The mode, the log joint there, and the precision, exactly; whatever the units."""
+    scales = double(1e-6, 1.0, 1e6)
+
+    def model():
+        pyro.factor("no data", torch.zeros(()))
+        pyro.sample("x", dist.Normal(3 * scales, scales).to_event(1))
+
+    found = ascend(density_of(model), double(4.0, 3.5, 3.1) * scales)
+    assert found.is_mode
+    assert len(found.path) <= 3
+    close(found.position / scales, torch.full((3,), 3.0), 1e-9)
+    close(found.precision * scales[:, None] * scales, torch.eye(3))
+    assert found.value == pytest.approx(-1.5 * math.log(2 * math.pi) - float(scales.log().sum()))
+
+
+def test_a_regression_in_raw_units_from_far_away():
+    """Columns of years and of dollars: the least squares solution, from hundreds of sds off."""
+    x = torch.stack([torch.ones(60), 1990 + normals(60, seed=0), 5e4 * normals(60, seed=1)], 1)
+    y = x @ double(-3e3, 2.0, 1e-3) + 7 * normals(60, seed=2)
+
+    def model(x, y):
+        beta = pyro.sample("beta", dist.ImproperUniform(dist.constraints.real, (), (3,)))
+        sigma = pyro.sample("sigma", dist.LogNormal(0.0, 10.0))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
+
+    density = density_of(model, (x, y))
+    expected = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
+    for seed in range(4):
+        found = ascend(density, 2 * normals(4, seed=seed).double())
+        assert found.is_mode
+        sds = found.precision[:3, :3].inverse().diagonal().sqrt()
+        assert float(((found.position[:3] - expected) / sds).abs().max()) < 1e-2
+
+
+def test_it_leaves_a_saddle():
+    """Between two modes the log joint is not concave: that is a way to go."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 3.0))
+        pyro.factor("two", -((x * x - 4.0) ** 2))
+
+    found = ascend(density_of(model), double(1e-3))
+    assert found.is_mode
+    assert abs(float(found.position)) == pytest.approx(1.99302, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_a_funnel_has_no_mode():
+    def model():
+        pyro.factor("no data", torch.zeros(()))
+        s = pyro.sample("s", dist.Normal(0.0, 3.0))
+        pyro.sample("x", dist.Normal(torch.zeros(9), (s / 2).exp()).to_event(1))
+
+    # its density does have one in s: 9 log sds fall with s, against a prior of sd 3
+    found = ascend(density_of(model), torch.ones(10))
+    assert found.is_mode
+    assert float(found.position[0]) == pytest.approx(-40.5, abs=0.1)
+
+    def endless():
+        pyro.factor("no data", torch.zeros(()))
+        s = pyro.sample("s", dist.ImproperUniform(dist.constraints.real, (), ()))
+        pyro.sample("x", dist.Normal(torch.zeros(9), (s / 2).exp()).to_event(1))
+
+    assert not ascend(density_of(endless), torch.ones(10)).is_mode
+
+
+def test_a_start_that_is_not_finite_is_where_it_ends():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("positive", torch.log(x + 10.0))
+
+    found = ascend(density_of(model), double(-11.0))
+    assert not found.is_mode
+    assert found.value == -math.inf
+
+
+def test_a_wall_is_no_mode():
+    """Up to where it is not a number there is more to gain, however short the last step was."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("wall", torch.where(x < 1, 30 * x, torch.nan))
+
+    assert not ascend(density_of(model), double(0.0)).is_mode
