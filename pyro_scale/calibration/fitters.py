@@ -21,8 +21,8 @@ from pyro_scale.errors import PyroScaleError, SiteError
 from pyro_scale.exact.chains import sample_each
 from pyro_scale.exact.log_density import EarlierFunction, log_density
 from pyro_scale.exact.nutpie_api import Settings
+from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.model.log_posterior import MOST_STARTS
-from pyro_scale.model.preflight import InitFunction
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.tuning.groups import Lengths
 from pyro_scale.tuning.policy import SIMULATIONS

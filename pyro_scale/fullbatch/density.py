@@ -18,10 +18,10 @@ from pyro_scale.data.sources import Data, IndexedData, TensorData
 from pyro_scale.distributed.shares import WHOLE, Share
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.fullbatch.chunks import Chunk, chunks_of, is_row_wise, num_rows_in
-from pyro_scale.model.checks import FINITE_DATA
 from pyro_scale.model.derivatives import hessian, hessian_diagonal
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.scaling import Evaluation
+from pyro_scale.model.site_checks import FINITE_DATA
 from pyro_scale.rng.seeds import Purpose, generator
 
 T = TypeVar("T")

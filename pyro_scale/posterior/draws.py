@@ -21,8 +21,8 @@ from pyro_scale.core.online_moments import Moments
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.sources import Data
 from pyro_scale.distributed.ranks import ALONE, Ranks
+from pyro_scale.model.guards import trace_modules
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.model.module_trace import trace_modules
 from pyro_scale.posterior.online import OnlineSamples, SampleTotals
 from pyro_scale.run.measurements import Measurements
 from pyro_scale.storage.lazy_draws import Positions, StoredPositions, StoredSamples

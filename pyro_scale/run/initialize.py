@@ -17,14 +17,14 @@ from pyro_scale.data.batches import Batch
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.kernels import Hyperparameters
-from pyro_scale.model.checks import FINITE_DATA
+from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.model.log_posterior import (
     MOST_STARTS,
     LogPosterior,
     Params,
     unconstrained_values,
 )
-from pyro_scale.model.preflight import InitFunction
+from pyro_scale.model.site_checks import FINITE_DATA
 
 
 def initialize(

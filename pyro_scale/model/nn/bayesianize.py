@@ -15,12 +15,12 @@ from torch.nn.utils import parametrize
 
 from pyro_scale.distributed.shards import is_sharded
 from pyro_scale.errors import ArgumentError, ModelError
-from pyro_scale.model.call_with import call_with
+from pyro_scale.model.guards import describe
 from pyro_scale.model.init_strategies import WEIGHT
-from pyro_scale.model.module_trace import describe
 from pyro_scale.model.nn.priors import WeightPrior, priors_of
 from pyro_scale.model.nn.selection import Choice, select
 from pyro_scale.model.nn.sharded import ShardedModule
+from pyro_scale.model.program import call_with
 
 #: What becomes of the weights that have no prior.
 Rest = Literal["frozen", "point"]

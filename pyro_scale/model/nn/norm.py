@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_scale.errors import ArgumentError, ModelError
-from pyro_scale.model.module_trace import describe
+from pyro_scale.model.guards import describe
 
 #: What may take BatchNorm's place.
 Normalization = Literal["group", "filter_response"]
