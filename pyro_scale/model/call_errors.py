@@ -7,7 +7,7 @@ converted, and then the model ran.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -108,8 +108,8 @@ def explain_later_call(
     init: InitFunction,
 ) -> PyroScaleError | None:
     """As `explain_first_call`, for a later call; `example` is a batch that the model has run on."""
-    if found := _signature_error(model, arguments, error):
-        return found
+    if misfit := _signature_error(model, arguments, error):
+        return misfit
     dtypes = {name: leaf.dtype for name, leaf in rows.named_rows(example)}
     if all(dtypes.get(name) == leaf.dtype for name, leaf in rows.named_rows(arguments)):
         return None
@@ -149,15 +149,18 @@ def _network_error(net: nn.Module) -> ModelError:
 def nested_error() -> CallError:
     """The error about arguments that are wrapped in a tuple, list or dict."""
     return CallError(
-        "the model is given its arguments in one tuple, list or dict, and takes them one by one: "
-        "write predict(x), step(x, y) and init(seed, x, y), as it is called, and run((x, y), ...)"
+        "the model takes its arguments one by one, and they were passed in one tuple, list or "
+        "dict: write predict(x), step(x, y) and init(seed, x, y), and run((x, y), ...)"
     )
 
 
 def any_holds_rows(arguments: Arguments) -> bool:
     """Whether an argument is a tuple, list or dict with tensors of rows in it."""
-    values: Iterable[Any] = arguments.values() if isinstance(arguments, dict) else arguments
-    return any(map(_holds_rows, values))
+    return any(map(_holds_rows, _values(arguments)))
+
+
+def _values(arguments: Arguments) -> list[Any]:
+    return list(arguments.values() if isinstance(arguments, dict) else arguments)
 
 
 def _holds_rows(value: Any) -> bool:
@@ -167,7 +170,7 @@ def _holds_rows(value: Any) -> bool:
 
 def _only_argument(arguments: Arguments) -> Arguments | None:
     """The content of a single argument that is a container of rows; None of other arguments."""
-    values = list(arguments.values()) if isinstance(arguments, dict) else list(arguments)
+    values = _values(arguments)
     if len(values) != 1 or not _holds_rows(values[0]):
         return None
     return rows.as_arguments(values[0])
@@ -187,10 +190,7 @@ def _signature_error(
     except (TypeError, ValueError):
         return None
     try:
-        if isinstance(arguments, dict):
-            signature.bind(**arguments)
-        else:
-            signature.bind(*arguments)
+        rows.call(signature.bind, arguments)
     except TypeError as misfit:
         return CallError(f"the model, which takes {signature}: {misfit}")
     return None
@@ -222,26 +222,21 @@ def _dtype_error(
     if is_numerical or _runs(model, arguments, init, failed):
         return None
     named, structure = rows.named_leaves(arguments), pytree.tree_structure(arguments)
-    conversions = _conversions(model, [leaf for _, leaf in named])
-    for dtypes in islice(conversions, _MOST_CONVERSIONS):
-        pairs = [(name, leaf, dtype) for (name, leaf), dtype in zip(named, dtypes, strict=True)]
-        leaves = [leaf.to(dtype) if dtype else leaf for _, leaf, dtype in pairs]
+    for dtypes in islice(_conversions(model, [leaf for _, leaf in named]), _MOST_CONVERSIONS):
+        leaves = [leaf.to(dtypes[i]) if i in dtypes else leaf for i, (_, leaf) in enumerate(named)]
         recorder = Recorder()
-        if not _runs(model, pytree.tree_unflatten(leaves, structure), init, recorder):
+        converted = pytree.tree_unflatten(leaves, structure)
+        if not dtypes or not _runs(model, converted, init, recorder):
             continue
         sites = [site.name for site in recorder.sites.values() if site.kind != "subsample"]
         site = next((name for name in sites if name not in failed.sites), None)
         where = f" on the way to site '{site}'" if site else f" at site {_failing_site(failed)}"
-        changed = [
-            (argument_name(model, arguments, name), leaf.dtype, dtype)
-            for name, leaf, dtype in pairs
-            if dtype
-        ]
-        clash = " and ".join(f"{name} is {dtype_name(before)}" for name, before, _ in changed)
-        fix = ", ".join(f"{name}.{_CASTS[dtype]}()" for name, _, dtype in changed)
-        _, before, dtype = changed[0]
+        names = {i: argument_name(model, arguments, named[i][0]) for i in dtypes}
+        clash = " and ".join(f"{n} is {dtype_name(named[i][1].dtype)}" for i, n in names.items())
+        fix = ", ".join(f"{name}.{_CASTS[dtypes[i]]}()" for i, name in names.items())
+        first, dtype = next(iter(dtypes.items()))
         otherwise = ""
-        if before == torch.float64 and dtype == torch.get_default_dtype():
+        if named[first][1].dtype == torch.float64 and dtype == torch.get_default_dtype():
             otherwise = ", or call torch.set_default_dtype(torch.float64) before the model is made"
         return DataError(
             f"argument {clash}, where the model needs {dtype_name(dtype)}{where} "
@@ -251,30 +246,21 @@ def _dtype_error(
     return None
 
 
-def _conversions(
-    model: Callable[..., Any], leaves: list[Any]
-) -> Iterator[list[torch.dtype | None]]:
-    """Dtypes to convert the leaves to, None to leave one: a single leaf first, then all."""
-    default = torch.get_default_dtype()
+def _conversions(model: Callable[..., Any], leaves: list[Any]) -> Iterator[dict[int, torch.dtype]]:
+    """Conversions to try, each as the place of a leaf -> its new dtype: of a single leaf first,
+    then of all leaves in floating point, then of all."""
     module = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
     weights = module.parameters() if isinstance(module, nn.Module) else ()
     of_weights = [weight.dtype for weight in weights if weight.dtype in _CASTS]
+    default = torch.get_default_dtype()
     floats = list(dict.fromkeys([default, *of_weights, torch.float32, torch.float64]))
-    tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     for dtype in (*floats, torch.int64):
-        for place in tensors:
-            if leaves[place].dtype != dtype:
-                yield [dtype if other == place else None for other in range(len(leaves))]
+        yield from ({place: dtype} for place, leaf in tensors.items() if leaf.dtype != dtype)
     for dtype in floats:
-        for only_floats in (True, False):
-            yield [
-                dtype
-                if isinstance(leaf, Tensor)
-                and leaf.dtype != dtype
-                and (leaf.is_floating_point() or not only_floats)
-                else None
-                for leaf in leaves
-            ]
+        others = [place for place, leaf in tensors.items() if leaf.dtype != dtype]
+        yield {place: dtype for place in others if tensors[place].is_floating_point()}
+        yield dict.fromkeys(others, dtype)
 
 
 def _failing_site(recorder: Recorder) -> str:

@@ -29,7 +29,7 @@ from pyro_scale.model.scaling import (
     joint_message,
     sum_but,
 )
-from pyro_scale.model.sites import Site
+from pyro_scale.model.sites import Site, layers
 from pyro_scale.model.terms import Term, aligned_scale, terms_of
 
 
@@ -58,43 +58,37 @@ class Probe:
         return of_batch[self.origin[is_shared]], of_probe[is_shared]
 
 
-def classify(
-    terms: Mapping[str, Term],
-    probes: Sequence[Probe],
-    batch_size: int,
-    num_data: int,
-    own_plate: str | None = None,
-    shifted: Sequence[Probe] = (),
-) -> Scaling:
-    """Finds each term's rule by comparing a run on a batch with probes.
+@dataclass(frozen=True)
+class Comparison:
+    """A run on a batch, compared with probes: finds each term's rule.
 
-    Args:
-        terms: of the run on a batch of `batch_size` rows.
+    Attributes:
+        terms: of the run on the batch.
         probes: the same model on other rows; none if it runs on the whole data only.
         batch_size: B.
         num_data: N.
         own_plate: the plate whose rows the model draws by itself, if it does.
         shifted: the run on the batch and the probes once more, at other latent values, at which
             the rows may change what they do not change at the first.
-
-    Raises:
-        PlateError: it is ambiguous how often a term is to be counted.
     """
-    latents = [t.site.value for t in terms.values() if t.is_prior and t.site is not None]
-    comparison = _Comparison(probes, batch_size, num_data, own_plate, shifted, latents)
-    return Scaling(num_data, {name: comparison.rule(term) for name, term in terms.items()})
 
-
-@dataclass(frozen=True)
-class _Comparison:
+    terms: Mapping[str, Term]
     probes: Sequence[Probe]
     batch_size: int
     num_data: int
     own_plate: str | None
     shifted: Sequence[Probe]
-    latents: Sequence[Tensor]
+
+    def scaling(self) -> Scaling:
+        """The rules of all terms.
+
+        Raises:
+            PlateError: it is ambiguous how often a term is to be counted.
+        """
+        return Scaling(self.num_data, {name: self.rule(term) for name, term in self.terms.items()})
 
     def rule(self, term: Term) -> Rule:
+        """The rule of one term."""
         if any(term.name not in probe.terms for probe in self.probes):
             if self.batch_size == self.num_data:
                 return self._joint_rule(term, None)
@@ -163,9 +157,12 @@ class _Comparison:
 
     def _rows_match(self, term: Term, rows: Rule) -> bool:
         """Whether a row's value is the same whichever rows are with it."""
-        dtype = dtype_of(term, self.latents)
-        pairs = self._row_pairs(term, rows)
+        dtype, pairs = self._dtype(term), self._row_pairs(term, rows)
         return all(close(mine, theirs, dtype=dtype) for _, mine, theirs in pairs)
+
+    def _dtype(self, term: Term) -> torch.dtype:
+        priors = [t.site for t in self.terms.values() if t.is_prior]
+        return dtype_of(term, [site.value for site in priors if site is not None])
 
     def _row_pairs(self, term: Term, rows: Rule) -> Iterator[tuple[Probe, Tensor, Tensor]]:
         """(Probe, rows' values in the batch, the same rows' values in the probe), at the first
@@ -307,7 +304,7 @@ class _Comparison:
         where probes are not halves, or rows are missing in the term."""
         if self.own_plate is not None or self.batch_size == 1 or not self._has_all_rows(term, rows):
             return []
-        dtype = dtype_of(term, self.latents)
+        dtype = self._dtype(term)
         return [
             (int(probe.origin[0]) != 0, ~are_close(mine, theirs, dtype=dtype))
             for probe, mine, theirs in self._row_pairs(term, rows)
@@ -372,10 +369,8 @@ def dtype_of(term: Term, latents: Iterable[Tensor]) -> torch.dtype:
     arguments and of the latents (values in float64 may have a mean in float32). Latents in half
     precision are left out, since they may belong to other sites."""
     tensors = [term.log_prob, *(value for value in latents if _eps(value.dtype) <= _SINGLE_EPS)]
-    fn = term.site.fn if term.site is not None else None
-    while fn is not None:
+    for fn in layers(term.site.fn) if term.site is not None else ():
         tensors += [value for value in vars(fn).values() if isinstance(value, Tensor)]
-        fn = getattr(fn, "base_dist", None)
     dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
     return max(dtypes, key=_eps, default=torch.float64)
 

@@ -18,7 +18,7 @@ from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.masked_latents import element_mask
 from pyro_scale.model.recorder import Recorder
-from pyro_scale.model.sites import Site, is_subsample
+from pyro_scale.model.sites import Site, is_subsample, layers
 from pyro_scale.model.terms import terms_of
 
 #: Characters of an error's message that are shown.
@@ -233,15 +233,13 @@ def improper_latents(
 
 
 def _is_improper(site: Site) -> bool:
-    fn: Any = site.fn
     mask = element_mask(site)
     if site.mask is False or (mask is not None and not bool(mask.all())):
         return True
-    while fn is not None:
-        if isinstance(fn, dist.ImproperUniform) or getattr(fn, "_mask", None) is False:
-            return True
-        fn = getattr(fn, "base_dist", None)
-    return False
+    return any(
+        isinstance(fn, dist.ImproperUniform) or getattr(fn, "_mask", None) is False
+        for fn in layers(site.fn)
+    )
 
 
 def centered_latents(
@@ -290,9 +288,7 @@ def _scales(sites: Mapping[str, Site], latents: Iterable[str]) -> dict[str, Tens
     """The scales of the latents whose distributions have a location and a scale."""
     scales = {}
     for name in latents:
-        fn = sites[name].fn
-        while hasattr(fn, "base_dist") and not hasattr(fn, "scale"):
-            fn = fn.base_dist
-        if hasattr(fn, "loc") and isinstance(getattr(fn, "scale", None), Tensor):
+        fn = next((fn for fn in layers(sites[name].fn) if hasattr(fn, "scale")), None)
+        if hasattr(fn, "loc") and isinstance(fn.scale, Tensor):
             scales[name] = fn.scale
     return scales

@@ -86,8 +86,8 @@ def trace_modules() -> Iterator[ModuleTrace]:
         if any(buffer is b for b in written for buffer in module.buffers()):
             raise ModelError(
                 f"{trace.describe(module)} writes to its buffers whenever it is called, so two "
-                "evaluations of the likelihood would differ: call .eval(), and write to none in "
-                "its forward",
+                "evaluations of the likelihood would differ: call .eval(), and write to no buffer "
+                "in its forward",
                 code="batchnorm",
             )
 

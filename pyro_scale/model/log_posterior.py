@@ -15,7 +15,6 @@ import pyro
 import torch
 from pyro.infer.autoguide.initialization import init_to_sample, init_to_value
 from torch import Tensor
-from torch.distributions import transform_to
 
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive, own_generator
@@ -48,7 +47,6 @@ from pyro_scale.model.recorder import Recorder, Simulator
 from pyro_scale.model.scaling import Evaluation, Prior
 from pyro_scale.model.site_checks import NotFiniteStartError, check_starts
 from pyro_scale.model.sites import Point, Site, points_of_store
-from pyro_scale.model.terms import terms_of
 from pyro_scale.model.transforms import is_real
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
@@ -196,12 +194,6 @@ class LogPosterior:
         arguments = rows.as_arguments(batch)
         sites = self.run(params, arguments, indices).sites
         return self.model_info.scaling.log_likelihood(sites, self.batch_size(arguments))
-
-    def broken_site(self, params: Params, arguments: Arguments) -> str:
-        """The first site whose log density is NaN or infinite at unconstrained params."""
-        terms = terms_of(self.run(params, arguments, self.first_indices()).sites)
-        broken = (n for n, t in terms.items() if not bool(torch.isfinite(t.log_prob).all()))
-        return next(broken, "?")
 
     # ------------------------------------------------------------------ runs of the model
 
@@ -378,11 +370,7 @@ class LogPosterior:
         """Unconstrained params -> the sites' own values (and those of params among them)."""
         run = self.run(params, self.model_info.example, self.first_indices())
         latents = {s.name: s.value for s in run.sites.values() if s.kind == "latent"}
-        points = {
-            name: transform_to(point.constraint)(params[name])
-            for name, point in self.points.items()
-            if name in params
-        }
+        points = {n: p.constrain(params[n]) for n, p in self.points.items() if n in params}
         return latents | points
 
     def unconstrain(self, values: Params) -> dict[str, Tensor]:
@@ -399,7 +387,7 @@ class LogPosterior:
             params = self.start(self.model_info.example, seed=0, values=values)
         for name, point in self.points.items():
             if name in values:
-                params[name] = transform_to(point.constraint).inv(values[name])
+                params[name] = point.unconstrain(values[name])
         return params
 
     def deterministics(self, params: Params) -> dict[str, Tensor]:
@@ -414,7 +402,7 @@ class LogPosterior:
             if name in self._program.owners:
                 module, path = self._program.owners[name]
                 with torch.no_grad():
-                    module.get_parameter(path).copy_(transform_to(point.constraint).inv(value))
+                    module.get_parameter(path).copy_(point.unconstrain(value))
             else:
                 with exclusive:  # runs put another one in its place
                     store = pyro.get_param_store()
@@ -507,7 +495,7 @@ class LogPosterior:
     def values(self) -> dict[str, Tensor]:
         """The values of latents (constrained) and of points in the first run."""
         sites = self.model_info.sites
-        points = {n: transform_to(p.constraint)(p.unconstrained) for n, p in self.points.items()}
+        points = {n: p.constrain(p.unconstrained) for n, p in self.points.items()}
         return {name: sites[name].value for name in self.latents} | points
 
     @property

@@ -29,12 +29,12 @@ class ModelInfo:
         points: `pyro.param` sites and unfrozen weights.
         scaling: how each term enters the log joint.
         batch_size: rows of that batch; N for a model without rows.
+        example: a small batch to run the model on when only its latents matter.
         own_plate: the plate that the model subsamples by itself, if it does.
         enum_dim: the first dimension that is free for enumerated sites; None without any.
         partition_error: largest difference, in nats, between a row's log likelihood in the
             batch and in a part of it: how well the parts add up to the whole; None without
             parts or rows.
-        example: a small batch to run the model on when only its latents matter.
         whole_only: whether the model runs on the whole data only.
         steady: deterministic sites that do not change with the batch.
         row_axes: of deterministic sites that follow the batch: the rows' axis, from the right.
@@ -48,13 +48,13 @@ class ModelInfo:
     points: Mapping[str, Point]
     scaling: Scaling
     batch_size: int
-    own_plate: str | None
-    enum_dim: int | None
-    partition_error: float | None
     example: Arguments
-    whole_only: bool
-    steady: tuple[str, ...]
-    row_axes: Mapping[str, int]
+    own_plate: str | None = None
+    enum_dim: int | None = None
+    partition_error: float | None = None
+    whole_only: bool = False
+    steady: tuple[str, ...] = ()
+    row_axes: Mapping[str, int] = field(default_factory=dict)
     is_frozen: bool = False
     validated: frozenset[str] = frozenset()
     weights: frozenset[str] = frozenset()

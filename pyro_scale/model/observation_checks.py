@@ -14,13 +14,14 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ModelError, SiteError
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import Recorder
-from pyro_scale.model.sites import Site, points_of_store
+from pyro_scale.model.sites import Site, layers, points_of_store
 
 #: Distributions of counts out of a total, whose density is constant where that is 0.
 _COUNTS_OF_TOTALS = (
@@ -95,8 +96,7 @@ def _missing_argument(
         model = model.args[1]  # poutine.condition(model, ...) and its like
     try:
         signature = inspect.signature(getattr(model, "forward", model))
-        args, kwargs = ((), arguments) if isinstance(arguments, dict) else (arguments, {})
-        bound = signature.bind(*args, **kwargs)
+        bound = rows.call(signature.bind, arguments)
     except (TypeError, ValueError):
         return None
     bound.apply_defaults()
@@ -135,15 +135,13 @@ def check_something_counts(runs: Iterable[Mapping[str, Site]]) -> None:
 
 def why_left_out(site: Site) -> str:
     """The reason, in words, why no element of an observed site counts; "" where one does."""
-    fn: Any = site.fn
     masks, totals = [site.mask], None
-    while fn is not None:
+    for fn in layers(site.fn):
         masks.append(getattr(fn, "_mask", None))
         if isinstance(fn, _NAN_MASKED):
             masks.append(~site.value.isnan())
         if isinstance(fn, _COUNTS_OF_TOTALS):
             totals = torch.as_tensor(fn.total_count)
-        fn = getattr(fn, "base_dist", None)
     if any(mask is not None and not bool(torch.as_tensor(mask).any()) for mask in masks):
         return "its mask leaves out every element (True keeps one)"
     return "all of its totals are 0" if totals is not None and not bool(totals.any()) else ""
@@ -210,9 +208,9 @@ def outside_support(site: Site, where: str = "") -> str:
 def _check_event_shape(site: Site) -> None:
     """Raises where values meet an event of one element, so that each row is compared with all."""
     fn, shape = site.fn, site.value.shape
-    rows = math.prod(shape[: max(0, len(shape) - len(fn.event_shape))])
+    count = math.prod(shape[: max(0, len(shape) - len(fn.event_shape))])
     pairs = zip(reversed(fn.event_shape), reversed(shape), strict=False)
-    if math.prod(fn.batch_shape) > rows and any(one == 1 < many for one, many in pairs):
+    if math.prod(fn.batch_shape) > count and any(one == 1 < many for one, many in pairs):
         raise SiteError(
             f"site '{site.name}': values of shape {list(shape)} meet a distribution of batch "
             f"shape {list(fn.batch_shape)} and event shape {list(fn.event_shape)}, which "
@@ -229,7 +227,7 @@ def _check_density(site: Site) -> None:
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         advice = "check both (most likelihoods want y.float())"
         if "out of bounds" in str(error) or isinstance(error, IndexError):
-            advice = "values are places, from 0 on; masked ones, too: clamp labels of -100 to 0"
+            advice = "values are indices from 0 on, masked ones too: clamp labels of -100 to 0"
         raise SiteError(
             f"site '{site.name}': the log density of its {type(_unwrap(site.fn)).__name__} "
             f"fails on a value of shape {list(site.value.shape)} and dtype {site.value.dtype} "

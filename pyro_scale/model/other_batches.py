@@ -97,17 +97,16 @@ def check_batch(
         versions = [run[name] for run in (full, *runs) if run is not None and name in run]
         if len(versions) < len(runs) + 1 or rule.whole_data:
             continue  # which evaluating it says
+        if rule.role != "rows" and reference is not None and name in reference:
+            versions.append(reference[name])
+        mine, *others = (_values(term, rule) for term in versions)
         if rule.role == "rows":
-            mine = rows_of(versions[0], rule)
             pairs = [
-                (mine[part.rows], rows_of(term, rule)[part.places], part.rows)
-                for part, term in zip(parts, versions[1:], strict=True)
+                (mine[part.rows], other[part.places], part.rows)
+                for part, other in zip(parts, others, strict=True)
             ]
         else:
-            if reference is not None and name in reference:
-                versions.append(reference[name])
-            total, *totals = (_total(term) for term in versions)
-            pairs = [(total, other, slice(None)) for other in totals]
+            pairs = [(mine, other, slice(None)) for other in others]
         dtype = dtype_of(versions[0], params.values())
         roundings = None if rule.role == "rows" else _ROUNDINGS
         differing = [pair for pair in pairs if not _are_close(*pair[:2], dtype, roundings)]
@@ -172,8 +171,9 @@ def _terms(
     return None
 
 
-def _total(term: Term) -> Tensor:
-    return (term.log_prob * term.scale).sum()
+def _values(term: Term, rule: Rule) -> Tensor:
+    """A term's log likelihood of each row, `[B]`, or its total if it is not of rows."""
+    return rows_of(term, rule) if rule.role == "rows" else (term.log_prob * term.scale).sum()
 
 
 def _are_close(a: Tensor, b: Tensor, dtype: torch.dtype, roundings: float | None) -> bool:
@@ -205,7 +205,7 @@ def _rounding(
         run = _terms(log_posterior, nearby, batch, indices)
         if run is None or name not in run:
             return torch.tensor(torch.inf)
-        values.append(rows_of(run[name], rule) if rule.role == "rows" else _total(run[name]))
+        values.append(_values(run[name], rule))
     change = (torch.stack(values[1:]) - values[0]).abs().amax(0)
     return _ROUNDINGS * change.nan_to_num(torch.inf)
 

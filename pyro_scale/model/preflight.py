@@ -7,12 +7,12 @@ All runs are at the same latent values but the last:
 3. runs on other rows, which find the terms that follow the rows (`Rerun.probe_rows`);
 4. runs 2 and 3 at other latent values (`probe_shifted`).
 
-`classify` compares their terms.
+`classify.Comparison` compares their terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import pyro
@@ -27,49 +27,18 @@ from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.errors import ArgumentError, ModelError, PyroScaleError
-from pyro_scale.model.classify import Probe, classify
+from pyro_scale.model import model_info, observation_checks, plates, site_checks
+from pyro_scale.model.classify import Comparison, Probe
 from pyro_scale.model.guards import forbid_writes, trace_modules
 from pyro_scale.model.init_strategies import WEIGHT, InitFunction
 from pyro_scale.model.masked_latents import Kept, leave_out
-from pyro_scale.model.model_info import (
-    PER_DATUM,
-    ModelInfo,
-    partition_error,
-    row_axes,
-    small_batch,
-    steady_sites,
-)
-from pyro_scale.model.observation_checks import (
-    check_has_observation,
-    check_observations,
-    check_something_counts,
-    check_tensors,
-)
-from pyro_scale.model.plates import (
-    agreed_size,
-    check_plate_size,
-    check_subsampling,
-    data_plate_size,
-    declared_size,
-    find_own_plate,
-)
+from pyro_scale.model.model_info import PER_DATUM, ModelInfo
 from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import Recorder
 from pyro_scale.model.reruns import Rerun, find_kept, probe_shifted
 from pyro_scale.model.scaling import Rule, Scaling
-from pyro_scale.model.site_checks import (
-    check_enumerated,
-    check_imputations,
-    check_latent_sizes,
-    check_local_latents,
-    check_names,
-    check_no_random_draws,
-    check_starts,
-    check_terms,
-    first_differing_term,
-)
-from pyro_scale.model.sites import points_of_store
-from pyro_scale.model.terms import terms_of
+from pyro_scale.model.sites import Site, points_of_store
+from pyro_scale.model.terms import Term, terms_of
 
 #: Layers of networks; any network has one of them.
 _LAYERS = nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention
@@ -94,64 +63,33 @@ def examine_model(
     with own_generator(), torch.no_grad():
         with trace_modules() as trace, forbid_writes(program.model, arguments) as copies:
             first = _first_run(program, copies, init, count, num_data)
-            check_has_observation(program, copies, first.sites, count)
+            observation_checks.check_has_observation(program, copies, first.sites, count)
         program.find_owners(first.points, trace.modules)
         is_frozen = _is_frozen(first, trace.modules)
-        check_tensors(first.sites)
-        check_starts(first.sites)
-        check_latent_sizes(first.sites)
-        own_plate = find_own_plate(first.sites, count)
-        check_imputations(first.sites)
+        observation_checks.check_tensors(first.sites)
+        site_checks.check_starts(first.sites)
+        site_checks.check_latent_sizes(first.sites)
+        own_plate = plates.find_own_plate(first.sites, count)
+        site_checks.check_imputations(first.sites)
         kept: dict[str, Kept] = {}
         if own_plate is None:
             kept = find_kept(program, first, arguments)
         if count is not None and num_data not in (None, count):
             kept = {name: elements for name, elements in kept.items() if len(elements.places)}
         leave_out(first.sites, kept)
-
         rerun = Rerun(program, first, kept)
         second = _validated_run(rerun, arguments)
-        sites = second.recorder.sites
         validated = _sites_to_validate(second)
-        check_names(sites)
-        check_observations(sites, validated)
-        terms = terms_of(sites)
-        check_terms(terms, arguments)
-        again = terms_of(first.sites)
-        if first_differing_term(terms, again) is not None:  # as rounding in transforms may cause
-            again = terms_of(rerun.run(arguments).sites)
-        check_no_random_draws(terms, again, second.drew, second.module)
-        second.raise_error()
-
-        probes: list[Probe] = []
-        shifted: list[Probe] = []
-        if own_plate is not None:
-            batch_size = sites[own_plate].fn.subsample_size
-            num_data = agreed_size(num_data, sites[own_plate])
-            probes = rerun.probe_indices(arguments, own_plate, batch_size, num_data)
-        elif count is None:
-            num_data = batch_size = num_data or data_plate_size(sites)
-        else:
-            batch_size = count
-            probes = rerun.probe_rows(arguments, batch_size, num_data)
-            shifted = probe_shifted(rerun, arguments, batch_size, num_data)
-            num_data = num_data or declared_size([sites, *(probe.sites for probe in probes)])
-    if num_data is None:
-        raise ArgumentError(
-            "the number of rows N is unknown: pass num_data=N, the size of the whole data set "
-            "(not of a batch, nor the number of batches)",
-            code="no-length",
-        )
-    if batch_size > num_data:
-        raise ArgumentError(
-            f"num_data={num_data} is less than the {batch_size} rows of one batch: pass the size "
-            "of the whole data set"
-        )
-    check_subsampling(sites, own_plate, batch_size)
-    scaling = classify(terms, probes, batch_size, num_data, own_plate, shifted)
-    check_local_latents(sites, own_plate, [probe.sites for probe in probes])
+        terms = _check_second_run(first, second, validated, rerun, arguments)
+        sites = second.recorder.sites
+        probed = _probe(rerun, arguments, sites, own_plate, num_data)
+    probes, shifted, batch_size, num_data = probed
+    plates.check_subsampling(sites, own_plate, batch_size)
+    comparison = Comparison(terms, probes, batch_size, num_data, own_plate, shifted)
+    scaling = comparison.scaling()
+    site_checks.check_local_latents(sites, own_plate, [probe.sites for probe in probes])
     if batch_size == num_data:
-        check_something_counts([sites])
+        observation_checks.check_something_counts([sites])
     return ModelInfo(
         sites=sites,
         points=first.points,
@@ -159,11 +97,11 @@ def examine_model(
         batch_size=batch_size,
         own_plate=own_plate,
         enum_dim=rerun.enum_dim,
-        partition_error=partition_error(scaling, terms, probes, batch_size),
-        example=small_batch(arguments, probes, own_plate),
+        partition_error=model_info.partition_error(scaling, terms, probes, batch_size),
+        example=model_info.small_batch(arguments, probes, own_plate),
         whole_only=count is not None and not probes,
-        steady=steady_sites(sites, probes, shifted),
-        row_axes=row_axes(sites, probes, batch_size, own_plate),
+        steady=model_info.steady_sites(sites, probes, shifted),
+        row_axes=model_info.row_axes(sites, probes, batch_size, own_plate),
         is_frozen=is_frozen,
         validated=frozenset(validated),
         weights=_network_weights(second.recorder, trace.modules),
@@ -180,9 +118,9 @@ def examine_function(
     with own_generator(), torch.no_grad(), trace_modules():
         first = _first_run(program, arguments, init, None, num_data)
         terms = terms_of(first.sites)
-        check_terms(terms)
+        site_checks.check_terms(terms)
         again = Rerun(program, first, {}).run(arguments)
-        check_no_random_draws(terms, terms_of(again.sites), drew=False)
+        site_checks.check_no_random_draws(terms, terms_of(again.sites), drew=False)
     rules = {
         name: Rule("prior" if term.is_prior else "global", why=PER_DATUM)
         for name, term in terms.items()
@@ -192,13 +130,7 @@ def examine_function(
         points=first.points,
         scaling=Scaling(num_data, rules),
         batch_size=rows.count(arguments) or num_data,
-        own_plate=None,
-        enum_dim=None,
-        partition_error=None,
         example=arguments,
-        whole_only=False,
-        steady=(),
-        row_axes={},
     )
 
 
@@ -223,14 +155,14 @@ def _first_run(
         raise_if_from_handler(error)
         for site in recorder.sites.values():
             if site.kind == "enumerated":
-                check_enumerated(site.name, site.fn, site.infer)
+                site_checks.check_enumerated(site.name, site.fn, site.infer)
         if "Expected mask" in str(error):  # Pyro's own check
             raise ModelError(
                 f"a mask is not of booleans ({error}): pass a tensor, mask.bool()",
                 code="observed-value",
             ) from error
-        find_own_plate(recorder.sites, count)
-        check_plate_size(recorder.sites, count, num_data, error)
+        plates.find_own_plate(recorder.sites, count)
+        plates.check_plate_size(recorder.sites, count, num_data, error)
         if isinstance(error, NotImplementedError) and "inhomogeneous total_count" in str(error):
             raise ModelError(
                 "torch's Multinomial takes one total for all rows: pass the largest, "
@@ -321,3 +253,71 @@ def _sites_to_validate(second: _ValidatedRun) -> set[str]:
         return set()
     sites = second.recorder.sites.values()
     return {site.name for site in sites if second.error is not None or site.validates}
+
+
+def _check_second_run(
+    first: Recorder,
+    second: _ValidatedRun,
+    validated: Collection[str],
+    rerun: Rerun,
+    arguments: Arguments,
+) -> dict[str, Term]:
+    """Checks the sites of the second run, and that it gives what the first does. Returns its
+    terms."""
+    sites = second.recorder.sites
+    site_checks.check_names(sites)
+    observation_checks.check_observations(sites, validated)
+    terms, again = terms_of(sites), terms_of(first.sites)
+    site_checks.check_terms(terms, arguments)
+    # the first run's values went to unconstrained space and back, which may round
+    if site_checks.first_differing_term(terms, again) is not None:
+        again = terms_of(rerun.run(arguments).sites)
+    site_checks.check_no_random_draws(terms, again, second.drew, second.module)
+    second.raise_error()
+    return terms
+
+
+# ---------------------------------------------------------------------- the other runs
+
+
+def _probe(
+    rerun: Rerun,
+    arguments: Arguments,
+    sites: Mapping[str, Site],
+    own_plate: str | None,
+    num_data: int | None,
+) -> tuple[list[Probe], list[Probe], int, int]:
+    """Runs the model on other rows, and finds out how many rows there are.
+
+    Returns:
+        (Probes, the batch and the probes at other latent values, B, N).
+
+    Raises:
+        ArgumentError: N is unknown, or less than B.
+    """
+    count = rows.count(arguments)
+    probes: list[Probe] = []
+    shifted: list[Probe] = []
+    if own_plate is not None:
+        batch_size = sites[own_plate].fn.subsample_size
+        num_data = plates.agreed_size(num_data, sites[own_plate])
+        probes = rerun.probe_indices(arguments, own_plate, batch_size, num_data)
+    elif count is None:
+        num_data = batch_size = num_data or plates.data_plate_size(sites)
+    else:
+        batch_size = count
+        probes = rerun.probe_rows(arguments, batch_size, num_data)
+        shifted = probe_shifted(rerun, arguments, batch_size, num_data)
+        num_data = num_data or plates.declared_size([sites, *(probe.sites for probe in probes)])
+    if num_data is None:
+        raise ArgumentError(
+            "the number of rows N is unknown: pass num_data=N, the size of the whole data set "
+            "(not of a batch, nor the number of batches)",
+            code="no-length",
+        )
+    if batch_size > num_data:
+        raise ArgumentError(
+            f"num_data={num_data} is less than the {batch_size} rows of one batch: pass the size "
+            "of the whole data set"
+        )
+    return probes, shifted, batch_size, num_data

@@ -47,22 +47,28 @@ _MOST_DIMS = 60
 class LatentShapeChanged(SiteError):
     """A latent's shape differs from that of the value that is passed for it.
 
-    Args:
+    Attributes:
         name: the site's.
         value_shape: of the value.
         site_shape: of the site's distribution.
     """
 
-    def __init__(self, name: str, value_shape: torch.Size, site_shape: torch.Size):
-        super().__init__(
+    name: str
+    value_shape: torch.Size
+    site_shape: torch.Size
+
+    @classmethod
+    def from_shapes(
+        cls, name: str, value_shape: torch.Size, site_shape: torch.Size
+    ) -> LatentShapeChanged:
+        """The error about a site, from the shapes of its value and of its distribution."""
+        error = cls(
             f"site '{name}': its shape depends on the data ({list(value_shape)} on the first "
             f"batch, {list(site_shape)} now); a latent must have one shape for every batch: take "
             "the size from a constant instead of from the batch"
         )
-        self.name, self.value_shape, self.site_shape = name, value_shape, site_shape
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.name, self.value_shape, self.site_shape), self.__dict__
+        error.name, error.value_shape, error.site_shape = name, value_shape, site_shape
+        return error
 
 
 class Recorder(Messenger):
@@ -174,7 +180,7 @@ class Recorder(Messenger):
             )
         site_shape = fn.batch_shape + fn.event_shape
         if value.shape != site_shape and not self._enum_dims:
-            raise LatentShapeChanged(name, value.shape, site_shape)
+            raise LatentShapeChanged.from_shapes(name, value.shape, site_shape)
         if log_det is None and is_real(fn.support):  # the identity: nothing to add up
             log_det = unconstrained.new_zeros(())
         elif log_det is None:
@@ -191,7 +197,7 @@ class Recorder(Messenger):
         name, fn, kept = msg["name"], msg["fn"], self._kept[msg["name"]]
         if base_distribution(fn).batch_shape != kept.shape:
             value_shape = kept.shape + unconstrained.shape[1:]
-            raise LatentShapeChanged(name, value_shape, fn.batch_shape + fn.event_shape)
+            raise LatentShapeChanged.from_shapes(name, value_shape, fn.batch_shape + fn.event_shape)
         value, log_det = put_together(fn, kept, unconstrained)
         others = self._left_out_values(msg, value)
         if others is not None:
@@ -253,7 +259,7 @@ class Recorder(Messenger):
         point = self.given_points[name] if name in self.given_points else self._find_param(msg)
         if point.parameter is None or point.parameter.requires_grad:
             self.points[name] = point
-        value = transform_to(point.constraint)(point.unconstrained)
+        value: Any = point.constrain(point.unconstrained)
         value = value.view_as(value)  # what is set on it must not be set on the caller's tensor
         value.unconstrained = lambda: point.unconstrained
         msg["value"], msg["done"] = value, True

@@ -142,9 +142,9 @@ class Rerun:
 
         if len(part) < size and not runs_on(part.repeat(size // len(part) + 1)[:size]):
             return (
-                f"So it does on {size} rows that are copies of those: it takes the others' values, "
-                "and rows come in any company: compute what it takes of the data once, from all "
-                "rows, outside of the model"
+                f"It also fails on {size} copies of those rows, so it needs values of other rows, "
+                "which a batch may not contain: compute what the model takes from the data once, "
+                "from all rows, outside of the model"
             )
         if runs_on(torch.arange(size).repeat(2)):
             return (

@@ -65,7 +65,7 @@ def check_starts(sites: Mapping[str, Site], chain: int = 0) -> None:
         if site.unconstrained is not None and not bool(torch.isfinite(site.unconstrained).all()):
             raise SiteError(
                 f"site '{site.name}': chain {chain} starts off its support ({site.fn.support}), "
-                "or on the edge of it; change init_strategy"
+                "or on its edge; change init_strategy"
             )
 
 
@@ -77,8 +77,8 @@ def check_enumerated(name: str, fn: Any, infer: Mapping[str, Any]) -> None:
         return
     if enumerates or (instead and not fn.has_enumerate_support):
         why = (
-            f"a {type(fn).__name__} cannot be enumerated, for its support has no end; marginalize "
-            "it by hand, or use a Categorical over its first values"
+            f"a {type(fn).__name__} cannot be enumerated, because its support is infinite; "
+            "marginalize it by hand, or use a Categorical over its first values"
         )
     elif instead:
         why = (

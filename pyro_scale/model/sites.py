@@ -12,6 +12,7 @@ import pyro.distributions as dist
 import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor, nn
+from torch.distributions import transform_to
 
 from pyro_scale.errors import SiteError
 
@@ -72,6 +73,16 @@ class Point:
     unconstrained: Tensor
     parameter: nn.Parameter | None
 
+    def constrain(self, unconstrained: Tensor) -> Tensor:
+        """A value in the support, from an unconstrained one."""
+        value: Tensor = transform_to(self.constraint)(unconstrained)
+        return value
+
+    def unconstrain(self, value: Tensor) -> Tensor:
+        """The unconstrained value of one in the support."""
+        unconstrained: Tensor = transform_to(self.constraint).inv(value)
+        return unconstrained
+
 
 def points_of_store() -> dict[str, Point]:
     """The params in Pyro's param store, by name."""
@@ -116,12 +127,17 @@ def free_dim(sites: Mapping[str, Site]) -> int | None:
     return -1 - max(batch_dims + plate_dims)
 
 
+def layers(fn: Any) -> list[Any]:
+    """A distribution and all that it wraps, from the outermost to the innermost."""
+    inner = [fn]
+    while hasattr(inner[-1], "base_dist"):
+        inner.append(inner[-1].base_dist)
+    return inner
+
+
 def validates(fn: Any) -> bool:
     """Whether a distribution, and every one that it wraps, checks its values."""
-    layers = [fn]
-    while hasattr(layers[-1], "base_dist"):
-        layers.append(layers[-1].base_dist)
-    return all(layer._validate_args for layer in layers)
+    return all(layer._validate_args for layer in layers(fn))
 
 
 def without_validation(fn: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Whether a network has hidden layers, from what it computes.
+"""Finds out whether a network has hidden layers, from its autograd graph.
 
-Weights of hidden layers have many equivalent modes: units can change places, signs can be turned
-around.  Those of heads, all on the same inputs, are the coefficients of a generalized linear model.
+Weights of hidden layers have many equivalent modes: units can be permuted, signs can be flipped.
+Weights of heads, all on the same inputs, are the coefficients of a generalized linear model.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pyro_scale.model.curvature.row_wise import is_of_params, shape_of, takers_o
 from pyro_scale.model.curvature.uses import Node
 from pyro_scale.model.log_posterior import LogPosterior, Params
 
-#: Operations that multiply matrices.  The matrices of a recurrent layer in one operation multiply
-#: each other's results from the second time on.
+#: Operations that multiply matrices. A recurrent layer is one operation, in which matrices multiply
+#: each other's results from the second time step on.
 _PRODUCTS = {
     "AddmmBackward0",
     "BaddbmmBackward0",
@@ -29,14 +29,15 @@ _PRODUCTS = {
 
 
 def has_hidden_layer(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> bool:
-    """Whether some weight of a network multiplies what comes of a weight, of another or its own.
+    """Whether a weight of a network multiplies the result of another weight, or of itself.
 
-    Hidden layers, recurrent ones and both factors of an adapter of low rank do; heads side by side
-    do not, whatever their links and likelihood, nor do weights between frozen layers.
+    That is true for hidden layers, recurrent layers and the two factors of a low-rank adapter. It
+    is false for heads side by side, whatever their links and likelihood, and for weights between
+    frozen layers.
 
     Args:
         log_posterior: the model.
-        params: unconstrained values; which ones does not matter.
+        params: any unconstrained values.
         arguments: a batch.
     """
     leaves = {
@@ -48,22 +49,27 @@ def has_hidden_layer(log_posterior: LogPosterior, params: Params, arguments: Arg
     if not value.requires_grad:
         return False
     takers = takers_of(value.grad_fn)
-    own = {id(leaf) for leaf in leaves.values()}  # frozen weights may take gradients, too
-    waiting = [edge for edge in takers if id(getattr(edge[0], "variable", None)) in own]
-    of_weights = {node for node, _ in waiting}
-    while waiting:
-        for node, _ in takers.get(waiting.pop(), ()):
-            if node not in of_weights:
-                of_weights.add(node)
-                waiting.extend((node, place) for place in range(len(node._input_metadata)))
-    return any(_multiplies(node, of_weights) for node in of_weights)
+    weights = {id(leaf) for leaf in leaves.values()}  # frozen weights may take gradients, too
+    pending = [edge for edge in takers if id(getattr(edge[0], "variable", None)) in weights]
+    dependent = {node for node, _ in pending}
+    while pending:
+        for node, _ in takers.get(pending.pop(), ()):
+            if node not in dependent:
+                dependent.add(node)
+                pending.extend((node, place) for place in range(len(node._input_metadata)))
+    return any(_multiplies(node, dependent) for node in dependent)
 
 
-def _multiplies(node: Node, of_weights: set[Node]) -> bool:
-    """Whether an operation takes a weight, and something else that comes of weights."""
+def _multiplies(node: Node, dependent: set[Node]) -> bool:
+    """Whether an operation multiplies a weight with something that depends on weights.
+
+    Args:
+        node: the operation.
+        dependent: the nodes that depend on weights, weights included.
+    """
     if node.name() not in _PRODUCTS:
         return False
     matrices = [  # not a layer's bias, which is added
-        edge[0] for edge in node.next_functions if edge[0] in of_weights and len(shape_of(edge)) > 1
+        edge[0] for edge in node.next_functions if edge[0] in dependent and len(shape_of(edge)) > 1
     ]
-    return len(matrices) > 1 and any(is_of_params(each) for each in matrices)
+    return len(matrices) > 1 and any(map(is_of_params, matrices))
