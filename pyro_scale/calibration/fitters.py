@@ -278,10 +278,8 @@ def find_starts(stack: Stack, init: InitFunction | None) -> Tensor:
             starts[number] = drawn(number, attempt)
     if len(broken) < stack.num_chains:
         return starts
-    params = stack.layout.unflatten(starts[broken[0]])
-    arguments = stack.arguments(torch.tensor(broken[0]))
-    indices = stack.log_posterior.first_indices()
-    site, _ = find_broken_site(stack.log_posterior, params, arguments, indices)
+    place = stack.layout.unflatten(starts[broken[0]]), stack.arguments(torch.tensor(broken[0]))
+    site, _ = find_broken_site(stack.log_posterior, *place)
     raise SiteError(
         f"site '{site or '?'}': the log joint of simulation {broken[0]} is not finite at any of "
         f"{MOST_STARTS} starts: the model draws data that it gives no density, or init_strategy "

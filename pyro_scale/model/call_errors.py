@@ -39,8 +39,6 @@ _CASTS = {
     torch.float64: "double",
     torch.int64: "long",
 }
-#: Conversions that are tried at most.
-_MOST_CONVERSIONS = 64
 _THREE_LINES = """
     net = ps.bayesianize(net)
     def model(x, y=None):
@@ -120,8 +118,8 @@ def explain_later_call(
 
 
 def _is_network(model: nn.Module, arguments: Arguments, init: InitFunction) -> bool:
-    """Whether a module has no sites but a network's weights, on the most of its first arguments
-    that it runs on."""
+    """Whether a module is a network: it has no sites but weights. It is called with all arguments,
+    or with as many of the first ones as it takes."""
     for count in range(len(arguments), 0, -1):
         part: Arguments = (
             dict(islice(arguments.items(), count))
@@ -222,7 +220,7 @@ def _dtype_error(
     if is_numerical or _runs(model, arguments, init, failed):
         return None
     named, structure = rows.named_leaves(arguments), pytree.tree_structure(arguments)
-    for dtypes in islice(_conversions(model, [leaf for _, leaf in named]), _MOST_CONVERSIONS):
+    for dtypes in islice(_conversions(model, [leaf for _, leaf in named]), 64):
         leaves = [leaf.to(dtypes[i]) if i in dtypes else leaf for i, (_, leaf) in enumerate(named)]
         recorder = Recorder()
         converted = pytree.tree_unflatten(leaves, structure)

@@ -12,8 +12,6 @@ from pyro_scale.model.scaling import Evaluation
 
 #: Rows of a Jacobian, such as a Hessian, that are computed at once.
 _JACOBIAN_ROWS = 64
-#: Rows of a batch whose gradients are computed at once.
-_GRADIENT_ROWS = 256
 
 Params = Mapping[str, Tensor]
 Gradient = dict[str, Tensor]
@@ -63,7 +61,7 @@ def row_gradients(function: Callable[[Params], Tensor], params: Params) -> Gradi
     one for models that vmap or functorch's gradient refuses."""
     try:
         with torch.no_grad():
-            return torch.func.jacrev(function, chunk_size=_GRADIENT_ROWS)(dict(params))
+            return torch.func.jacrev(function, chunk_size=256)(dict(params))
     except (RuntimeError, NotImplementedError):
         with torch.enable_grad():
             leaves = _leaves(params)

@@ -73,7 +73,7 @@ def find_broken_site(
 
 
 def nan_or_infinite(values: Tensor) -> str:
-    """In which way values are not finite, in a word."""
+    """The word for values that are not all finite: "NaN" if one of them is, or "infinite"."""
     return "NaN" if bool(values.isnan().any()) else "infinite"
 
 
@@ -163,7 +163,8 @@ def _sloping_sites(
     direction: Params,
     terms: Params,
 ) -> list[str]:
-    """The sites that have a slope along a direction, in which the total has no gradient.
+    """The sites whose log density changes smoothly along a direction in which their total has no
+    gradient.
 
     Args:
         log_posterior: the model.
@@ -288,7 +289,7 @@ def _scales(sites: Mapping[str, Site], latents: Iterable[str]) -> dict[str, Tens
     """The scales of the latents whose distributions have a location and a scale."""
     scales = {}
     for name in latents:
-        fn = next((fn for fn in layers(sites[name].fn) if hasattr(fn, "scale")), None)
-        if hasattr(fn, "loc") and isinstance(fn.scale, Tensor):
-            scales[name] = fn.scale
+        inner: Any = next((fn for fn in layers(sites[name].fn) if hasattr(fn, "scale")), None)
+        if hasattr(inner, "loc") and isinstance(inner.scale, Tensor):
+            scales[name] = inner.scale
     return scales

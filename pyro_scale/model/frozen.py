@@ -28,15 +28,12 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.model import derivatives
 from pyro_scale.model.classify import close
+from pyro_scale.model.diagnose import error_in_short
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.scaling import Evaluation
 
 #: Tolerance in roundings for sums in another order.
 _ROUNDINGS = 1000.0
-#: Distance between the params at which the parts are compared with the log posterior.
-_PARAM_STEP = 0.1
-#: Characters of an error's message that are shown.
-_MOST_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -47,15 +44,15 @@ class FrozenBase:
 
     Attributes:
         num_data: N.
-        names: of the params, in the order in which `rest` takes them.
+        names: of the params, in the order in which `head` takes them.
         base: rows -> features, both lists of tensors.
-        rest: params and features -> log joint, log prior, log likelihood.
+        head: params and features -> log joint, log prior, log likelihood.
     """
 
     num_data: int
     names: tuple[str, ...]
     base: fx.GraphModule
-    rest: fx.GraphModule
+    head: fx.GraphModule
 
     def features(self, arguments: Arguments) -> tuple[Tensor, ...]:
         """The features of a batch, `[B, ...]` each."""
@@ -64,7 +61,7 @@ class FrozenBase:
 
     def __call__(self, params: Params, batch: Any, indices: Tensor | None = None) -> Evaluation:
         """As `LogPosterior.__call__`, on a batch of features in place of rows."""
-        return Evaluation(*self.rest(*(params[name] for name in self.names), *batch))
+        return Evaluation(*self.head(*(params[name] for name in self.names), *batch))
 
     def grad(
         self, params: Params, batch: Any, indices: Tensor | None = None
@@ -116,16 +113,15 @@ def frozen_base(
         is_feature = _find_features(graph, len(params), arguments, size)
     except Exception as error:  # of the model, of make_fx
         raise_if_from_handler(error)
-        reason = str(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
-        raise NoBase(f"the model cannot be recorded ({type(error).__name__}: {reason})") from error
-    cut = _features_of_rest(graph, is_feature)
+        raise NoBase(f"the model cannot be recorded ({error_in_short(error)})") from error
+    cut = _features_of_head(graph, is_feature)
     placeholders = graph.graph.find_nodes(op="placeholder")
     base = _subgraph(graph, placeholders[len(params) :], cut)
     if not any(_is_work(node) for node in base.graph.nodes):
         raise NoBase("no work is done on the rows before params come in")
     (output,) = graph.graph.find_nodes(op="output")
-    rest = _subgraph(graph, [*placeholders[: len(params)], *cut], list(output.args[0]))
-    parts = FrozenBase(log_posterior.num_data, tuple(params), base, rest)
+    head = _subgraph(graph, [*placeholders[: len(params)], *cut], list(output.args[0]))
+    parts = FrozenBase(log_posterior.num_data, tuple(params), base, head)
     backwards = rows.take(arguments, torch.arange(size).flip(0))
     _compare(parts, log_posterior, params, [backwards, *others])
     return parts
@@ -180,9 +176,9 @@ def _evaluate(graph: fx.GraphModule, inputs: Mapping[fx.Node, Tensor]) -> dict[f
     return values
 
 
-def _features_of_rest(graph: fx.GraphModule, is_feature: Mapping[fx.Node, bool]) -> list[fx.Node]:
-    """The features from which the rest of the graph is computed, in the graph's order. A node that
-    is no feature belongs to the rest itself."""
+def _features_of_head(graph: fx.GraphModule, is_feature: Mapping[fx.Node, bool]) -> list[fx.Node]:
+    """The features from which the head is computed, in the graph's order. A node that depends on
+    the rows and is no feature belongs to the head."""
     cut, uncut = set[fx.Node](), set[fx.Node]()
     for node in reversed(graph.graph.nodes):  # users of a node come before it
         if node not in is_feature or node in uncut:
@@ -220,7 +216,7 @@ def _compare(
         NoBase: they differ.
     """
     for number, batch in enumerate(batches, start=1):
-        moved = {name: value + _PARAM_STEP * number for name, value in params.items()}
+        moved = {name: value + 0.1 * number for name, value in params.items()}
         try:
             slope, value = parts.plain_grad(moved, parts.features(batch))
             expected, full = log_posterior.plain_grad(moved, batch)

@@ -59,7 +59,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _explains_errors(method: F) -> F:
-    """A method of params and a batch that, where it fails, raises what is wrong with the batch."""
+    """Decorates a method of params and a batch: where it fails because the batch does not fit the
+    model, it raises an error that says so."""
 
     @functools.wraps(method)
     def call(self: LogPosterior, params: Params, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -449,7 +450,7 @@ class LogPosterior:
             raise explained from error
 
     def _explain(self, batch: Any, error: Exception) -> PyroScaleError | None:
-        """The error about what is wrong with a batch; None if the batch is not why a call fails."""
+        """The error to raise if a call failed because of its batch; None if not."""
         if self._model_info is None or isinstance(error, PyroScaleError):
             return None
         init = init_to_value(values=self.values)

@@ -84,7 +84,8 @@ def partition_error(
 
 
 def small_batch(arguments: Arguments, probes: Sequence[Probe], own_plate: str | None) -> Arguments:
-    """Half of the batch where the model runs on that: enough if only its latents matter."""
+    """A batch to run the model on when only its latents matter: half of the first, where it has
+    run on that."""
     count = rows.count(arguments)
     if own_plate is not None or not probes or count is None or count < 2:
         return arguments

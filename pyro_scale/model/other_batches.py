@@ -33,8 +33,6 @@ _PRIOR_DRAWS = 2
 _NEARBY = 4
 #: The tolerance, in multiples of what rounding changes, and in roundings of a total.
 _ROUNDINGS = 64
-#: Elements of an observed value that a message shows at most.
-_MOST_SHOWN = 10
 
 
 def check_batches(
@@ -67,7 +65,8 @@ def check_batches(
 
 
 def is_checked(info: ModelInfo) -> bool:
-    """Whether batches are parts of the data, and rows can be put together anew."""
+    """Whether other batches are checked: if a batch is a part of the data, and the model runs on
+    other combinations of rows."""
     is_part = info.batch_size < info.scaling.num_data
     return is_part and not info.whole_only and not info.is_function
 
@@ -144,8 +143,8 @@ class _Part(NamedTuple):
 def _parts(
     info: ModelInfo, batch: Arguments, indices: Tensor | None, first: Arguments
 ) -> list[_Part]:
-    """The batch's rows in other company: its halves; for a model that subsamples by itself, each
-    half together with other rows; a single row together with the first batch."""
+    """The batch's rows without each other: its two halves. A model that subsamples by itself gets
+    each half together with other rows, and a single row is put before the first batch."""
     if indices is not None:
         size, total = len(indices), info.scaling.num_data
         others, half = (indices + total // 2) % total, size // 2
@@ -283,5 +282,5 @@ def _first_outside(rule: Rule | None, site: Site, begin: int) -> str:
         return ""
     place = (~inside_support(site)).nonzero()[0]
     observed = site.value.expand(site.shape)[tuple(place)]
-    value = f", {observed.tolist()}," if observed.numel() <= _MOST_SHOWN else ""
+    value = f", {observed.tolist()}," if observed.numel() <= 10 else ""
     return f" in row {begin + int(place[rule.dim])}{value}"

@@ -44,7 +44,7 @@ class Rerun:
         self.enum_dim = free_dim(first.sites)
 
     def shifted(self) -> Rerun:
-        """The same at a second set of latent values."""
+        """The rerun at a second set of latent values."""
         return Rerun(self._program, self._first, self._kept, _SHIFT)
 
     def run(
@@ -54,7 +54,7 @@ class Rerun:
         validate: bool = False,
         moved: Mapping[str, Tensor] | None = None,
     ) -> Recorder:
-        """One run.
+        """Runs the model on a batch and returns the recorder of the run.
 
         Args:
             arguments: a batch.
@@ -173,8 +173,9 @@ def probe_shifted(
 
 
 def find_kept(program: Program, first: Recorder, arguments: Arguments) -> dict[str, Kept]:
-    """The latents with elements that masks leave out, and of each the elements that are params:
-    if nothing depends on the others, at any of several latent values, those that masks keep.
+    """For each latent with elements that a mask leaves out, the elements that are params: those
+    that the mask keeps. A latent is not among the results if something depends on the elements
+    that its mask leaves out, at one of several latent values.
 
     Raises:
         SiteError: a mask depends on a latent.

@@ -150,8 +150,8 @@ def _sum_out(variable: Site, terms: list[Term], free: int) -> list[Term]:
 
 
 def _dims(plates: Iterable[CondIndepStackFrame], shape: torch.Size, free: int) -> set[int]:
-    """The dimensions, from the right, of plates and of rows outside of plates: those right of
-    `free`, from which on they belong to enumerated sites."""
+    """The dimensions of plates, and others with more than one element; counted from the right.
+    Dimensions from `free` to the left belong to enumerated sites and are left out."""
     plated = {frame.dim for frame in plates if frame.dim is not None}
     return plated | {i for i in range(max(free + 1, -len(shape)), 0) if shape[i] > 1}
 

@@ -15,12 +15,12 @@ class _Triangular(Transform):
     """A map from vectors to triangular matrices, whose elements it takes row by row.
 
     Attributes:
-        diagonal: 0 if the vector has elements for the diagonal, -1 if it has none.
+        has_diagonal: whether the vector has elements for the diagonal.
     """
 
     domain = constraints.real_vector
     bijective = True
-    diagonal = 0
+    has_diagonal = True
 
     def forward_shape(self, shape: Any) -> torch.Size:
         """[..., number of elements] -> [..., n, n]."""
@@ -30,15 +30,15 @@ class _Triangular(Transform):
     def inverse_shape(self, shape: Any) -> torch.Size:
         """[..., n, n] -> [..., number of elements]."""
         n = shape[-1]
-        return torch.Size((*shape[:-2], n * (n + 1 + 2 * self.diagonal) // 2))
+        return torch.Size((*shape[:-2], n * (n - 1) // 2 + n * self.has_diagonal))
 
     def _order(self, size: int) -> int:
         """n, of the matrix for a vector of this size."""
-        return int(((8 * size + 1) ** 0.5 - 1) / 2 + 0.5) - self.diagonal
+        return int(((8 * size + 1) ** 0.5 - 1) / 2 + 0.5) + (not self.has_diagonal)
 
     def _indices(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """(Rows, columns) of the vector's elements in the matrix."""
-        rows, columns = torch.tril_indices(n, n, self.diagonal, device=device)
+        rows, columns = torch.tril_indices(n, n, self.has_diagonal - 1, device=device)
         return rows, columns
 
 
@@ -78,7 +78,7 @@ class CorrelationCholesky(_Triangular):
     """
 
     codomain = constraints.corr_cholesky
-    diagonal = -1
+    has_diagonal = False
 
     def _call(self, x: Tensor) -> Tensor:
         n = self._order(x.shape[-1])
