@@ -147,8 +147,8 @@ def _network_error(net: nn.Module) -> ModelError:
 def nested_error() -> CallError:
     """The error about arguments that are wrapped in a tuple, list or dict."""
     return CallError(
-        "the model takes its arguments one by one, and they were passed in one tuple, list or "
-        "dict: write predict(x), step(x, y) and init(seed, x, y), and run((x, y), ...)"
+        "the model's arguments were passed in one tuple, list or dict, but it takes them one by "
+        "one: write predict(x), step(x, y) and init(seed, x, y), and run((x, y), ...)"
     )
 
 
