@@ -24,7 +24,7 @@ from pyro_scale.core.memory import bytes_of
 from pyro_scale.core.warn import warn
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, NonFiniteError, PyroScaleWarning
-from pyro_scale.model.identity import evaluations, first_difference
+from pyro_scale.model.fingerprint import first_difference, model_fingerprint
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.resume import digest_of
 from pyro_scale.tuning.groups import Lengths
@@ -200,7 +200,7 @@ class Campaign:
         stack = self._simulated(params, 0, 1)[0]
         first = {name: value[0] for name, value in params.items()}
         rows, where = stack.arguments(torch.tensor(0)), "at the first true latents"
-        return evaluations(stack.log_posterior, first, rows, where=where)
+        return model_fingerprint(stack.log_posterior, first, rows, where=where)
 
     def _spans(self, done: int) -> list[tuple[int, int]]:
         """The blocks that are left, as (first simulation, the one after the last): a small one,

@@ -21,8 +21,9 @@ from pyro_scale.errors import PyroScaleError, SiteError
 from pyro_scale.exact.chains import sample_each
 from pyro_scale.exact.log_density import EarlierFunction, log_density
 from pyro_scale.exact.nutpie_api import Settings
+from pyro_scale.model.diagnose import find_broken_site
+from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.model.log_posterior import MOST_STARTS
-from pyro_scale.model.preflight import InitFunction
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.tuning.groups import Lengths
 from pyro_scale.tuning.policy import SIMULATIONS
@@ -275,11 +276,10 @@ def find_starts(stack: Stack, init: InitFunction | None) -> Tensor:
             starts[number] = drawn(number, attempt)
     if len(broken) < stack.num_chains:
         return starts
-    site = stack.log_posterior.broken_site(
-        stack.layout.unflatten(starts[broken[0]]), stack.arguments(torch.tensor(broken[0]))
-    )
+    place = stack.layout.unflatten(starts[broken[0]]), stack.arguments(torch.tensor(broken[0]))
+    site, _ = find_broken_site(stack.log_posterior, *place)
     raise SiteError(
-        f"site '{site}': the log joint of simulation {broken[0]} is not finite at any of "
+        f"site '{site or '?'}': the log joint of simulation {broken[0]} is not finite at any of "
         f"{MOST_STARTS} starts: the model draws data that it gives no density, or init_strategy "
         "starts where there is none",
         code="not-finite",

@@ -19,8 +19,8 @@ from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.errors import ArgumentError, DataError, ModelError, SiteError
-from pyro_scale.model.checks import inside_support
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.observation_checks import inside_support
 from pyro_scale.model.sites import Site
 from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
 from pyro_scale.posterior.row_batches import data_axes

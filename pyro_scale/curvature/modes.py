@@ -17,7 +17,7 @@ from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.curvature.newton import ascend
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.model.checks import FINITE_DATA
+from pyro_scale.model.site_checks import FINITE_DATA
 
 #: Squared distance to a mode, in posterior sds and for each element, that counts as arrived.
 NEAR = 0.01

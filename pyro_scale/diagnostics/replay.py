@@ -14,7 +14,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout, dtype_name
 from pyro_scale.core.rows import Arguments
 from pyro_scale.diagnostics.replay_steps import Rerun, rerun
-from pyro_scale.model.examine import as_word, examine, in_short
+from pyro_scale.model.diagnose import error_in_short, find_broken_site, nan_or_infinite
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.serialization import layout_of, prepare_model
 from pyro_scale.storage import files
@@ -145,7 +145,7 @@ def _diagnosis(
         return site, f"site '{site}': its value is not finite {at}, before its gradient is taken"
     on = "on finite unconstrained values and a finite batch"
     if broken.error is not None:
-        raised = in_short(broken.error)
+        raised = error_in_short(broken.error)
         return here or failed, f"site '{here or failed}': the model raises {raised} {at}, {on}"
     if here is not None:
         return here, f"site '{here}': its log density is {what} {at}, {on}{told}"
@@ -156,7 +156,7 @@ def _diagnosis(
         )
     if not evaluated:
         site = _first(layout, broken.gradient)
-        value = as_word(broken.gradient[layout.slices()[site]])
+        value = nan_or_infinite(broken.gradient[layout.slices()[site]])
         return site, f"site '{site}': its gradient of the log joint is {value} {at}, {on}{told}"
     return failed, (
         f"site '{failed}': its value is not finite after step {broken.number}, which begins with "
@@ -169,7 +169,7 @@ def _examine(
     log_posterior: LogPosterior, layout: Layout, step: Rerun, validate: bool = False
 ) -> tuple[str | None, str]:
     params = layout.unflatten(step.position)
-    return examine(log_posterior, params, step.arguments, step.indices, validate)
+    return find_broken_site(log_posterior, params, step.arguments, step.indices, validate)
 
 
 def _validate(log_posterior: LogPosterior, layout: Layout, step: Rerun) -> str:

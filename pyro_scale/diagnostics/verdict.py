@@ -23,7 +23,7 @@ from pyro_scale.diagnostics.modes_seen import modes_seen
 from pyro_scale.diagnostics.policy import MIXING, TEMPERATURE
 from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.diagnostics.run_report import Finding, Report, Verdict
-from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
+from pyro_scale.model.diagnose import centered_latents, how_to_non_center
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.blame import WITHIN
 from pyro_scale.tuning.choice import Choice

@@ -31,8 +31,8 @@ from pyro_scale.data.sources import Data
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError, NotRunError
 from pyro_scale.kernels import Hyperparameters
+from pyro_scale.model.call_errors import check_model
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.model.networks import check_model
 from pyro_scale.results.call_checks import ATTRIBUTES, check_calls
 from pyro_scale.results.files import check_contents, posterior_of, read
 from pyro_scale.results.posterior import Posterior

@@ -24,7 +24,7 @@ from pyro_scale.exact.log_density import EarlierFunction, LogDensity, log_densit
 from pyro_scale.exact.nutpie_api import Settings, takes_pointers, version
 from pyro_scale.infer.method import Finished, Method, asks
 from pyro_scale.kernels import Hyperparameters
-from pyro_scale.model.examine import examine
+from pyro_scale.model.diagnose import find_broken_site
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.results.posterior import Posterior
@@ -301,7 +301,7 @@ def _what_broke(problem: Problem, density: LogDensity) -> str:
     layout, position = density.layout, density.function.not_finite_at
     points = {name: p.unconstrained for name, p in problem.log_posterior.points.items()}
     params = layout.unflatten(position.to(layout.dtype)) | points
-    site, finding = examine(problem.log_posterior, params, problem.data.first())
+    site, finding = find_broken_site(problem.log_posterior, params, problem.data.first())
     if site is not None:
         return f", as the log density of site '{site}' is {finding} there"
     _, gradient = density.function(position)

@@ -1,17 +1,21 @@
-"""Decides which terms are multiplied by N/B, by running the model on different numbers of rows.
+"""Decides which terms are multiplied by N/B, by comparing runs of the model on different rows.
 
-1. Run the model on B rows.
-2. Run it again on part of these rows, at the same latent values.
-3. A term whose size follows the number of rows, and whose value for a row is the same in both runs,
-   is likelihood: it is scaled by N/B, unless Pyro does so already.  A term that does not change is
-   a prior or a constant.  Anything else is a `PlateError`.
+The runs have the same latent values. For each term, in this order:
 
-Sizes that are equal by coincidence decide nothing.
+1. The density of a latent must be the same in all runs, and counts once.
+2. A term has a row dimension if one dimension has size B in the batch and size b in a run on b of
+   its rows.
+3. If, besides, every row's value is the same in all runs, the term is likelihood: it is multiplied
+   by N/B, unless Pyro already does so.
+4. A term with the same total in all runs is a constant, and counts once.
+5. Anything else is a joint density of rows, which needs the whole data (B = N).
+
+`scaling` applies the rules that are found here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,96 +29,89 @@ from pyro_scale.model.scaling import (
     joint_message,
     sum_but,
 )
-from pyro_scale.model.terms import Term, aligned_scale
+from pyro_scale.model.sites import Site, layers
+from pyro_scale.model.terms import Term, aligned_scale, terms_of
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One more run of the model, on other rows, at the same latent values.
+    """A run of the model on other rows than the batch's, or on some of them.
 
     Attributes:
-        terms: its terms.
-        origin: for each of its rows, which row of the first run it is, `[b]`; -1 for another.
+        sites: of the run.
+        terms: of the run.
+        origin: for each of its rows, the row of the batch that it is, `[b]`; -1 for another.
     """
 
+    sites: Mapping[str, Site]
     terms: Mapping[str, Term]
     origin: Tensor
 
-    def shared_rows(self, terms_of_batch: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows that both runs have, of the first run and of this one."""
-        known = self.origin >= 0
-        return terms_of_batch[self.origin[known]], part[known]
+    @classmethod
+    def from_sites(cls, sites: Mapping[str, Site], origin: Tensor) -> Probe:
+        """The probe of a run, by its sites."""
+        return cls(sites, terms_of(sites), origin)
+
+    def shared_rows(self, of_batch: Tensor, of_probe: Tensor) -> tuple[Tensor, Tensor]:
+        """The values of the rows that both runs have: (in the batch, in the probe)."""
+        is_shared = self.origin >= 0
+        return of_batch[self.origin[is_shared]], of_probe[is_shared]
 
 
-def classify(
-    terms: Mapping[str, Term],
-    probes: Sequence[Probe],
-    batch_size: int,
-    num_data: int,
-    own_plate: str | None = None,
-    elsewhere: Sequence[Probe] = (),
-) -> Scaling:
-    """Finds each term's rule by comparing a run with its probes.
+@dataclass(frozen=True)
+class Comparison:
+    """A run on a batch, compared with probes: finds each term's rule.
 
-    Args:
-        terms: of the run on a batch of `batch_size` rows.
+    Attributes:
+        terms: of the run on the batch.
         probes: the same model on other rows; none if it runs on the whole data only.
         batch_size: B.
         num_data: N.
         own_plate: the plate whose rows the model draws by itself, if it does.
-        elsewhere: the same runs, the batch's first and then the probes', at other latent
-            values: what the rows do not change at one they may change at another.
-
-    Raises:
-        PlateError: it is ambiguous how often a term is to be counted.
+        shifted: the run on the batch and the probes once more, at other latent values, at which
+            the rows may change what they do not change at the first.
     """
-    latents = [t.site.value for t in terms.values() if t.is_prior and t.site is not None]
-    comparison = _Comparison(probes, batch_size, num_data, own_plate, elsewhere, latents)
-    return Scaling(num_data, {name: comparison.rule(term) for name, term in terms.items()})
 
-
-@dataclass(frozen=True)
-class _Comparison:
+    terms: Mapping[str, Term]
     probes: Sequence[Probe]
     batch_size: int
     num_data: int
     own_plate: str | None
-    elsewhere: Sequence[Probe]
-    latents: Sequence[Tensor]
+    shifted: Sequence[Probe]
+
+    def scaling(self) -> Scaling:
+        """The rules of all terms.
+
+        Raises:
+            PlateError: it is ambiguous how often a term is to be counted.
+        """
+        return Scaling(self.num_data, {name: self.rule(term) for name, term in self.terms.items()})
 
     def rule(self, term: Term) -> Rule:
+        """The rule of one term."""
         if any(term.name not in probe.terms for probe in self.probes):
             if self.batch_size == self.num_data:
-                return self._joint(term)
+                return self._joint_rule(term, None)
             raise PlateError(
                 f"site '{term.name}': it is there for some batches only; every batch must have "
                 "the same sites"
             )
         if term.is_prior:
-            self._require_fixed_scale(term, "a prior")
-            return self._prior(term)
-        place = self._find_rows(term)
-        if place is not None and self._is_by_row(term, place):
-            return self._scale(term, place)
+            return self._prior_rule(term)
+        rows = self._find_rows(term)
+        if rows is not None and self._has_all_rows(term, rows) and self._rows_match(term, rows):
+            return self._scaled_rule(term, rows)
         if not self.probes:
             return Rule("global", whole_data=True, why="the model runs on the whole data only")
         if self._is_constant(term):
-            self._require_fixed_scale(term, "a term that the batch does not change")
+            self._check_fixed_scale(term, "a term that the batch does not change")
             return Rule("global", why="does not change with the batch")
-        return self._joint(term, place)
+        return self._joint_rule(term, rows)
 
-    def _prior(self, term: Term) -> Rule:
-        if self._is_constant(term):
-            return Rule("prior", why="latent")
-        if self.batch_size != self.num_data:
-            raise PlateError(
-                f"site '{term.name}': its prior changes with the rows of the batch, so minibatches "
-                "do not estimate it; compute what it takes from the data once, from all rows and "
-                "outside of the model"
-            )
-        return Rule("prior", whole_data=True, why="latent; its prior needs the whole data")
+    # ------------------------------------------------------------------ the rows of a term
 
     def _find_rows(self, term: Term) -> Rule | None:
+        """Where a term's rows are: their dimension, after `to_event` is undone if need be."""
         for depth in range(term.max_depth + 1):
             dim = self._row_dim(term, depth)
             if dim is not None:
@@ -122,8 +119,8 @@ class _Comparison:
         return None
 
     def _row_dim(self, term: Term, depth: int) -> int | None:
-        """The dimension from the right that follows the rows, each of which it has, or all but as
-        many here as in each probe."""
+        """The dimension, from the right, whose size follows the number of rows: it has one value
+        for every row, or a fixed number fewer in all runs."""
         if self.own_plate is not None:
             return next((f.dim for f in term.plates if f.name == self.own_plate), None)
         shape = term.unwrap(depth).shape
@@ -145,60 +142,94 @@ class _Comparison:
         if len(following) != 1:
             return None
         dim = following.pop()
-        sizes = [v.terms[term.name].unwrap(depth).shape[dim] for v in self.probes]
+        sizes = [probe.terms[term.name].unwrap(depth).shape[dim] for probe in self.probes]
         missing = self.batch_size - shape[dim]  # such as the first, in a regression on the last row
         return dim if missing >= 0 and sizes == [n - missing for n in self._sizes[1:]] else None
 
     @property
     def _sizes(self) -> list[int]:
-        """Rows of the first run and of each probe."""
-        return [self.batch_size, *(len(v.origin) for v in self.probes)]
+        """Rows of the batch and of each probe."""
+        return [self.batch_size, *(len(probe.origin) for probe in self.probes)]
 
-    def _is_by_row(self, term: Term, rule: Rule) -> bool:
-        """Whether every row has a value, the same whichever rows are with it."""
-        has_all = term.unwrap(rule.depth).shape[rule.dim or 0] == self.batch_size
-        return (self.own_plate is not None or has_all) and self._rows_match(term, rule)
+    def _has_all_rows(self, term: Term, rows: Rule) -> bool:
+        size = term.unwrap(rows.depth).shape[rows.dim or 0]
+        return self.own_plate is not None or size == self.batch_size
 
-    def _rows_match(self, term: Term, rule: Rule) -> bool:
+    def _rows_match(self, term: Term, rows: Rule) -> bool:
         """Whether a row's value is the same whichever rows are with it."""
-        return self._same_rows(term, self.probes, rule) and (
-            not self.elsewhere
-            or self._same_rows(self.elsewhere[0].terms[term.name], self.elsewhere[1:], rule)
-        )
+        dtype, pairs = self._dtype(term), self._row_pairs(term, rows)
+        return all(close(mine, theirs, dtype=dtype) for _, mine, theirs in pairs)
 
-    def _same_rows(self, term: Term, probes: Sequence[Probe], rule: Rule) -> bool:
-        full = sum_but(term.unwrap(rule.depth), rule.dim)
-        parts = [sum_but(v.terms[term.name].unwrap(rule.depth), rule.dim) for v in probes]
-        dtype = dtype_of(term, self.latents)
-        return all(
-            close(*probe.shared_rows(full, part), dtype=dtype)
-            for probe, part in zip(probes, parts, strict=True)
-        )
+    def _dtype(self, term: Term) -> torch.dtype:
+        priors = [t.site for t in self.terms.values() if t.is_prior]
+        return dtype_of(term, [site.value for site in priors if site is not None])
+
+    def _row_pairs(self, term: Term, rows: Rule) -> Iterator[tuple[Probe, Tensor, Tensor]]:
+        """(Probe, rows' values in the batch, the same rows' values in the probe), at the first
+        latent values and at the shifted ones."""
+        runs = [(term, self.probes)]
+        runs += [(run.terms[term.name], self.shifted[1:]) for run in self.shifted[:1]]
+        for of_batch, probes in runs:
+            full = sum_but(of_batch.unwrap(rows.depth), rows.dim)
+            for probe in probes:
+                part = sum_but(probe.terms[term.name].unwrap(rows.depth), rows.dim)
+                yield probe, *probe.shared_rows(full, part)
+
+    # ------------------------------------------------------------------ terms that count once
+
+    def _prior_rule(self, term: Term) -> Rule:
+        self._check_fixed_scale(term, "a prior")
+        if self._is_constant(term):
+            return Rule("prior", why="latent")
+        if self.batch_size != self.num_data:
+            raise PlateError(
+                f"site '{term.name}': its prior changes with the rows of the batch, so minibatches "
+                "do not estimate it; compute what it takes from the data once, from all rows and "
+                "outside of the model"
+            )
+        return Rule("prior", whole_data=True, why="latent; its prior needs the whole data")
 
     def _is_constant(self, term: Term) -> bool:
-        there = [run.terms[term.name] for run in self.elsewhere]
-        return _same_totals(self._runs(term)) and _same_totals(there)
+        """Whether a term's total is the same in all runs, at both sets of latent values."""
+        shifted = [run.terms[term.name] for run in self.shifted]
+        return _same_totals(self._runs(term)) and _same_totals(shifted)
 
-    def _scale(self, term: Term, rule: Rule) -> Rule:
-        """The rule with who multiplies the rows by N/B."""
-        plate = self._pyro_scales(term)
-        kept = self._keeps_scale(term, rule)
-        if not kept and plate is not None:
+    def _check_fixed_scale(self, term: Term, what: str) -> None:
+        for other in self._runs(term)[1:]:
+            is_fixed = torch.equal(torch.as_tensor(term.scale), torch.as_tensor(other.scale))
+            if not is_fixed or any(f.size != f.full_size for f in other.plates if f.full_size):
+                raise PlateError(
+                    f"site '{term.name}': {what} must count once, but its scale follows the "
+                    "batch; move it out of the poutine.scale or plate that holds the data"
+                )
+
+    def _runs(self, term: Term) -> list[Term]:
+        """The term in the batch and in each probe."""
+        return [term, *(probe.terms[term.name] for probe in self.probes)]
+
+    # ------------------------------------------------------------------ terms that count N/B times
+
+    def _scaled_rule(self, term: Term, rows: Rule) -> Rule:
+        """The rule of a likelihood term, with who multiplies it by N/B: Pyro or this library."""
+        plate = self._scaling_plate(term)
+        keeps_scale = self._keeps_scale(term, rows)
+        if not keeps_scale and plate is not None:
             raise PlateError(
                 f"site '{term.name}': plate '{plate}' already multiplies it by N/B, and so does a "
                 "poutine.scale; remove the poutine.scale"
             )
+        pyro, ours = "N/B", "1"
         if self.own_plate is not None:
-            words = ("N/B", "1", f"the model subsamples by itself in plate '{self.own_plate}'")
+            why = f"the model subsamples by itself in plate '{self.own_plate}'"
         elif plate is not None:
-            words = ("N/B", "1", f"plate '{plate}' has {self.num_data} rows in all")
-        elif not kept:
-            words = ("N/B", "1", "a poutine.scale that follows N/B")
+            why = f"plate '{plate}' has {self.num_data} rows in all"
+        elif not keeps_scale:
+            why = "a poutine.scale that follows N/B"
         else:
-            words = ("1", "N/B", _why_rows(term, rule))
-        return Rule(rule.role, rule.dim, rule.depth, kept, False, *words)
+            pyro, ours, why = "1", "N/B", _why_rows(term, rows)
+        return Rule(rows.role, rows.dim, rows.depth, keeps_scale, False, pyro, ours, why)
 
-    def _pyro_scales(self, term: Term) -> str | None:
+    def _scaling_plate(self, term: Term) -> str | None:
         """The plate that makes Pyro multiply the term by N/B, if one does."""
         if self.own_plate is not None:
             return None
@@ -216,60 +247,49 @@ class _Comparison:
                 return str(frame.name)
         return None
 
-    def _keeps_scale(self, term: Term, rule: Rule) -> bool:
-        """Whether the user's scale is their own (True) or N/B by hand (False)."""
-        sizes = self._sizes
+    def _keeps_scale(self, term: Term, rows: Rule) -> bool:
+        """Whether the `poutine.scale` around a term is a weight that is kept (True) or N/B written
+        by hand (False)."""
         scales = [run.scale for run in self._runs(term)]
-        if all(_is_scalar(scale) for scale in scales):
+        if all(not isinstance(scale, Tensor) or scale.numel() == 1 for scale in scales):
             numbers = [float(scale) for scale in scales]
             if all(abs(number - numbers[0]) <= 1e-9 * abs(numbers[0]) for number in numbers):
                 return True
-            by_hand = [self.num_data / size for size in sizes]
+            by_hand = [self.num_data / size for size in self._sizes]
             if all(abs(a - b) <= 1e-6 * b for a, b in zip(numbers, by_hand, strict=True)):
                 return False
+            pairs = zip(numbers, self._sizes, strict=True)
+            listed = ", ".join(dict.fromkeys(f"{s:.6g} for {n} rows" for s, n in pairs))
             raise PlateError(
-                f"site '{term.name}': its poutine.scale changes with the batch "
-                f"({_scales_in_words(numbers, sizes)}) but is not N/B (N = {self.num_data}); "
-                "remove it: the library multiplies by N/B, and a scale of your own must not "
-                "depend on the batch size"
+                f"site '{term.name}': its poutine.scale changes with the batch ({listed}) but is "
+                f"not N/B (N = {self.num_data}); remove it: the library multiplies by N/B, and a "
+                "scale of your own must not depend on the batch size"
             )
-        full = _scale_rows(term, rule)
+        full = _row_scales(term, rows)
         for probe in self.probes:
-            other = _scale_rows(probe.terms[term.name], rule)
-            if not close(*probe.shared_rows(full, other)):
+            part = _row_scales(probe.terms[term.name], rows)
+            if not close(*probe.shared_rows(full, part)):
                 raise PlateError(
                     f"site '{term.name}': a row's poutine.scale depends on the other rows of the "
                     "batch; a weight must belong to its row (the library multiplies by N/B)"
                 )
         return True
 
-    def _require_fixed_scale(self, term: Term, what: str) -> None:
-        for other in self._runs(term)[1:]:
-            fixed = torch.equal(torch.as_tensor(term.scale), torch.as_tensor(other.scale))
-            if not fixed or any(f.size != f.full_size for f in other.plates if f.full_size):
-                raise PlateError(
-                    f"site '{term.name}': {what} must count once, but its scale follows the "
-                    "batch; move it out of the poutine.scale or plate that holds the data"
-                )
+    # ------------------------------------------------------------------ joint densities of rows
 
-    def _runs(self, term: Term) -> list[Term]:
-        """The term as it is in the first run and in each probe."""
-        return [term, *(probe.terms[term.name] for probe in self.probes)]
-
-    def _joint(self, term: Term, place: Rule | None = None) -> Rule:
-        """The rule of what depends on all rows; its values have a place where they follow them."""
+    def _joint_rule(self, term: Term, rows: Rule | None) -> Rule:
+        """The rule of a term that depends on all rows, which has a value for each if `rows` is
+        not None."""
         if self.batch_size != self.num_data:
-            raise PlateError(self._why_joint(term))
+            raise PlateError(self._why_joint(term, rows))
         why = "a joint density of all rows; the whole data only"
-        if place is None:
+        if rows is None:
             return Rule("global", whole_data=True, why=why)
-        return Rule("global", place.dim, place.depth, whole_data=True, why=why)
+        return Rule("global", rows.dim, rows.depth, whole_data=True, why=why)
 
-    def _why_joint(self, term: Term) -> str:
-        for depth in range(term.max_depth + 1):
-            dim = self._row_dim(term, depth)
-            if dim is not None:
-                return dependence_message(term.name, self._changes(term, Rule("rows", dim, depth)))
+    def _why_joint(self, term: Term, rows: Rule | None) -> str:
+        if rows is not None:
+            return dependence_message(term.name, self._changed_rows(term, rows))
         total, *parts = (run.log_prob.sum() for run in self._runs(term))
         if len(parts) == 3 and self.own_plate is None:
             if close(total, parts[0] + parts[1]):
@@ -279,41 +299,42 @@ class _Comparison:
                 return joint_message(term.name, "mean", self.num_data)
         return joint_message(term.name, "neither", self.num_data)
 
-    def _changes(self, term: Term, rule: Rule) -> list[tuple[bool, Tensor]]:
-        """Of each half of the batch: whether it is the second, and which of its rows differ."""
-        if self.own_plate is not None or self.batch_size == 1:  # other runs are no halves
+    def _changed_rows(self, term: Term, rows: Rule) -> list[tuple[bool, Tensor]]:
+        """For each half of the batch: (whether it is the second, which of its rows change). None
+        where probes are not halves, or rows are missing in the term."""
+        if self.own_plate is not None or self.batch_size == 1 or not self._has_all_rows(term, rows):
             return []
-        dtype, changes = dtype_of(term, self.latents), []
-        groups = [(term, self.probes)]
-        groups += [(run.terms[term.name], self.elsewhere[1:]) for run in self.elsewhere[:1]]
-        for run, probes in groups:
-            full = sum_but(run.unwrap(rule.depth), rule.dim)
-            for probe in probes:
-                if len(probe.origin) == self.batch_size:  # the batch backwards
-                    continue
-                part = sum_but(probe.terms[term.name].unwrap(rule.depth), rule.dim)
-                mine, theirs = probe.shared_rows(full, part)
-                apart = ~are_close(mine, theirs, dtype=dtype)
-                changes.append((int(probe.origin[0]) != 0, apart))
-        return changes
+        dtype = self._dtype(term)
+        return [
+            (int(probe.origin[0]) != 0, ~are_close(mine, theirs, dtype=dtype))
+            for probe, mine, theirs in self._row_pairs(term, rows)
+            if len(probe.origin) != self.batch_size  # which is the batch backwards
+        ]
 
 
-def dtype_of(term: Term, latents: Iterable[Tensor]) -> torch.dtype:
-    """The coarsest dtype that a term is computed in: its own, that of its distribution's
-    arguments, and, as values in float64 may be of a mean in float32, that of the latents, those in
-    half precision apart, which may belong to other sites."""
-    tensors = [term.log_prob, *(each for each in latents if _eps(each.dtype) <= _SINGLE)]
-    fn = term.site.fn if term.site is not None else None
-    while fn is not None:
-        tensors += [each for each in vars(fn).values() if isinstance(each, Tensor)]
-        fn = getattr(fn, "base_dist", None)
-    dtypes = [each.dtype for each in tensors if each.is_floating_point()]
-    return max(dtypes, key=_eps, default=torch.float64)
+def _row_scales(term: Term, rows: Rule) -> Tensor:
+    """The user's scale along the rows, `[B, ...]`."""
+    log_prob = term.unwrap(rows.depth)
+    scale = torch.as_tensor(aligned_scale(term, log_prob), dtype=log_prob.dtype)
+    assert rows.dim is not None
+    return scale.expand(log_prob.shape).movedim(rows.dim, 0)
+
+
+def _why_rows(term: Term, rows: Rule) -> str:
+    if rows.depth:
+        return "its event dimension follows the batch"
+    plate = next((frame.name for frame in term.plates if frame.dim == rows.dim), None)
+    if plate is not None:
+        return f"plate '{plate}' follows the batch"
+    return "its batch dimension follows the batch"
 
 
 def _same_totals(runs: Sequence[Term]) -> bool:
     totals = [run.log_prob.sum() for run in runs]
     return all(close(totals[0], total, roundings=64) for total in totals[1:])
+
+
+# ---------------------------------------------------------------------- equal to rounding
 
 
 def close(
@@ -326,12 +347,15 @@ def close(
 def are_close(
     a: Tensor, b: Tensor, roundings: float | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Equal, each element by itself, to so many roundings of it and of one.
+    """Whether elements of two tensors are equal to rounding, one by one.
 
-    By default 64 roundings of the element, and a third of the dtype's digits after the point, or
-    after the first digit of the largest element, if that is less than one: batches of different
-    sizes are added up in different orders.  The dtype is that of the numbers, unless they come
-    from a coarser one.
+    Args:
+        a: a tensor.
+        b: another, of the same shape.
+        roundings: the tolerance in roundings, both of the element and of 1. By default, 64 of the
+            element, and of 1 a third of the dtype's digits, or of the largest element if that is
+            below 1: batches of different sizes are summed in different orders.
+        dtype: the coarsest dtype that the numbers were computed in; by default their own.
     """
     eps = _eps(dtype or torch.promote_types(a.dtype, b.dtype))
     largest = min(1.0, float(a.detach().abs().max())) if a.numel() else 1.0
@@ -340,35 +364,19 @@ def are_close(
     return (a - b).abs() <= tolerance
 
 
-#: The rounding of float32.
-_SINGLE = float(torch.finfo(torch.float32).eps)
+def dtype_of(term: Term, latents: Iterable[Tensor]) -> torch.dtype:
+    """The coarsest dtype that a term is computed in: its own, those of its distribution's
+    arguments and of the latents (values in float64 may have a mean in float32). Latents in half
+    precision are left out, since they may belong to other sites."""
+    tensors = [term.log_prob, *(value for value in latents if _eps(value.dtype) <= _SINGLE_EPS)]
+    for fn in layers(term.site.fn) if term.site is not None else ():
+        tensors += [value for value in vars(fn).values() if isinstance(value, Tensor)]
+    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    return max(dtypes, key=_eps, default=torch.float64)
 
 
 def _eps(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps)
 
 
-def _scale_rows(term: Term, rule: Rule) -> Tensor:
-    """The user's scale along the rows, `[B, ...]`."""
-    log_prob = term.unwrap(rule.depth)
-    scale = torch.as_tensor(aligned_scale(term, log_prob), dtype=log_prob.dtype)
-    assert rule.dim is not None
-    return scale.expand(log_prob.shape).movedim(rule.dim, 0)
-
-
-def _is_scalar(scale: float | Tensor) -> bool:
-    return not isinstance(scale, Tensor) or scale.numel() == 1
-
-
-def _why_rows(term: Term, rule: Rule) -> str:
-    if rule.depth:
-        return "its event dimension follows the batch"
-    plated = next((f.name for f in term.plates if f.dim == rule.dim), None)
-    if plated is not None:
-        return f"plate '{plated}' follows the batch"
-    return "its batch dimension follows the batch"
-
-
-def _scales_in_words(scales: Sequence[float], sizes: Sequence[int]) -> str:
-    words = [f"{s:.6g} for {n} rows" for s, n in zip(scales, sizes, strict=True)]
-    return ", ".join(dict.fromkeys(words))
+_SINGLE_EPS = _eps(torch.float32)

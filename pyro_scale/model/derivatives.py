@@ -1,5 +1,5 @@
-"""Derivatives of functions of a dict of tensors, by `torch.func`; by plain autograd for models that
-functorch refuses."""
+"""Derivatives of functions of a dict of tensors: by `torch.func`, or by plain autograd for models
+that functorch refuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Gradient = dict[str, Tensor]
 def gradient(
     function: Callable[[Params], Evaluation], params: Params
 ) -> tuple[Gradient, Evaluation]:
-    """(The gradient of the log joint, the evaluation); it goes through `torch.vmap`."""
+    """(The gradient of the log joint, the evaluation), by `torch.func`: it goes through
+    `torch.vmap`."""
 
     def log_joint(params: Params) -> tuple[Tensor, Evaluation]:
         evaluation = function(params)
@@ -34,7 +35,7 @@ def gradient(
 def plain_gradient(
     function: Callable[[Params], Evaluation], params: Params
 ) -> tuple[Gradient, Evaluation]:
-    """The same by `torch.autograd`."""
+    """As `gradient`, by `torch.autograd`."""
     with torch.enable_grad():
         leaves = _leaves(params)
         evaluation = function(leaves)
@@ -45,17 +46,18 @@ def plain_gradient(
 
 
 def gradient_of(value: Tensor, leaves: Params) -> Gradient:
-    """The gradient of a value with its history, which stays, zero where it has none."""
+    """The gradient of a value that was computed from leaves; its graph is kept. Zero where the
+    value does not depend on a leaf."""
     if not value.requires_grad:
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         value, list(leaves.values()), retain_graph=True, materialize_grads=True
     )
-    return dict(zip(leaves, found, strict=True))
+    return dict(zip(leaves, gradients, strict=True))
 
 
 def row_gradients(function: Callable[[Params], Tensor], params: Params) -> Gradient:
-    """The gradient of each of a function's values `[B, ...]`, by entry, `[B, ..., *shape]`; one by
+    """The gradient of each of a function's values `[B, ...]`, by site, `[B, ..., *shape]`; one by
     one for models that vmap or functorch's gradient refuses."""
     try:
         with torch.no_grad():
@@ -63,50 +65,55 @@ def row_gradients(function: Callable[[Params], Tensor], params: Params) -> Gradi
     except (RuntimeError, NotImplementedError):
         with torch.enable_grad():
             leaves = _leaves(params)
-            entries, values = list(leaves.values()), function(leaves)
-            gradients = [
-                torch.autograd.grad(value, entries, retain_graph=True, materialize_grads=True)
-                for value in values.flatten()
-            ]
-    columns = (torch.stack(of) for of in zip(*gradients, strict=True))
+            values = function(leaves)
+            gradients = [gradient_of(value, leaves) for value in values.flatten()]
     return {
-        name: column.reshape(values.shape + leaves[name].shape)
-        for name, column in zip(leaves, columns, strict=True)
+        name: torch.stack([by_site[name] for by_site in gradients]).reshape(
+            values.shape + leaf.shape
+        )
+        for name, leaf in leaves.items()
     }
 
 
-def hessian(slope: Tensor, *here: Tensor) -> Tensor:
-    """The derivative of a gradient [D], with its history, by the leaf [D], or the leaves of D
-    elements, that it is taken at: [D, D], symmetric."""
-    matrix = torch.cat([rows for _, rows in jacobian_rows(slope, here)])
+def hessian(gradient: Tensor, *leaves: Tensor) -> Tensor:
+    """The Hessian `[D, D]`, from a gradient `[D]` that has a graph.
+
+    Args:
+        gradient: in the order of the leaves' elements.
+        leaves: what it was computed from; of D elements together.
+    """
+    matrix = torch.cat([rows for _, rows in jacobian_rows(gradient, leaves)])
     return (matrix + matrix.T) / 2
 
 
-def hessian_diagonal(slope: Tensor, *here: Tensor) -> Tensor:
-    """The diagonal of the same, [D], from as many products, without the matrix."""
-    return torch.cat([rows[:, first:].diagonal() for first, rows in jacobian_rows(slope, here)])
+def hessian_diagonal(gradient: Tensor, *leaves: Tensor) -> Tensor:
+    """The Hessian's diagonal `[D]`: as many products as for `hessian`, without the matrix."""
+    rows = jacobian_rows(gradient, leaves)
+    return torch.cat([part[:, first:].diagonal() for first, part in rows])
 
 
-def jacobian_rows(values: Tensor, here: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """The derivative of values [K], with their history, by the leaf [D], or the leaves of D
-    elements, that they are taken at: (the number of the first, some rows `[k, D]`), by plain
-    autograd, many at once where vmap takes the model."""
-    at_once = True
+def jacobian_rows(values: Tensor, leaves: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """The Jacobian of values `[K]` that have a graph, with respect to leaves of D elements
+    together: (number of the first row, the next rows `[k, D]`).
+
+    By plain autograd, for many rows at once where vmap takes the model.
+    """
+    is_batched = True
     for first in range(0, len(values), _JACOBIAN_ROWS):
         count = min(_JACOBIAN_ROWS, len(values) - first)
         units = values.new_zeros(count, len(values))
         units[:, first : first + count] = torch.eye(count).to(values)
-        if at_once:
+        if is_batched:
             try:
-                found = torch.autograd.grad(
-                    values, here, units, retain_graph=True, is_grads_batched=True
+                parts = torch.autograd.grad(
+                    values, leaves, units, retain_graph=True, is_grads_batched=True
                 )
             except (RuntimeError, NotImplementedError):
-                at_once = False
-        if not at_once:
-            each = [torch.autograd.grad(values, here, unit, retain_graph=True) for unit in units]
-            found = tuple(torch.stack(column) for column in zip(*each, strict=True))
-        yield first, torch.cat([each.reshape(len(units), -1) for each in found], dim=1)
+                is_batched = False
+        if not is_batched:
+            rows = [torch.autograd.grad(values, leaves, unit, retain_graph=True) for unit in units]
+            parts = tuple(torch.stack(column) for column in zip(*rows, strict=True))
+        yield first, torch.cat([part.reshape(len(units), -1) for part in parts], dim=1)
 
 
 def _leaves(params: Params) -> Gradient:

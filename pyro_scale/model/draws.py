@@ -1,5 +1,4 @@
-"""Draws of families for which torch's own samplers take longer than the network before them, or
-that they refuse."""
+"""Draws from distributions for which torch's own samplers are slow, or which they refuse."""
 
 from __future__ import annotations
 
@@ -18,15 +17,16 @@ _MULTINOMIAL = dist.Multinomial, torch.distributions.Multinomial
 
 
 def draw(fn: Any, observed: Tensor | None = None) -> Tensor | None:
-    """A draw from torch's generator, by one uniform number and the distribution function, or of
-    counts whose totals differ by row; None of families that torch draws as fast.
+    """A draw from a family for which this is faster than torch, or whose totals differ by row; None
+    for other families.
 
-    The uniform numbers have 24 bits at least, so a chance is right to 6e-8.
+    Uses torch's generator. Bernoulli and Categorical compare one uniform number with the
+    distribution function; it has 24 bits at least, so probabilities are right to 6e-8.
 
     Args:
-        fn: a distribution, of which it is one draw, `batch_shape + event_shape`.
-        observed: what was observed, where that is known: a `Multinomial` takes its totals from
-            there, as its density does.
+        fn: a distribution; the draw is one of all of it, `batch_shape + event_shape`.
+        observed: observed counts, if there are any: a `Multinomial` takes its totals from them,
+            as its density does.
     """
     fn = base_distribution(fn)
     with torch.no_grad():
@@ -46,18 +46,18 @@ def draw(fn: Any, observed: Tensor | None = None) -> Tensor | None:
 
 
 def draws(fn: Any, count: int, observed: Tensor | None = None) -> Tensor:
-    """So many of them, of any family, `[count, *batch_shape, *event_shape]`; arguments as for
+    """Several draws from any family, `[count, *batch_shape, *event_shape]`; arguments as for
     `draw`."""
     if isinstance(base_distribution(fn), (dist.DirichletMultinomial, *_MULTINOMIAL)):
-        found = draw(fn.expand(torch.Size((count, *fn.batch_shape))), observed)
-        if found is not None:
-            return found
+        counts = draw(fn.expand(torch.Size((count, *fn.batch_shape))), observed)
+        if counts is not None:
+            return counts
     return fn.sample((count,))
 
 
 def with_totals(base: Any, observed: Tensor) -> Any:
-    """A distribution with the totals of observed counts, where its density takes them from there
-    and not from `total_count`: rows may have totals of their own."""
+    """The distribution with the totals of observed counts, if its density takes them from these
+    counts and not from `total_count`, so that rows may have different totals."""
     if isinstance(base, (dist.DirichletMultinomial, *_MULTINOMIAL)):
         base = copy.copy(base)
         base.total_count = observed.sum(-1).expand(base.batch_shape)
@@ -65,37 +65,37 @@ def with_totals(base: Any, observed: Tensor) -> Any:
 
 
 def cannot_draw(site: str, fn: Any, error: NotImplementedError) -> str:
-    """What to do about a distribution without draws."""
+    """The message about a distribution without draws."""
     why = f" ({error})" if str(error) else ""
     family = type(base_distribution(fn)).__name__
     return f"site '{site}': a {family} cannot be drawn{why}: give its class a sample() method"
 
 
+def class_probs(fn: Any) -> Tensor:
+    """A Categorical's probabilities, `[..., classes]`. Its logits are normalized, so their exp is
+    enough, and ten times as fast as the softmax of `fn.probs`."""
+    probs: Tensor = fn.probs if "probs" in vars(fn) else fn.logits.exp()
+    return probs
+
+
 def _totals(fn: Any, observed: Tensor) -> Tensor:
-    """Totals of observed counts; the distribution's own where they are NaN, as under a mask:
-    torch's binomial never returns from those."""
+    """Totals of observed counts; `total_count` where they are NaN, as under a mask: torch's
+    binomial never returns from NaN."""
     totals = observed.sum(-1)
     return torch.where(totals.isnan(), fn.total_count, totals)
 
 
 def _counts(totals: Tensor, probs: Tensor) -> Tensor:
-    """Draws of multinomials, each with its own total: class by class, binomial given those before
-    it."""
-    left = totals + torch.zeros_like(probs[..., 0])
-    rest = probs.flip(-1).cumsum(-1).flip(-1)
+    """Multinomial draws, each with its own total: class by class, binomial conditional on those
+    before."""
+    remaining = totals + torch.zeros_like(probs[..., 0])
+    tails = probs.flip(-1).cumsum(-1).flip(-1)
     columns = []
-    for share, remaining in zip(probs.unbind(-1)[:-1], rest.unbind(-1)[:-1], strict=True):
-        chance = torch.where(remaining > 0, share / remaining, 0).clamp(0, 1)
-        columns.append(torch.binomial(left, chance))
-        left = left - columns[-1]
-    return torch.stack([*columns, left], -1)
-
-
-def class_probs(fn: Any) -> Tensor:
-    """A Categorical's probabilities, `[..., classes]`: of logits, which it holds normalized, ten
-    times as fast as the softmax of them once more."""
-    probs: Tensor = fn.probs if "probs" in vars(fn) else fn.logits.exp()
-    return probs
+    for prob, tail in zip(probs.unbind(-1)[:-1], tails.unbind(-1)[:-1], strict=True):
+        chance = torch.where(tail > 0, prob / tail, 0).clamp(0, 1)
+        columns.append(torch.binomial(remaining, chance))
+        remaining = remaining - columns[-1]
+    return torch.stack([*columns, remaining], -1)
 
 
 def _uniform(like: Tensor) -> Tensor:

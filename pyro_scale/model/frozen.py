@@ -1,15 +1,15 @@
-"""Takes the part of a log posterior out that depends on the rows alone, such as a frozen network.
+"""Takes the part out of a log posterior that depends on the rows alone, such as a frozen network.
 
 The log posterior is recorded as a graph of tensor operations on params and rows, and the part that
-does not depend on the params is cut off.  The cut goes through tensors that have one row for every
-row of the batch and depend on that row alone: features.  They are computed once for every row of
+does not depend on the params is cut off. The cut goes through tensors that have one entry for every
+row of the batch and depend on that row alone: features. They are computed once for every row of
 the data, whatever the number of chains and steps.
 """
 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,30 +28,31 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.model import derivatives
 from pyro_scale.model.classify import close
+from pyro_scale.model.diagnose import error_in_short
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.scaling import Evaluation
 
-#: By how much sums in another order may differ.
+#: Tolerance in roundings for sums in another order.
 _ROUNDINGS = 1000.0
 
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """A log posterior of features: the rows' own part of it, and the rest.
+    """A log posterior in two parts: features of the rows, and the log joint of features.
 
-    Both are for batches of one size, that of the first.
+    Both are for batches of one size, that of the batch they were recorded on.
 
     Attributes:
         num_data: N.
-        names: of the params, in the order in which the rest takes them.
+        names: of the params, in the order in which `head` takes them.
         base: rows -> features, both lists of tensors.
-        rest: params and features -> log joint, log prior, log likelihood.
+        head: params and features -> log joint, log prior, log likelihood.
     """
 
     num_data: int
     names: tuple[str, ...]
     base: fx.GraphModule
-    rest: fx.GraphModule
+    head: fx.GraphModule
 
     def features(self, arguments: Arguments) -> tuple[Tensor, ...]:
         """The features of a batch, `[B, ...]` each."""
@@ -59,30 +60,30 @@ class FrozenBase:
             return tuple(self.base(*rows.leaves(arguments)))
 
     def __call__(self, params: Params, batch: Any, indices: Tensor | None = None) -> Evaluation:
-        """The evaluation of `LogPosterior`, on a batch of features in place of rows."""
-        return Evaluation(*self.rest(*(params[name] for name in self.names), *batch))
+        """As `LogPosterior.__call__`, on a batch of features in place of rows."""
+        return Evaluation(*self.head(*(params[name] for name in self.names), *batch))
 
     def grad(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
-        """As `LogPosterior.grad`."""
+        """As `LogPosterior.grad`, on features."""
         return derivatives.gradient(lambda p: self(p, batch), params)
 
     def plain_grad(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
-        """As `LogPosterior.plain_grad`."""
+        """As `LogPosterior.plain_grad`, on features."""
         return derivatives.plain_gradient(lambda p: self(p, batch), params)
 
     def row_gradients(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """As `LogPosterior.row_gradients`."""
+        """As `LogPosterior.row_gradients`, on features."""
         return derivatives.row_gradients(lambda p: self(p, batch).log_lik, params)
 
 
 class NoBase(Exception):
-    """Why a log posterior is left whole."""
+    """The reason why a log posterior is left in one part."""
 
 
 def frozen_base(
@@ -91,17 +92,17 @@ def frozen_base(
     arguments: Arguments,
     others: Sequence[Arguments] = (),
 ) -> FrozenBase:
-    """The log posterior with its frozen base taken out.
+    """Takes the frozen base out of a log posterior.
 
     Args:
         log_posterior: a model with weights that are fixed.
-        params: anywhere.
+        params: any.
         arguments: a batch.
-        others: batches of its size, on which the parts must give what the whole gives: what was
-            a number for one batch may change with the next.
+        others: batches of its size, on which the two parts are compared with the log posterior:
+            a number that the graph holds may have been computed from the first batch.
 
     Raises:
-        NoBase: there is none worth it, or it cannot be told from the rest.
+        NoBase: there is no work to save, or the model cannot be recorded or cut.
     """
     size = rows.count(arguments)
     if size is None or size < 2:
@@ -109,129 +110,115 @@ def frozen_base(
     _check_gradients(log_posterior, params, arguments)
     try:
         graph = _record(log_posterior, params, arguments)
-        values = _values_of_rows(graph, len(params), arguments, size)
+        is_feature = _find_features(graph, len(params), arguments, size)
     except Exception as error:  # of the model, of make_fx
         raise_if_from_handler(error)
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise NoBase(f"the model cannot be recorded ({type(error).__name__}: {reason})") from error
-    cut = _cut(graph, values)
-    base = _part(graph, [n for n in values if n.op == "placeholder"], cut)
+        raise NoBase(f"the model cannot be recorded ({error_in_short(error)})") from error
+    cut = _features_of_head(graph, is_feature)
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    base = _subgraph(graph, placeholders[len(params) :], cut)
     if not any(_is_work(node) for node in base.graph.nodes):
-        raise NoBase("params come in before any work is done on the rows alone")
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"][: len(params)]
-    (result,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
-    rest = _part(graph, [*placeholders, *cut], list(result))
-    found = FrozenBase(log_posterior.num_data, tuple(params), base, rest)
-    turned = rows.take(arguments, torch.arange(size).flip(0))
-    _compare(found, log_posterior, params, [turned, *others])
-    return found
+        raise NoBase("no work is done on the rows before params come in")
+    (output,) = graph.graph.find_nodes(op="output")
+    head = _subgraph(graph, [*placeholders[: len(params)], *cut], list(output.args[0]))
+    parts = FrozenBase(log_posterior.num_data, tuple(params), base, head)
+    backwards = rows.take(arguments, torch.arange(size).flip(0))
+    _compare(parts, log_posterior, params, [backwards, *others])
+    return parts
 
 
 def _record(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> fx.GraphModule:
     """The log posterior as a graph: of the params, then of the rows."""
 
-    def evaluated(*flat: Tensor) -> tuple[Tensor, ...]:
+    def evaluate(*flat: Tensor) -> tuple[Tensor, ...]:
         leaves = iter(flat)
-        here = {name: next(leaves) for name in params}
+        params_of_graph = {name: next(leaves) for name in params}
         batch = rows.map_rows(lambda _: next(leaves), arguments)
-        return tuple(log_posterior(here, batch))
+        return tuple(log_posterior(params_of_graph, batch))
 
-    # make_fx knows tensors by identity: one that the model holds too would be taken for it
+    # make_fx identifies tensors by object: copies, so that none is one that the model holds too
     examples = [value.detach().clone() for value in [*params.values(), *rows.leaves(arguments)]]
     # attention by matrix products, which go through vmap and have a derivative
     with exclusive, torch.no_grad(), without_onednn(), sdpa_kernel(SDPBackend.MATH):
-        return make_fx(torch.func.functionalize(evaluated))(*examples)
+        return make_fx(torch.func.functionalize(evaluate))(*examples)
 
 
-def _values_of_rows(
+def _find_features(
     graph: fx.GraphModule, num_params: int, arguments: Arguments, size: int
 ) -> dict[fx.Node, bool]:
-    """What depends on the rows and not on the params -> whether it is features: has a row for
-    every row, which depends on that row alone."""
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    leaves = rows.leaves(arguments)
-    values = dict(zip(placeholders[num_params:], leaves, strict=True))
+    """Nodes that depend on the rows and not on the params -> whether they are features: whether
+    they have an entry for every row, which depends on that row alone."""
+    placeholders = graph.graph.find_nodes(op="placeholder")[num_params:]
+    inputs = dict(zip(placeholders, rows.leaves(arguments), strict=True))
+    order = torch.arange(size - 1, -1, -1) // 2  # rows in other company and at other places
     with torch.no_grad():
-        here = _evaluate(graph, values)
-        order = torch.arange(size - 1, -1, -1) // 2  # others' rows, in other places
-        there = _evaluate(graph, {node: leaf[order] for node, leaf in values.items()})
+        values = _evaluate(graph, inputs)
+        reordered = _evaluate(graph, {node: leaf[order] for node, leaf in inputs.items()})
 
     def is_feature(node: fx.Node, value: Any) -> bool:
         has_rows = isinstance(value, Tensor) and value.shape[:1] == (size,)
-        return node in values or (has_rows and _same(value[order], there[node]))
+        return node in inputs or (has_rows and _same(value[order], reordered[node]))
 
-    return {node: is_feature(node, value) for node, value in here.items()}
+    return {node: is_feature(node, value) for node, value in values.items()}
 
 
-def _evaluate(graph: fx.GraphModule, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
-    """The values of all that follows from some placeholders and constants alone: tensors that
-    depend on a placeholder."""
-    constants, found = dict[fx.Node, Any](), dict[fx.Node, Any](given)
-    known = ChainMap(found, constants)
+def _evaluate(graph: fx.GraphModule, inputs: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Any]:
+    """The values of all nodes that depend on these placeholders, and on no others."""
+    constants, values = dict[fx.Node, Any](), dict[fx.Node, Any](inputs)
+    computed = ChainMap(values, constants)
     for node in graph.graph.nodes:
-        inputs = node.all_input_nodes
         if node.op == "get_attr":
             constants[node] = getattr(graph, str(node.target))
-        elif node.op == "call_function" and all(each in known for each in inputs):
-            arguments, named = fx.map_arg((node.args, node.kwargs), known.__getitem__)
-            here = found if any(each in found for each in inputs) else constants
-            here[node] = node.target(*arguments, **named)
-    return found
+        elif node.op == "call_function" and all(n in computed for n in node.all_input_nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), computed.__getitem__)
+            target = values if any(n in values for n in node.all_input_nodes) else constants
+            target[node] = node.target(*args, **kwargs)
+    return values
 
 
-def _cut(graph: fx.GraphModule, values: Mapping[fx.Node, bool]) -> list[fx.Node]:
-    """The features that the rest needs: what is none of these is left to the rest."""
-    needed, cut = list[fx.Node](), dict[fx.Node, None]()
-    for node in graph.graph.nodes:
-        if node not in values:
-            needed += [each for each in node.all_input_nodes if each in values]
-    while needed:
-        node = needed.pop()
-        if values[node]:
-            cut[node] = None
-        else:
-            needed += [each for each in node.all_input_nodes if each in values]
+def _features_of_head(graph: fx.GraphModule, is_feature: Mapping[fx.Node, bool]) -> list[fx.Node]:
+    """The features from which the head is computed, in the graph's order. A node that depends on
+    the rows and is no feature belongs to the head."""
+    cut, uncut = set[fx.Node](), set[fx.Node]()
+    for node in reversed(graph.graph.nodes):  # users of a node come before it
+        if node not in is_feature or node in uncut:
+            cut |= {n for n in node.all_input_nodes if is_feature.get(n)}
+            uncut |= {n for n in node.all_input_nodes if not is_feature.get(n)}
     return [node for node in graph.graph.nodes if node in cut]
 
 
-def _part(graph: fx.GraphModule, given: list[fx.Node], wanted: list[fx.Node]) -> fx.GraphModule:
-    """The part of a graph that leads from some values to others."""
+def _subgraph(
+    graph: fx.GraphModule, inputs: Collection[fx.Node], outputs: Iterable[fx.Node]
+) -> fx.GraphModule:
+    """The part of a graph that computes some of its nodes from others."""
     part = fx.Graph()
-    known = {node: part.placeholder(node.name) for node in given}
-    for node in _leading_to(wanted, set(given)):
-        known[node] = part.node_copy(node, lambda n: known[n])
-    part.output(tuple(known[node] for node in wanted))
+    copies = {node: part.placeholder(node.name) for node in inputs}
+    for node in graph.graph.nodes:
+        computable = node.op != "placeholder" and all(n in copies for n in node.all_input_nodes)
+        if computable and node not in copies and node.op != "output":
+            copies[node] = part.node_copy(node, copies.__getitem__)
+    part.output(tuple(copies[node] for node in outputs))
+    part.eliminate_dead_code()
     return fx.GraphModule(graph, part)
 
 
-def _leading_to(wanted: list[fx.Node], given: set[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes between, in the order of the graph."""
-    needed, left = set[fx.Node](), list(wanted)
-    while left:
-        node = left.pop()
-        if node not in given and node not in needed:
-            needed.add(node)
-            left += node.all_input_nodes
-    yield from (node for node in next(iter(wanted)).graph.nodes if node in needed)
-
-
 def _is_work(node: fx.Node) -> bool:
-    """Whether it is a matrix product, a convolution, attention."""
+    """Whether a node is a matrix product, a convolution, attention."""
     return getattr(node.target, "overloadpacket", None) in flop_registry
 
 
 def _compare(
-    base: FrozenBase, log_posterior: LogPosterior, params: Params, batches: Sequence[Arguments]
+    parts: FrozenBase, log_posterior: LogPosterior, params: Params, batches: Sequence[Arguments]
 ) -> None:
-    """Compares the parts with the whole, each time at other params.
+    """Compares the parts with the log posterior, on each batch at other params.
 
     Raises:
         NoBase: they differ.
     """
-    for away, batch in enumerate(batches, start=1):
-        moved = {name: value + 0.1 * away for name, value in params.items()}
+    for number, batch in enumerate(batches, start=1):
+        moved = {name: value + 0.1 * number for name, value in params.items()}
         try:
-            slope, value = base.plain_grad(moved, base.features(batch))
+            slope, value = parts.plain_grad(moved, parts.features(batch))
             expected, full = log_posterior.plain_grad(moved, batch)
         except Exception as error:  # of operations, on tensors of other sizes
             raise_if_from_handler(error)
@@ -239,40 +226,41 @@ def _compare(
         pairs = [*zip(value, full, strict=True), *((slope[n], expected[n]) for n in expected)]
         if not all(_same(mine, theirs) for mine, theirs in pairs):
             raise NoBase(
-                "recorded, the model gives something else on another batch: it hands rows to "
-                "NumPy or to Python"
+                "the recorded model gives other values than the model on another batch: it passes "
+                "rows to NumPy or to Python"
             )
 
 
 class _HiddenUse(TorchFunctionMode):
-    """Notices what is done to tensors with a gradient under `torch.no_grad`."""
+    """Notices operations under `torch.no_grad` on tensors with a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._enabled, self.found = True, False
+        self._enabled, self.is_found = True, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled:
             self._enabled = bool(args[0])
         elif not self._enabled:
             leaves = pytree.tree_leaves((args, kwargs))
-            self.found |= any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves)
+            self.is_found |= any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves)
         return func(*args, **(kwargs or {}))
 
 
 def _check_gradients(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> None:
-    """Refuses a model that uses params under no_grad, which a graph does not know of."""
+    """Raises for a model that uses params under no_grad, which is not in a graph."""
     with torch.enable_grad():
         leaves = {n: value.detach().requires_grad_() for n, value in params.items()}
-        here = {n: value.view_as(value) for n, value in leaves.items()}  # with a history
+        views = {n: value.view_as(value) for n, value in leaves.items()}  # which have a history
         with _HiddenUse() as use:
-            log_posterior(here, arguments)
-    if use.found:
+            log_posterior(views, arguments)
+    if use.is_found:
         raise NoBase("the model uses params under torch.no_grad")
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Equal, to the rounding of sums in another order; infinite and NaN where the other is."""
+    """Whether two tensors are equal, to the rounding of sums in another order; infinite and NaN at
+    the same places."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():

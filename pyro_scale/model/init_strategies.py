@@ -1,9 +1,9 @@
-"""Where latents start: functions from a site to a constrained value, as Pyro's."""
+"""Where latents start: functions from a site to a constrained value, in Pyro's manner."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import pyro.distributions as dist
 import torch
@@ -12,24 +12,16 @@ from torch import Tensor
 
 from pyro_scale.model.transforms import bijection
 
-#: The key of a site's `infer` dict that says which weight it is: (what has it, its name there).
+#: An initialization in Pyro's manner: site -> constrained value.
+InitFunction = Callable[[Any], Tensor]
+
+#: The key of a site's `infer` dict that marks the weight of a network: (module, the weight's name
+#: in it). The module has `weights()`, its values by name, and `reset_weights()`, new draws of them.
 WEIGHT = "pyro_scale_weight"
 
 
-class Weights(Protocol):
-    """What has weights to start from."""
-
-    def weights(self) -> dict[str, Tensor]:
-        """Its own."""
-        ...
-
-    def reset_weights(self) -> dict[str, Tensor]:
-        """Others, drawn anew."""
-        ...
-
-
 def uniform(site: Any) -> Tensor:
-    """Uniform in (-2, 2), unconstrained; for improper priors too, which cannot be drawn from."""
+    """A value uniform in (-2, 2) in unconstrained space, for improper priors too."""
     fn = site["fn"]
     if not isinstance(fn, dist.ImproperUniform):
         return init_to_uniform(site)
@@ -51,8 +43,9 @@ def init_to_module(site: Any = None) -> Any:
     return uniform(site)
 
 
-def init_to_reset(fallback: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-    """Weights of bayesianized modules start where `reset_parameters()` puts them."""
+def init_to_reset(fallback: InitFunction) -> InitFunction:
+    """An init strategy: weights of bayesianized modules start where `reset_parameters()` puts
+    them, and other sites where `fallback` does."""
     drawn: dict[int, dict[str, Tensor]] = {}
 
     def init(site: Any) -> Tensor:

@@ -15,7 +15,6 @@ import pyro
 import torch
 from pyro.infer.autoguide.initialization import init_to_sample, init_to_value
 from torch import Tensor
-from torch.distributions import transform_to
 
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive, own_generator
@@ -25,50 +24,52 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.errors import ArgumentError, CallError, NotRunError, PyroScaleError
-from pyro_scale.model import derivatives, failed_call
-from pyro_scale.model.checks import NotFiniteStartError, check_starts
-from pyro_scale.model.function import function_model
-from pyro_scale.model.init_strategies import init_to_module, init_to_reset, uniform
-from pyro_scale.model.model_info import ModelInfo
-from pyro_scale.model.module_trace import trace_modules
-from pyro_scale.model.networks import check_model
-from pyro_scale.model.partial import Kept
-from pyro_scale.model.preflight import (
-    InitFunction,
-    attempt_first,
-    draw_latents,
-    understand,
-    understand_function,
+from pyro_scale.model import derivatives
+from pyro_scale.model.call_errors import (
+    any_holds_rows,
+    check_model,
+    explain_first_call,
+    explain_later_call,
+    nested_error,
 )
-from pyro_scale.model.program import Program
+from pyro_scale.model.guards import forbid_writes, trace_modules
+from pyro_scale.model.init_strategies import (
+    InitFunction,
+    init_to_module,
+    init_to_reset,
+    uniform,
+)
+from pyro_scale.model.masked_latents import Kept
+from pyro_scale.model.model_info import ModelInfo
+from pyro_scale.model.preflight import examine_function, examine_model
+from pyro_scale.model.program import Program, function_model, observe_draws
 from pyro_scale.model.recorder import Recorder, Simulator
 from pyro_scale.model.scaling import Evaluation, Prior
-from pyro_scale.model.sites import Site, points_of_store
-from pyro_scale.model.terms import terms_of
+from pyro_scale.model.site_checks import NotFiniteStartError, check_starts
+from pyro_scale.model.sites import Point, Site, points_of_store
 from pyro_scale.model.transforms import is_real
-from pyro_scale.model.unobserved import observe_draws
-from pyro_scale.model.write_guard import forbid_writes
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
-#: How many starts of a chain are tried: of a model that half of all starts break, 20 fail once in
-#: a million.
+#: How many starts of a chain are tried: if half of all starts break a model, 20 of them all do
+#: once in a million times.
 MOST_STARTS = 20
 
 Params = Mapping[str, Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _explaining(method: F) -> F:
-    """A method of a log posterior, of params and a batch, that says what is wrong with a batch."""
+def _explains_errors(method: F) -> F:
+    """Decorates a method of params and a batch: where it fails because the batch does not fit the
+    model, it raises an error that says so."""
 
     @functools.wraps(method)
     def call(self: LogPosterior, params: Params, batch: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, params, batch, *args, **kwargs)
         except Exception as error:
-            if (told := self._explain(batch, error)) is None:
+            if (explained := self._explain(batch, error)) is None:
                 raise
-            raise told from error
+            raise explained from error
 
     return call  # type: ignore[return-value]
 
@@ -77,14 +78,17 @@ class LogPosterior:
     """The log joint density of a Pyro model, estimated from a batch, in unconstrained space.
 
     `log_posterior(params, batch)` is `log_prior + N/B * log_lik.sum()` in nats, a total over the
-    data whatever the batch's size B: unbiased for the full-data log joint over batches drawn
-    uniformly.  Sites are understood on the first batch that it sees (by `init`, `prepare` or a
+    data whatever the batch's size B. It is an unbiased estimate of the full-data log joint over
+    batches drawn uniformly. The model is examined on the first batch (of `init`, `prepare` or a
     call), which must not be inside of `torch.vmap`; everything after that is a pure function
     that goes through `torch.func`.
 
     Args:
         model: a Pyro model or a `PyroModule`.
         num_data: N, the rows of the whole data set; may be left out where a plate says it.
+
+    Attributes:
+        gaussian_prior: the Gaussian of `with_gaussian_prior`, if it has replaced the prior.
 
     Raises:
         ModelError, SiteError, PlateError: on the first batch, what is wrong with the model.
@@ -109,10 +113,9 @@ class LogPosterior:
         self.model = model
         self._num_data = None if num_data is None else as_count("num_data", num_data)
         self._program = Program(model)
-        self._preflight = understand
+        self._examine = examine_model
         self._model_info: ModelInfo | None = None
         self._prior: Prior | None = None
-        #: What has taken the place of the prior, if that is a Gaussian.
         self.gaussian_prior: Gaussian | None = None
 
     @staticmethod
@@ -137,12 +140,12 @@ class LogPosterior:
             -10.0
         """
         log_posterior = LogPosterior(function_model(fn, params, num_data), num_data)
-        log_posterior._preflight = understand_function
+        log_posterior._examine = examine_function
         return log_posterior
 
     # ------------------------------------------------------------------ the density
 
-    @_explaining
+    @_explains_errors
     def __call__(self, params: Params, batch: Any, indices: Tensor | None = None) -> Evaluation:
         """The log joint at unconstrained params, estimated from a batch.
 
@@ -159,9 +162,8 @@ class LogPosterior:
         return self.evaluate(run.sites, self.batch_size(arguments))
 
     def evaluate(self, sites: Mapping[str, Site], batch_size: int) -> Evaluation:
-        """The log joint of one run, by its sites."""
-        scaling = self.model_info.scaling
-        return scaling.evaluate(sites, terms_of(sites), batch_size, self._prior)
+        """The log joint of a run on a batch of this size, from the run's sites."""
+        return self.model_info.scaling.evaluate(sites, batch_size, self._prior)
 
     def grad(
         self, params: Params, batch: Any, indices: Tensor | None = None
@@ -173,8 +175,8 @@ class LogPosterior:
     def plain_grad(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
-        """As `grad`, by `torch.autograd` instead of `torch.func`: it takes models with an
-        `autograd.Function` that functorch refuses, and does not go through `torch.vmap`."""
+        """As `grad`, by `torch.autograd` instead of `torch.func`: for models with an
+        `autograd.Function` that functorch refuses. It does not go through `torch.vmap`."""
         self.prepare(rows.as_arguments(batch))
         return derivatives.plain_gradient(lambda p: self(p, batch, indices), params)
 
@@ -184,15 +186,58 @@ class LogPosterior:
         """The gradient of each row's log likelihood by site, `[B, ...]`: without N/B."""
         return derivatives.row_gradients(lambda p: self(p, batch, indices).log_lik, params)
 
-    @_explaining
+    @_explains_errors
     def log_likelihood(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Each data site's log likelihood a row, `[B]`: without N/B, the user's scale in it.  Where
-        rows depend on each other, each is given the others."""
+        """Each row's log likelihood by data site, `[B]`: without N/B, with the user's scale. Where
+        rows depend on each other, a row's is conditional on the others."""
         arguments = rows.as_arguments(batch)
         sites = self.run(params, arguments, indices).sites
         return self.model_info.scaling.log_likelihood(sites, self.batch_size(arguments))
+
+    # ------------------------------------------------------------------ runs of the model
+
+    @_explains_errors
+    def run(
+        self,
+        params: Params,
+        arguments: Arguments,
+        indices: Tensor | None = None,
+        recorder: Callable[..., Recorder] = Recorder,
+        validate: bool = False,
+    ) -> Recorder:
+        """Runs the model at unconstrained params and records its sites.
+
+        Args:
+            params: as for a call.
+            arguments: a batch.
+            indices: as for a call.
+            recorder: the class of the recorder, or a function that makes one.
+            validate: whether with Pyro's validation.
+        """
+        info = self.model_info
+        points = {
+            name: replace(point, unconstrained=params.get(name, point.unconstrained))
+            for name, point in info.points.items()
+        }
+        plate_indices = {}
+        if info.own_plate is not None:
+            if indices is None:
+                with exclusive:
+                    indices = torch.randperm(self.num_data)[: info.batch_size]
+            plate_indices = {info.own_plate: indices}
+        return self._program.run(
+            arguments,
+            recorder(
+                latents=params,
+                points=points,
+                indices=plate_indices,
+                enum_dim=info.enum_dim,
+                kept=info.kept,
+            ),
+            validate,
+        )
 
     def simulate(
         self,
@@ -201,14 +246,67 @@ class LogPosterior:
         indices: Tensor | None = None,
         drawn: Params | None = None,
     ) -> Recorder:
-        """Runs the model at unconstrained params, its observations drawn anew, or as they were
-        drawn in an earlier run."""
+        """Runs the model at unconstrained params and draws its observations, or takes them from
+        `drawn`, the values of an earlier run."""
         return self.run(params, arguments, indices, partial(Simulator, drawn=drawn))
+
+    def run_as_first(self, arguments: Arguments) -> Recorder:
+        """Runs the model at the latent values of its first run, as the preflight does: on copies,
+        its modules checked, with params as they are now.
+
+        Raises:
+            ModelError: a module is not fit, or the model writes to its arguments.
+        """
+        info = self.model_info
+        with (
+            own_generator(),
+            torch.no_grad(),
+            trace_modules(),
+            forbid_writes(self.model, arguments) as copies,
+        ):
+            recorder = Recorder(
+                latents=_unconstrained(info.sites),
+                enum_dim=info.enum_dim,
+                store=points_of_store(),
+                kept=info.kept,
+            )
+            return self._program.run(copies, recorder)
+
+    def batch_size(self, arguments: Arguments) -> int:
+        """How many rows a batch has."""
+        info = self.model_info
+        if info.own_plate is not None:
+            return info.batch_size
+        count = rows.count(arguments)
+        return self.num_data if count is None else count
+
+    def first_indices(self) -> Tensor | None:
+        """The first rows' indices, for a model that subsamples by itself; None for others."""
+        info = self.model_info
+        return None if info.own_plate is None else torch.arange(info.batch_size)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The model's arguments: a tuple if all are passed by position, otherwise a dict by name.
+
+        Raises:
+            CallError: the model takes no such arguments, or takes them one by one.
+        """
+        signature = inspect.signature(getattr(self.model, "forward", self.model))
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise CallError(f"the model, which takes {signature}: {error}") from None
+        by_name = dict(bound.arguments) if args else kwargs
+        arguments = rows.tables_as_tensors(by_name if kwargs else args)
+        info = self._model_info
+        if info is not None and any_holds_rows(arguments) and not any_holds_rows(info.example):
+            raise nested_error()
+        return arguments
 
     # ------------------------------------------------------------------ parameters
 
     def init(self, seed: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Unconstrained params, each uniform in (-2, 2), for a batch given as the model's own
+        """Unconstrained params, each uniform in (-2, 2), for a batch passed as the model's own
         arguments.
 
         The same seed gives the same params, and torch's generator is left as it was.
@@ -242,18 +340,24 @@ class LogPosterior:
         if values:
             init = init_to_value(values=dict(values), fallback=init)
         with own_generator(derived_seed(seed, chain, Purpose.INIT, attempt)):
-            sites = draw_latents(self._program, arguments, init, self._kept).sites
+            sites = self._program.draw_latents(arguments, init, self._kept).sites
         check_starts(sites, chain)
         return unconstrained_values(sites)
+
+    def default_init(self, chain: int) -> InitFunction:
+        """The initialization of a chain unless the user passes one."""
+        if chain == 0:
+            return init_to_module
+        return init_to_reset(fallback=uniform)
 
     def prior_draws(self, arguments: Arguments, count: int, seed: int) -> dict[str, Tensor]:
         """Unconstrained draws of the latents from their priors, `[count, ...]`."""
         self.prepare(arguments)
 
         def draw(_: Tensor) -> dict[str, Tensor]:
-            sites = draw_latents(self._program, arguments, init_to_sample, self._kept).sites
-            values = {name: sites[name].unconstrained for name in self.latents}
-            return {name: value for name, value in values.items() if value is not None}
+            sites = self._program.draw_latents(arguments, init_to_sample, self._kept).sites
+            values = _unconstrained(sites)
+            return {name: values[name] for name in self.latents}
 
         places = torch.arange(count)
         with own_generator(derived_seed(seed, 0, Purpose.INIT)), without_vmap_warnings():
@@ -261,17 +365,13 @@ class LogPosterior:
                 return torch.vmap(draw, randomness="different")(places)
             except (RuntimeError, NotImplementedError):  # a model that vmap refuses
                 drawn = [draw(place) for place in places]
-        return {name: torch.stack([each[name] for each in drawn]) for name in self.latents}
+        return {name: torch.stack([values[name] for values in drawn]) for name in self.latents}
 
     def constrain(self, params: Params) -> dict[str, Tensor]:
         """Unconstrained params -> the sites' own values (and those of params among them)."""
         run = self.run(params, self.model_info.example, self.first_indices())
         latents = {s.name: s.value for s in run.sites.values() if s.kind == "latent"}
-        points = {
-            name: transform_to(point.constraint)(params[name])
-            for name, point in self.points.items()
-            if name in params
-        }
+        points = {n: p.constrain(params[n]) for n, p in self.points.items() if n in params}
         return latents | points
 
     def unconstrain(self, values: Params) -> dict[str, Tensor]:
@@ -280,81 +380,42 @@ class LogPosterior:
             if name not in values:
                 raise ArgumentError(f"unconstrain: no value for site '{name}'")
         if self.is_unconstrained:
-            known = self.model_info.sites
-            sites = {n: replace(known[n], unconstrained=values[n]) for n in self.latents}
+            sites = self.model_info.sites
+            sites = {n: replace(sites[n], unconstrained=values[n]) for n in self.latents}
             check_starts(sites)
             params = unconstrained_values(sites)
         else:  # a support may depend on another site's value
             params = self.start(self.model_info.example, seed=0, values=values)
         for name, point in self.points.items():
             if name in values:
-                params[name] = transform_to(point.constraint).inv(values[name])
+                params[name] = point.unconstrain(values[name])
         return params
-
-    @property
-    def values(self) -> dict[str, Tensor]:
-        """The sites' own values where the model was first run, and those of params."""
-        sites = self.model_info.sites
-        points = {n: transform_to(p.constraint)(p.unconstrained) for n, p in self.points.items()}
-        return {name: sites[name].value for name in self.latents} | points
 
     def deterministics(self, params: Params) -> dict[str, Tensor]:
         """`pyro.deterministic` sites outside the data's plate."""
         run = self.run(params, self.model_info.example, self.first_indices())
         return {name: run.sites[name].value for name in self.model_info.steady}
 
-    def first_indices(self) -> Tensor | None:
-        """The first rows' indices, for a model that subsamples by itself."""
-        info = self.model_info
-        return None if info.own_plate is None else torch.arange(info.batch_size)
-
-    def broken_site(self, params: Params, arguments: Arguments) -> str:
-        """The first site whose log density is NaN or infinite at unconstrained params."""
-        terms = terms_of(self.run(params, arguments, self.first_indices()).sites)
-        broken = (n for n, t in terms.items() if not bool(torch.isfinite(t.log_prob).all()))
-        return next(broken, "?")
-
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The model's arguments as given by position and name, in one of the two forms.
-
-        Raises:
-            CallError: the model takes no such arguments, or takes them one by one.
-        """
-        signature = inspect.signature(getattr(self.model, "forward", self.model))
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise CallError(f"the model, which takes {signature}: {error}") from None
-        by_name = dict(bound.arguments) if args else kwargs
-        arguments = rows.tables_as_tensors(by_name if kwargs else args)
-        values = arguments.values() if isinstance(arguments, dict) else arguments
-        if self._model_info is not None and any(map(failed_call.holds_rows, values)):
-            known = self._model_info.example
-            taken = known.values() if isinstance(known, dict) else known
-            if not any(map(failed_call.holds_rows, taken)):
-                raise failed_call.nested_error()
-        return arguments
-
     def write_points(self, values: Params) -> None:
         """Puts constrained values of points into Pyro's param store, or into their modules."""
         for name, value in values.items():
             point = self.points[name]
-            if name in self._program.owned:
-                module, path = self._program.owned[name]
+            if name in self._program.owners:
+                module, path = self._program.owners[name]
                 with torch.no_grad():
-                    module.get_parameter(path).copy_(transform_to(point.constraint).inv(value))
+                    module.get_parameter(path).copy_(point.unconstrain(value))
             else:
                 with exclusive:  # runs put another one in its place
                     store = pyro.get_param_store()
                     store.setdefault(name, value, constraint=point.constraint)
                     store[name] = value
 
-    # ------------------------------------------------------------------ what is known of it
+    # ------------------------------------------------------------------ the preflight
 
     def prepare(
         self, arguments: Arguments, init: InitFunction | None = None, seed: int = 0
     ) -> Params | None:
-        """Understands the model on a first batch; does nothing the second time.
+        """Examines the model on a first batch; does nothing on a later one.
 
         A start where the log density is not finite is drawn again, as Pyro does.
 
@@ -365,98 +426,40 @@ class LogPosterior:
         for attempt in range(MOST_STARTS):
             if self._model_info is not None:
                 return None
-            last = attempt == MOST_STARTS - 1
+            is_last = attempt == MOST_STARTS - 1
             with (
                 own_generator(derived_seed(seed, 0, Purpose.INIT, attempt)),
-                contextlib.nullcontext() if last else contextlib.suppress(NotFiniteStartError),
+                contextlib.nullcontext() if is_last else contextlib.suppress(NotFiniteStartError),
             ):
                 if self._model_info is None:  # of another thread
-                    info = self._understand(arguments, init)
+                    info = self._examine_or_explain(arguments, init)
                     self._model_info = info
                     return None if attempt else unconstrained_values(info.sites)
         return None
 
-    def _understand(self, arguments: Arguments, init: InitFunction) -> ModelInfo:
-        """The preflight, which says what is wrong with the call if that is why it fails."""
+    def _examine_or_explain(self, arguments: Arguments, init: InitFunction) -> ModelInfo:
+        """The preflight; raises what is wrong with the call, if that is why it fails."""
         try:
-            return self._preflight(self._program, arguments, init, self._num_data)
+            return self._examine(self._program, arguments, init, self._num_data)
         except NotFiniteStartError:
             raise
         except Exception as error:
-            attempt = partial(attempt_first, init)
-            if (told := failed_call.explain(self.model, arguments, error, attempt)) is None:
+            explained = explain_first_call(self.model, arguments, error, init)
+            if explained is None:
                 raise
-            raise told from error
+            raise explained from error
 
     def _explain(self, batch: Any, error: Exception) -> PyroScaleError | None:
-        """What is wrong with a batch, where the error is about the call."""
+        """The error to raise if a call failed because of its batch; None if not."""
         if self._model_info is None or isinstance(error, PyroScaleError):
             return None
-        attempt = partial(attempt_first, init_to_value(values=self.values))
-        known = self._model_info.example
-        return failed_call.explain_later(
-            self.model, rows.as_arguments(batch), known, error, attempt
-        )
-
-    def renew(self, num_data: int | None) -> LogPosterior:
-        """The same, before it has seen a batch; `num_data` counts where it has none itself."""
-        other = copy.copy(self)
-        other._num_data = self._num_data or num_data
-        other._program, other._model_info = Program(self.model), None
-        return other
-
-    def is_of_same_model(self, other: LogPosterior) -> bool:
-        """Whether another one is of the same callable, with the same prior."""
-        own, others = (self.model, self._prior), (other.model, other._prior)
-        return all(one is another for one, another in zip(own, others, strict=True))
-
-    def with_drawn_observations(
-        self, arguments: Arguments, seed: int
-    ) -> tuple[LogPosterior, Arguments]:
-        """(The same, before it has seen a batch; a batch for it), of a model and rows that have not
-        been observed yet: their observations are draws from the prior."""
-        other = self.renew(self._num_data)
-        with own_generator(derived_seed(seed, 0, Purpose.INIT)):
-            other._program, arguments = observe_draws(self._program, arguments)
-        return other, arguments
-
-    def with_prior(self, prior: Prior) -> LogPosterior:
-        """The same with another log prior, a function of a run's sites and of its own."""
-        other = copy.copy(self)
-        other._prior = prior
-        return other
-
-    def with_gaussian_prior(self, gaussian: Gaussian) -> LogPosterior:
-        """The same with a Gaussian over all latents, in their order, for its prior."""
-
-        other = self.with_prior(partial(_gaussian_log_prior, gaussian))
-        other.gaussian_prior = gaussian
-        return other
-
-    def without_jacobian(self) -> LogPosterior:
-        """The density of the sites' own values, as a function of unconstrained params: its mode
-        does not depend on how the values are transformed."""
-
-        return self.with_prior(partial(_without_log_dets, self._prior))
-
-    def with_jacobian(self) -> LogPosterior:
-        """The density of unconstrained params: what `without_jacobian` was made from."""
-        prior = self._prior
-        if not (isinstance(prior, partial) and prior.func is _without_log_dets):
-            return self
-        other = copy.copy(self)
-        (other._prior,) = prior.args
-        return other
-
-    def default_init(self, chain: int) -> InitFunction:
-        """Where a chain starts unless it is told otherwise."""
-        if chain == 0:
-            return init_to_module
-        return init_to_reset(fallback=uniform)
+        init = init_to_value(values=self.values)
+        example = self._model_info.example
+        return explain_later_call(self.model, rows.as_arguments(batch), example, error, init)
 
     @property
     def model_info(self) -> ModelInfo:
-        """What the preflight found.
+        """The result of the preflight.
 
         Raises:
             NotRunError: no batch has been seen yet.
@@ -485,99 +488,85 @@ class LogPosterior:
         return tuple(s.name for s in self.model_info.sites.values() if s.kind == "latent")
 
     @property
-    def is_unconstrained(self) -> bool:
-        """Whether every latent's support is all reals, so that params are the sites' values."""
-        if self.model_info.kept:
-            return False
-        sites = self.model_info.sites.values()
-        return all(is_real(site.fn.support) for site in sites if site.kind == "latent")
-
-    @property
-    def layout(self) -> Layout:
-        """Where the latents lie in one unconstrained vector."""
-        sites = self.model_info.sites.values()
-        values = {site.name: site.unconstrained for site in sites if site.kind == "latent"}
-        return Layout.of({name: value for name, value in values.items() if value is not None})
-
-    @property
-    def points(self) -> Mapping[str, Any]:
+    def points(self) -> Mapping[str, Point]:
         """`pyro.param` sites and unfrozen weights: point-estimated."""
         return self.model_info.points
 
-    # ------------------------------------------------------------------ inside
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """The values of latents (constrained) and of points in the first run."""
+        sites = self.model_info.sites
+        points = {n: p.constrain(p.unconstrained) for n, p in self.points.items()}
+        return {name: sites[name].value for name in self.latents} | points
 
-    @_explaining
-    def run(
-        self,
-        params: Params,
-        arguments: Arguments,
-        indices: Tensor | None = None,
-        recorder: Callable[..., Recorder] = Recorder,
-        validate: bool = False,
-    ) -> Recorder:
-        """Runs the model at unconstrained params and records its sites."""
+    @property
+    def layout(self) -> Layout:
+        """Where the latents are in one unconstrained vector."""
+        return Layout.of(_unconstrained(self.model_info.sites))
+
+    @property
+    def is_unconstrained(self) -> bool:
+        """Whether every latent's support is all reals, so that params are the sites' values."""
         info = self.model_info
-        points = {
-            name: replace(point, unconstrained=params.get(name, point.unconstrained))
-            for name, point in info.points.items()
-        }
-        chosen = {}
-        if info.own_plate is not None:
-            if indices is None:
-                with exclusive:
-                    indices = torch.randperm(self.num_data)[: info.batch_size]
-            chosen = {info.own_plate: indices}
-        enum_dim = info.enum_dim
-        return self._program.run(
-            arguments,
-            recorder(
-                latents=params,
-                points=points,
-                indices=chosen,
-                enum_dim=enum_dim,
-                kept=info.kept,
-            ),
-            validate,
-        )
+        return not info.kept and all(is_real(info.sites[n].fn.support) for n in self.latents)
 
-    def run_as_first(self, arguments: Arguments) -> Recorder:
-        """Runs the model at the latent values of its first run, as the preflight does: on copies,
-        its modules checked, with params as they are now.
+    # ------------------------------------------------------------------ variants
 
-        Raises:
-            ModelError: a module is not fit, or the model writes to what it is given.
+    def renew(self, num_data: int | None) -> LogPosterior:
+        """A copy that has not seen a batch; `num_data` counts if this one was passed none."""
+        other = copy.copy(self)
+        other._num_data = self._num_data or num_data
+        other._program, other._model_info = Program(self.model), None
+        return other
+
+    def is_of_same_model(self, other: LogPosterior) -> bool:
+        """Whether another log posterior has the same callable and the same prior."""
+        return self.model is other.model and self._prior is other._prior
+
+    def with_drawn_observations(
+        self, arguments: Arguments, seed: int
+    ) -> tuple[LogPosterior, Arguments]:
+        """A copy for rows that are not observed yet, whose observations are draws from the prior.
+
+        Returns:
+            (The copy, which has not seen a batch; a batch for it).
         """
-        info = self.model_info
-        values = {site.name: site.unconstrained for site in info.sites.values()}
-        latents = {name: value for name, value in values.items() if value is not None}
-        with (
-            own_generator(),
-            torch.no_grad(),
-            trace_modules(),
-            forbid_writes(self.model, arguments) as copies,
-        ):
-            store = points_of_store()
-            recorder = Recorder(
-                latents=latents, enum_dim=info.enum_dim, store=store, kept=info.kept
-            )
-            return self._program.run(copies, recorder)
+        other = self.renew(self._num_data)
+        with own_generator(derived_seed(seed, 0, Purpose.INIT)):
+            other._program, arguments = observe_draws(self._program, arguments)
+        return other, arguments
 
-    def batch_size(self, arguments: Arguments) -> int:
-        """How many rows a batch has."""
-        info = self.model_info
-        if info.own_plate is not None:
-            return info.batch_size
-        count = rows.count(arguments)
-        return self.num_data if count is None else count
+    def with_gaussian_prior(self, gaussian: Gaussian) -> LogPosterior:
+        """A copy whose prior is a Gaussian over all latents, in their order."""
+        other = self._with_prior(partial(_gaussian_log_prior, gaussian))
+        other.gaussian_prior = gaussian
+        return other
+
+    def without_jacobian(self) -> LogPosterior:
+        """The density of the sites' own values, as a function of unconstrained params: its mode
+        does not depend on how the values are transformed."""
+        return self._with_prior(partial(_without_log_dets, self._prior))
+
+    def with_jacobian(self) -> LogPosterior:
+        """The density of unconstrained params: the inverse of `without_jacobian`."""
+        prior = self._prior
+        if not (isinstance(prior, partial) and prior.func is _without_log_dets):
+            return self
+        return self._with_prior(prior.args[0])
+
+    def _with_prior(self, prior: Prior | None) -> LogPosterior:
+        other = copy.copy(self)
+        other._prior = prior
+        return other
 
 
 def unconstrained_values(sites: Mapping[str, Site]) -> dict[str, Tensor]:
-    """The latents' unconstrained values in a run, as tensors of their own."""
-    return {
-        site.name: site.unconstrained.detach().clone()
-        for site in sites.values()
-        if site.unconstrained is not None
-    }
+    """The latents' unconstrained values in a run, copied."""
+    return {name: value.detach().clone() for name, value in _unconstrained(sites).items()}
+
+
+def _unconstrained(sites: Mapping[str, Site]) -> dict[str, Tensor]:
+    return {s.name: s.unconstrained for s in sites.values() if s.unconstrained is not None}
 
 
 def _gaussian_log_prior(gaussian: Gaussian, sites: Mapping[str, Site], log_prior: Tensor) -> Tensor:
@@ -588,5 +577,5 @@ def _gaussian_log_prior(gaussian: Gaussian, sites: Mapping[str, Site], log_prior
 
 def _without_log_dets(prior: Prior | None, sites: Mapping[str, Site], log_prior: Tensor) -> Tensor:
     log_dets = [site.log_det for site in sites.values() if site.log_det is not None]
-    own = log_prior if prior is None else prior(sites, log_prior)
-    return own - torch.stack(log_dets).sum()
+    own_prior = log_prior if prior is None else prior(sites, log_prior)
+    return own_prior - torch.stack(log_dets).sum()

@@ -2,7 +2,7 @@
 
 The rows of the first batch may be alike: labels of one class, or a series that begins with zeros.
 Then quantities that a model computes from a batch (a mean, class weights, a lag, a count of events)
-do not show.  So the rules are tried on batches from all over the data, and on some that a run
+do not show. So the rules are checked on batches from all over the data, and on some that a run
 draws.
 """
 
@@ -19,21 +19,112 @@ from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import PlateError, SiteError
-from pyro_scale.model.checks import inside_support, outside_support
 from pyro_scale.model.classify import close, dtype_of
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.model_info import ModelInfo
-from pyro_scale.model.scaling import dependence_message, rows_of
+from pyro_scale.model.observation_checks import inside_support, outside_support
+from pyro_scale.model.scaling import Rule, dependence_message, rows_of
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import Term, terms_of
 
-#: Draws from the prior at which batches are looked at, besides a start.
+#: Draws from the prior at which batches are checked, besides a start.
 _PRIOR_DRAWS = 2
-#: Evaluations at params a few roundings apart, and how many times what they show is allowed.
-_NEARBY, _ROUNDINGS = 4, 64
+#: Evaluations at params a few roundings apart, which measure how much rounding changes a value.
+_NEARBY = 4
+#: The tolerance, in multiples of what rounding changes, and in roundings of a total.
+_ROUNDINGS = 64
 
 
-class Part(NamedTuple):
+def check_batches(
+    log_posterior: LogPosterior,
+    start: Params,
+    first: Arguments,
+    others: Iterable[tuple[Arguments, Tensor | None]],
+) -> None:
+    """Checks the rules on other batches, at a start and at draws from the prior.
+
+    Args:
+        log_posterior: the model, after its preflight on the first batch.
+        start: unconstrained params.
+        first: that batch.
+        others: batches of as many rows, and their indices for a model that subsamples by itself.
+
+    Raises:
+        PlateError: a row's log density depends on the other rows of its batch, or a term that was
+            constant on the first batch depends on the rows.
+    """
+    if not is_checked(log_posterior.model_info):
+        return
+    points: list[Params] = [start]
+    with contextlib.suppress(Exception):  # a prior that cannot be drawn from, or not here
+        drawn = log_posterior.prior_draws(first, _PRIOR_DRAWS, seed=0)
+        points += [{n: v[i] for n, v in drawn.items()} for i in range(_PRIOR_DRAWS)]
+    for params in points:
+        for batch, indices in others:
+            check_batch(log_posterior, {**start, **params}, batch, indices, first)
+
+
+def is_checked(info: ModelInfo) -> bool:
+    """Whether other batches are checked: if a batch is a part of the data, and the model runs on
+    other combinations of rows."""
+    is_part = info.batch_size < info.scaling.num_data
+    return is_part and not info.whole_only and not info.is_function
+
+
+def check_batch(
+    log_posterior: LogPosterior,
+    params: Params,
+    batch: Arguments,
+    indices: Tensor | None,
+    first: Arguments,
+) -> None:
+    """Checks the rules on one batch: each row's log density among other rows, and that constants
+    are those of the first batch.
+
+    Rows whose log density is not finite are passed over, and params at which the model fails.
+
+    Raises:
+        PlateError: see `check_batches`.
+    """
+    parts = _parts(log_posterior.model_info, batch, indices, first)
+    full = _terms(log_posterior, params, batch, indices)
+    runs = [_terms(log_posterior, params, part.arguments, part.indices) for part in parts]
+    reference = None if indices is not None else _terms(log_posterior, params, first, None)
+    if full is None or any(run is None for run in runs):
+        return
+    for name, rule in log_posterior.model_info.scaling.rules.items():
+        versions = [run[name] for run in (full, *runs) if run is not None and name in run]
+        if len(versions) < len(runs) + 1 or rule.whole_data:
+            continue  # which evaluating it says
+        if rule.role != "rows" and reference is not None and name in reference:
+            versions.append(reference[name])
+        mine, *others = (_values(term, rule) for term in versions)
+        if rule.role == "rows":
+            pairs = [
+                (mine[part.rows], other[part.places], part.rows)
+                for part, other in zip(parts, others, strict=True)
+            ]
+        else:
+            pairs = [(mine, other, slice(None)) for other in others]
+        dtype = dtype_of(versions[0], params.values())
+        roundings = None if rule.role == "rows" else _ROUNDINGS
+        differing = [pair for pair in pairs if not _are_close(*pair[:2], dtype, roundings)]
+        if not differing:
+            continue
+        rounding = _rounding(log_posterior, params, batch, indices, name, dtype)
+        changes = [(bool(pair[2].start), _exceeds(*pair, rounding)) for pair in differing]
+        if not any(bool(changed.any()) for _, changed in changes):
+            continue
+        if rule.role == "rows":
+            raise PlateError(dependence_message(name, changes))
+        raise PlateError(
+            f"site '{name}': it is one value that was the same for the first batch and its halves, "
+            "but it changes with the rows of other batches, and so cannot be counted once: give it "
+            "one value per row, inside the data's plate"
+        )
+
+
+class _Part(NamedTuple):
     """Rows of a batch among other rows, or fewer.
 
     Attributes:
@@ -49,117 +140,39 @@ class Part(NamedTuple):
     places: slice
 
 
-def check_batches(
-    log_posterior: LogPosterior,
-    start: Params,
-    first: Arguments,
-    others: Iterable[tuple[Arguments, Tensor | None]],
-) -> None:
-    """Tries the rules on other batches, at a start and at draws from the prior.
-
-    Args:
-        log_posterior: understood on the first batch.
-        start: unconstrained params.
-        first: that batch.
-        others: batches of as many rows, and their indices for a model that subsamples by itself.
-
-    Raises:
-        PlateError: a row's log density depends on the other rows of its batch, or what was taken
-            for a constant on the rows.
-    """
-    if not is_checked(log_posterior.model_info):
-        return
-    points: list[Params] = [start]
-    with contextlib.suppress(Exception):  # a prior that cannot be drawn from, or not here
-        drawn = log_posterior.prior_draws(first, _PRIOR_DRAWS, seed=0)
-        points += [{n: v[i] for n, v in drawn.items()} for i in range(_PRIOR_DRAWS)]
-    for params in points:
-        for batch, indices in others:
-            check_batch(log_posterior, {**start, **params}, batch, indices, first)
-
-
-def is_checked(info: ModelInfo) -> bool:
-    """Whether batches are parts of the data, and rows can be put together anew."""
-    is_part = info.batch_size < info.scaling.num_data
-    return is_part and not info.whole_only and not info.is_function
-
-
-def check_batch(
-    log_posterior: LogPosterior,
-    params: Params,
-    batch: Arguments,
-    indices: Tensor | None,
-    first: Arguments,
-) -> None:
-    """Tries the rules on one batch: each row's log density among other rows, and constants on the
-    first batch as well.
-
-    Rows whose log density is not finite say nothing, nor do params at which the model fails.
-
-    Raises:
-        PlateError: see `check_batches`.
-    """
-    parts = _parts(log_posterior.model_info, batch, indices, first)
-    full = _terms(log_posterior, params, batch, indices)
-    runs = [_terms(log_posterior, params, part.arguments, part.indices) for part in parts]
-    reference = None if indices is not None else _terms(log_posterior, params, first, None)
-    if full is None or any(run is None for run in runs):
-        return
-    for name, rule in log_posterior.model_info.scaling.rules.items():
-        versions = [run[name] for run in (full, *runs) if run is not None and name in run]
-        if len(versions) < len(runs) + 1 or rule.whole_data:
-            continue  # which evaluating it says
-        if rule.role == "rows":
-            mine = rows_of(versions[0], rule)
-            pairs = [
-                (mine[part.rows], rows_of(term, rule)[part.places], part.rows)
-                for part, term in zip(parts, versions[1:], strict=True)
-            ]
-        else:
-            if reference is not None and name in reference:
-                versions.append(reference[name])
-            total, *others = (_total(term) for term in versions)
-            pairs = [(total, other, slice(None)) for other in others]
-        dtype = dtype_of(versions[0], params.values())
-        differ = [
-            (one, other, place)
-            for one, other, place in pairs
-            if not _are_close(one, other, dtype, None if rule.role == "rows" else 64)
-        ]
-        if not differ:
-            continue
-        rounding = _rounding(log_posterior, params, batch, indices, name, dtype)
-        changes = [(bool(pair[2].start), _beyond(*pair, rounding)) for pair in differ]
-        if not any(bool(changed.any()) for _, changed in changes):
-            continue
-        if rule.role == "rows":
-            raise PlateError(dependence_message(name, changes))
-        raise PlateError(
-            f"site '{name}': it is one value that was the same for the first batch and its halves, "
-            "but it changes with the rows of other batches, and so cannot be counted once: give it "
-            "one value per row, inside the data's plate"
-        )
-
-
 def _parts(
     info: ModelInfo, batch: Arguments, indices: Tensor | None, first: Arguments
-) -> list[Part]:
-    """The batch's rows among others: its halves, each with rows from elsewhere in the data where
-    the number of rows is fixed; a single row beside those of the first batch."""
+) -> list[_Part]:
+    """The batch's rows without each other: its two halves. A model that subsamples by itself gets
+    each half together with other rows, and a single row is put before the first batch."""
     if indices is not None:
         size, total = len(indices), info.scaling.num_data
-        elsewhere, half = (indices + total // 2) % total, size // 2
+        others, half = (indices + total // 2) % total, size // 2
         head, tail = slice(0, half), slice(half, size)
         return [
-            Part(batch, torch.cat([indices[head], elsewhere[tail]]), head, head),
-            Part(batch, torch.cat([elsewhere[head], indices[tail]]), tail, tail),
+            _Part(batch, torch.cat([indices[head], others[tail]]), head, head),
+            _Part(batch, torch.cat([others[head], indices[tail]]), tail, tail),
         ]
     count = rows.count(batch) or 0
     if count == 1:
-        only = slice(0, 1)
-        return [Part(rows.concatenate([batch, first]), None, only, only)]
+        row = slice(0, 1)
+        return [_Part(rows.concatenate([batch, first]), None, row, row)]
     halves = slice(0, count // 2), slice(count // 2, count)
-    return [Part(rows.take(batch, half), None, half, slice(None)) for half in halves]
+    return [_Part(rows.take(batch, half), None, half, slice(None)) for half in halves]
+
+
+def _terms(
+    log_posterior: LogPosterior, params: Params, batch: Arguments, indices: Tensor | None
+) -> Mapping[str, Term] | None:
+    """The terms at params; None where the model fails, as it may at a draw from the prior."""
+    with contextlib.suppress(Exception), own_generator(), torch.no_grad():
+        return terms_of(log_posterior.run(params, batch, indices).sites)
+    return None
+
+
+def _values(term: Term, rule: Rule) -> Tensor:
+    """A term's log likelihood of each row, `[B]`, or its total if it is not of rows."""
+    return rows_of(term, rule) if rule.role == "rows" else (term.log_prob * term.scale).sum()
 
 
 def _are_close(a: Tensor, b: Tensor, dtype: torch.dtype, roundings: float | None) -> bool:
@@ -175,48 +188,47 @@ def _rounding(
     name: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """By how much rounding may change each row's log density, or a constant's value: some times
-    what a few roundings of the params do.  Cancellation and badly conditioned matrices show."""
+    """The tolerance for each row's log density, or for a constant: a multiple of what a few
+    roundings of the params change, so that cancellation and ill-conditioned matrices count."""
     rule, source = log_posterior.model_info.scaling.rules[name], torch.Generator()
     eps = 8 * float(torch.finfo(dtype).eps)
 
-    def moved(value: Tensor) -> Tensor:
+    def perturb(value: Tensor) -> Tensor:
         sign = torch.randint(0, 2, value.shape, generator=source).to(value) * 2 - 1
         return value + sign * eps * (1 + value.abs())
 
     values = []
     for seed in range(_NEARBY):
         source.manual_seed(seed)
-        nearby = {n: moved(value) for n, value in params.items()} if seed else params
+        nearby = {n: perturb(value) for n, value in params.items()} if seed else params
         run = _terms(log_posterior, nearby, batch, indices)
         if run is None or name not in run:
             return torch.tensor(torch.inf)
-        values.append(rows_of(run[name], rule) if rule.role == "rows" else _total(run[name]))
-    apart = (torch.stack(values[1:]) - values[0]).abs().amax(0)
-    return _ROUNDINGS * apart.nan_to_num(torch.inf)
+        values.append(_values(run[name], rule))
+    change = (torch.stack(values[1:]) - values[0]).abs().amax(0)
+    return _ROUNDINGS * change.nan_to_num(torch.inf)
 
 
-def _beyond(a: Tensor, b: Tensor, place: slice, rounding: Tensor) -> Tensor:
-    """Which elements differ by more than rounding; all if there are others."""
+def _exceeds(a: Tensor, b: Tensor, place: slice, rounding: Tensor) -> Tensor:
+    """Which elements differ by more than rounding; all if the shapes differ."""
     if a.shape != b.shape:
         return torch.ones_like(a, dtype=torch.bool)
-    allowed = rounding[place] if rounding.dim() else rounding
+    tolerance = rounding[place] if rounding.dim() else rounding
     usable = torch.isfinite(a) & torch.isfinite(b)
-    floor = 64 * float(torch.finfo(a.dtype).eps) * a.abs()
-    return ((a - b).abs() > allowed + floor) & usable
+    floor = _ROUNDINGS * float(torch.finfo(a.dtype).eps) * a.abs()
+    return ((a - b).abs() > tolerance + floor) & usable
 
 
-def _total(term: Term) -> Tensor:
-    return (term.log_prob * term.scale).sum()
+# ---------------------------------------------------------------------- supports
 
 
 def check_supports(log_posterior: LogPosterior, params: Params, chunks: Iterable[Any]) -> None:
-    """Refuses observed values outside of their support, by row; all rows in one pass.
+    """Checks that observed values are in their supports; all rows in one pass.
 
     Supports that depend on a latent are left to the density, which is infinite there.
 
     Args:
-        log_posterior: understood on a first batch.
+        log_posterior: the model, after its preflight.
         params: unconstrained.
         chunks: of the data, each with `arguments` and `indices`, in order.
 
@@ -226,19 +238,21 @@ def check_supports(log_posterior: LogPosterior, params: Params, chunks: Iterable
     info = log_posterior.model_info
     if not info.validated:
         return
-    other = {name: value + 0.5 for name, value in params.items()}
+    shifted = {name: value + 0.5 for name, value in params.items()}
     begin = 0
     for chunk in chunks:
         with own_generator(), torch.no_grad():
             sites = log_posterior.run(params, chunk.arguments, chunk.indices).sites
             for name in info.validated & sites.keys():
                 if sites[name].kind == "observed" and not bool(inside_support(sites[name]).all()):
-                    again = None
+                    others: Mapping[str, Site] | None = None
                     with contextlib.suppress(Exception):  # the model may fail elsewhere
-                        again = log_posterior.run(other, chunk.arguments, chunk.indices).sites
+                        others = log_posterior.run(shifted, chunk.arguments, chunk.indices).sites
                     support = sites[name].fn.support
-                    if again is None or same_support(support, again[name].fn.support):
-                        raise SiteError(_outside(info, sites[name], begin), code="observed-value")
+                    if others is None or same_support(support, others[name].fn.support):
+                        where = _first_outside(info.scaling.rules.get(name), sites[name], begin)
+                        message = outside_support(sites[name], where)
+                        raise SiteError(message, code="observed-value")
         begin += chunk.num_new
 
 
@@ -256,22 +270,17 @@ def same_support(one: Any, other: Any) -> bool:
     return mine.keys() == theirs.keys() and all(same_support(mine[k], theirs[k]) for k in mine)
 
 
-def _terms(
-    log_posterior: LogPosterior, params: Params, batch: Arguments, indices: Tensor | None
-) -> Mapping[str, Term] | None:
-    """The terms at params; None where the model fails, as a prior draw may be out of its reach."""
-    with contextlib.suppress(Exception), own_generator(), torch.no_grad():
-        return terms_of(log_posterior.run(params, batch, indices).sites)
-    return None
+def _first_outside(rule: Rule | None, site: Site, begin: int) -> str:
+    """The row and the value of the first observed value outside its support, in words.
 
-
-def _outside(info: ModelInfo, site: Site, begin: int) -> str:
-    rule = info.scaling.rules.get(site.name)
-    inside = inside_support(site)
-    place = (~inside).nonzero()[0]
-    where, value = "", ""
-    if rule is not None and rule.role == "rows" and not rule.depth and rule.dim is not None:
-        where = f" in row {begin + int(place[rule.dim])}"
-        observed = site.value.expand(site.shape)[tuple(place)]
-        value = f", {observed.tolist()}," if observed.numel() <= 10 else ""
-    return outside_support(site, where + value)
+    Args:
+        rule: of the site, if it has one.
+        site: of a run on a chunk of the data.
+        begin: the place in the data of the chunk's first row.
+    """
+    if rule is None or rule.role != "rows" or rule.depth or rule.dim is None:
+        return ""
+    place = (~inside_support(site)).nonzero()[0]
+    observed = site.value.expand(site.shape)[tuple(place)]
+    value = f", {observed.tolist()}," if observed.numel() <= 10 else ""
+    return f" in row {begin + int(place[rule.dim])}{value}"

@@ -1,27 +1,31 @@
-"""What plates say about the data: who subsamples, and how many rows there are in all."""
+"""What plates say about N: which one subsamples by itself, and how many rows there are in all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 from pyro_scale.errors import PlateError
-from pyro_scale.model.recorder import Recorder
 from pyro_scale.model.sites import Site
 
 
-def own_plate(sites: Mapping[str, Site], count: int | None) -> str | None:
-    """The plate whose rows the model draws by itself: it takes part of what is passed in."""
-    own = None
+def find_own_plate(sites: Mapping[str, Site], count: int | None) -> str | None:
+    """The plate that the model subsamples by itself: it takes some of the rows passed in.
+
+    Args:
+        sites: of a run.
+        count: the rows passed in.
+    """
+    own_plate = None
     for site in sites.values():
         if site.kind != "subsample" or site.fn.subsample_size in (None, site.fn.size):
             continue
         if count is None or count == site.fn.size:
-            if own is not None:
+            if own_plate is not None:
                 raise PlateError(
-                    f"plates '{own}' and '{site.name}' both subsample by themselves; only the "
-                    "data's plate may"
+                    f"plates '{own_plate}' and '{site.name}' both subsample by themselves; only "
+                    "the data's plate may"
                 )
-            own = site.name
+            own_plate = site.name
         elif count != site.fn.subsample_size:
             raise PlateError(
                 f"plate '{site.name}' takes {site.fn.subsample_size} of {site.fn.size} rows, but "
@@ -29,11 +33,11 @@ def own_plate(sites: Mapping[str, Site], count: int | None) -> str | None:
                 f"subsample, or pass the batch and write plate('{site.name}', {site.fn.size}, "
                 "subsample_size=len(x))"
             )
-    return own
+    return own_plate
 
 
 def agreed_size(num_data: int | None, plate: Site) -> int:
-    """N of a model that subsamples by itself, which must not be given differently."""
+    """N of a model that subsamples by itself: the plate's size, which `num_data` must equal."""
     size = int(plate.fn.size)
     if num_data not in (None, size):
         raise PlateError(
@@ -44,9 +48,9 @@ def agreed_size(num_data: int | None, plate: Site) -> int:
 
 
 def data_plate_size(sites: Mapping[str, Site]) -> int:
-    """For a model without arguments: the size of its observations' plate, else 1.
+    """N of a model without arguments: the size of its observations' plate, or 1.
 
-    A plate of observations alone goes before one that holds latents too.
+    A plate of observations alone is preferred to one that holds latents too.
     """
     latent = {f.name for s in sites.values() if s.kind == "latent" for f in s.plates}
     observed = [s for s in sites.values() if s.kind in ("observed", "factor")]
@@ -55,10 +59,10 @@ def data_plate_size(sites: Mapping[str, Site]) -> int:
     return int(frames[0].size) if frames else 1
 
 
-def declared_size(runs: Iterable[Recorder]) -> int | None:
-    """N as a plate around the batch says it."""
-    for run in runs:
-        for site in run.sites.values():
+def declared_size(runs: Iterable[Mapping[str, Site]]) -> int | None:
+    """N as a plate around the batch declares it, in one of these runs; None if none does."""
+    for sites in runs:
+        for site in sites.values():
             for frame in site.plates:
                 if frame.full_size not in (None, frame.size):
                     return int(frame.full_size)
@@ -66,7 +70,7 @@ def declared_size(runs: Iterable[Recorder]) -> int | None:
 
 
 def check_subsampling(sites: Mapping[str, Site], own_plate: str | None, batch_size: int) -> None:
-    """Plates other than the data's that take part of their rows."""
+    """Raises for a plate other than the data's that subsamples."""
     for site in sites.values():
         if site.kind != "subsample" or site.name == own_plate:
             continue
@@ -81,7 +85,14 @@ def check_subsampling(sites: Mapping[str, Site], own_plate: str | None, batch_si
 def check_plate_size(
     sites: Mapping[str, Site], count: int | None, num_data: int | None, error: Exception
 ) -> None:
-    """Says what is wrong when a model fails because its plate has another size than the batch."""
+    """Raises if a run failed because a plate has another size than the batch.
+
+    Args:
+        sites: of the run, as far as it came.
+        count: the rows of the batch.
+        num_data: N, if it was passed.
+        error: what the run raised.
+    """
     for site in sites.values():
         if site.kind != "subsample" or site.fn.subsample_size not in (None, site.fn.size):
             continue

@@ -1,14 +1,16 @@
-"""Runs a Pyro model and leaves no trace in Pyro's or torch's settings."""
+"""Pyro models as programs: how they are run, and models made from functions and unobserved rows."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pyro
+import pyro.poutine as poutine
 import torch
+from pyro.distributions import ImproperUniform, constraints
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.runtime import _DIM_ALLOCATOR, _PYRO_STACK
 from torch import Tensor, nn
@@ -16,34 +18,42 @@ from torch import Tensor, nn
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.rows import Arguments
-from pyro_scale.model.call_with import call_with
-from pyro_scale.model.recorder import Recorder
-from pyro_scale.model.sites import Point
+from pyro_scale.errors import ModelError
+from pyro_scale.model.init_strategies import WEIGHT, InitFunction
+from pyro_scale.model.masked_latents import Kept
+from pyro_scale.model.recorder import Recorder, Simulator
+from pyro_scale.model.sites import Point, points_of_store
 
 
 class Program:
-    """A Pyro model, and the modules whose weights are swapped when it is run.
+    """A Pyro model that runs under a recorder and changes no setting of Pyro or torch.
 
     Attributes:
         model: the user's callable.
-        owned: param site -> (module, the weight's name in it), for weights of modules.
+        owners: param site -> (module, name of the weight in it), for weights of modules.
     """
 
     def __init__(self, model: Callable[..., Any]):
         self.model = model
-        self.owned: dict[str, tuple[nn.Module, str]] = {}
+        self.owners: dict[str, tuple[nn.Module, str]] = {}
 
     def run(self, arguments: Arguments, recorder: Recorder, validate: bool = False) -> Recorder:
-        """Runs the model under the recorder, without a trace left in Pyro's or torch's settings."""
+        """Runs the model on a batch and returns the recorder, which then has its sites.
+
+        Args:
+            arguments: the model's.
+            recorder: what latents, points and indices come from.
+            validate: whether with Pyro's validation.
+        """
         swapped = {
             name: point.unconstrained
             for name, point in recorder.given_points.items()
             # the recorder answers for a PyroParam; only plain weights are read past it
-            if name in self.owned and not self.owned[name][1].endswith("_unconstrained")
+            if name in self.owners and not self.owners[name][1].endswith("_unconstrained")
         }
         with (
             exclusive,
-            _left_when_interrupted(),
+            _restored_if_interrupted(),
             _hidden_from_other_recorders(),
             pyro.validation_enabled(validate),
             pyro.get_param_store().scope(),
@@ -56,35 +66,51 @@ class Program:
                 rows.call(self.model, arguments)
         return recorder
 
-    def _run_swapped(self, arguments: Arguments, swapped: Mapping[str, Tensor]) -> Any:
-        modules = list({id(m): m for m, _ in self.owned.values()}.values())
-        root = _Root(self.model, modules)
+    def draw_latents(
+        self, arguments: Arguments, init: InitFunction, kept: Mapping[str, Kept]
+    ) -> Recorder:
+        """Runs the model with its latents from an initialization in Pyro's manner."""
+        with exclusive, torch.no_grad(), InitMessenger(init):
+            return self.run(arguments, Recorder(store=points_of_store(), kept=kept))
+
+    def find_owners(self, points: Mapping[str, Point], modules: list[nn.Module]) -> None:
+        """Finds which of the modules that ran has the weight of each point."""
+        for point in points.values():
+            for module in modules if point.parameter is not None else ():
+                named = module.named_parameters()
+                path = next((path for path, w in named if w is point.parameter), None)
+                if path is not None:
+                    self.owners[point.name] = module, path
+                    break
+
+    def _run_swapped(self, arguments: Arguments, weights: Mapping[str, Tensor]) -> None:
+        modules = list({id(module): module for module, _ in self.owners.values()}.values())
         places = {id(module): f"modules_.{i}" for i, module in enumerate(modules)}
         values = {}
-        for name, value in swapped.items():
-            module, path = self.owned[name]
+        for name, value in weights.items():
+            module, path = self.owners[name]
             values[f"{places[id(module)]}.{path}"] = value
         with warnings.catch_warnings():  # of pyro.module, about tensors that are no parameters
             warnings.filterwarnings("ignore", message=".*was not registered in the param store")
-            return call_with(root, values, (arguments,))
+            call_with(_Root(self.model, modules), values, (arguments,))
 
-    def find_owners(self, points: Mapping[str, Point], executed: list[nn.Module]) -> None:
-        """Finds the module that each weight among the points belongs to."""
-        for point in points.values():
-            for module in executed if point.parameter is not None else ():
-                path = next(
-                    (p for p, tensor in module.named_parameters() if tensor is point.parameter),
-                    None,
-                )
-                if path is not None:
-                    self.owned[point.name] = module, path
-                    break
+
+class _Root(nn.Module):
+    """A module over all modules that a model calls, for `torch.func.functional_call`."""
+
+    def __init__(self, model: Callable[..., Any], modules: list[nn.Module]):
+        super().__init__()
+        self._model = [model]  # in a list, so that a module does not become a child twice
+        self.modules_ = nn.ModuleList(modules)
+
+    def forward(self, arguments: Arguments) -> Any:
+        return rows.call(self._model[0], arguments)
 
 
 @contextmanager
-def _left_when_interrupted() -> Iterator[None]:
-    """Takes what a handler leaves on Pyro's stacks when the user interrupts it while it opens or
-    closes, and which every later run would meet."""
+def _restored_if_interrupted() -> Iterator[None]:
+    """Restores Pyro's stacks after an exception: a handler that Ctrl-C interrupts while it opens
+    or closes leaves entries there, which every later run would meet."""
     handlers, dims = list(_PYRO_STACK), list(_DIM_ALLOCATOR._stack)
     try:
         yield
@@ -95,13 +121,13 @@ def _left_when_interrupted() -> Iterator[None]:
 
 @contextmanager
 def _hidden_from_other_recorders() -> Iterator[None]:
-    """A model that evaluates another log posterior: the sites of that one are in the value that
-    it gives, and are not the outer model's as well."""
+    """Hides a run from the recorder of an outer run, for models that evaluate another log
+    posterior: its sites are in the value that it returns, and not the outer model's."""
     handlers, dims = list(_PYRO_STACK), list(_DIM_ALLOCATOR._stack)
-    is_nested = any(isinstance(each, Recorder) for each in handlers)
-    if is_nested:  # the last one may say where its latents start
-        own = [each for each in handlers[-1:] if isinstance(each, InitMessenger)]
-        _PYRO_STACK[:], _DIM_ALLOCATOR._stack[:] = own, []
+    is_nested = any(isinstance(handler, Recorder) for handler in handlers)
+    if is_nested:  # the last handler may say where the latents of this run start
+        init = [handler for handler in handlers[-1:] if isinstance(handler, InitMessenger)]
+        _PYRO_STACK[:], _DIM_ALLOCATOR._stack[:] = init, []
     try:
         yield
     finally:
@@ -111,8 +137,8 @@ def _hidden_from_other_recorders() -> Iterator[None]:
 
 @contextmanager
 def _without_fused_attention() -> Iterator[None]:
-    """torch's Transformer layers have a second way of computing the same, without a derivative,
-    which depends on the values of padding masks."""
+    """Switches off the fast path of torch's Transformer layers, which has no derivative and
+    branches on the values of padding masks."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -121,13 +147,108 @@ def _without_fused_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-class _Root(nn.Module):
-    """Makes the modules that a model calls reachable for `torch.func.functional_call`."""
+def call_with(
+    module: nn.Module,
+    weights: Mapping[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Calls a module with these weights; like `torch.func.functional_call`, with tied weights tied.
 
-    def __init__(self, model: Callable[..., Any], modules: list[nn.Module]):
-        super().__init__()
-        self._model = [model]  # in a list, so that a module does not become a child twice
-        self.modules_ = nn.ModuleList(modules)
+    For a module that a network holds at two places, `functional_call` swaps both places, takes the
+    first new weight for the second place's own, and leaves it there after the call.
+    """
+    ids = dict(_named_ids(module, every_path=True))
+    names_of: dict[int, list[str]] = {}
+    for name, weight in _named_ids(module, every_path=False):
+        names_of.setdefault(weight, []).append(name)
+    tied = {
+        other: value
+        for name, value in weights.items()
+        for other in (names_of[ids[name]] if name in ids else [name])
+    }
+    return torch.func.functional_call(module, tied, args, kwargs, tie_weights=False)
 
-    def forward(self, arguments: Arguments) -> Any:
-        return rows.call(self._model[0], arguments)
+
+def _named_ids(module: nn.Module, *, every_path: bool) -> Iterator[tuple[str, int]]:
+    """(Name, id) of every weight and buffer, read past a `PyroModule`'s attributes, which draw.
+
+    A weight that several modules share comes once for each of them. A module that is held at
+    several places comes once, or, with `every_path`, once for each place.
+    """
+    for path, part in module.named_modules(remove_duplicate=not every_path):
+        for name, value in [*part._parameters.items(), *part._buffers.items()]:
+            if value is not None:
+                yield f"{path}.{name}" if path else name, id(value)
+
+
+class _FixedStart:
+    """Starting values of a function's params, the same for all chains."""
+
+    def __init__(self, values: Mapping[str, Tensor]):
+        self._values = {name: torch.as_tensor(value).detach() for name, value in values.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        return self._values
+
+    reset_weights = weights
+
+
+def function_model(
+    fn: Callable[[dict[str, Tensor], Any], Tensor], params: Mapping[str, Tensor], num_data: int
+) -> Callable[..., None]:
+    """The Pyro model of a function that returns the log posterior per datum: flat priors, and one
+    factor of N times the function. Its arguments are the function's batch."""
+    start = _FixedStart(params)
+
+    def model(*args: Any, **kwargs: Any) -> None:
+        values = {
+            name: pyro.sample(
+                name,
+                ImproperUniform(constraints.real, (), value.shape),
+                infer=cast(Any, {WEIGHT: (start, name)}),
+            )
+            for name, value in start.weights().items()
+        }
+        density = fn(values, kwargs or args)
+        if not isinstance(density, Tensor) or density.dim() or not density.is_floating_point():
+            result = (
+                f"shape {list(density.shape)}" if isinstance(density, Tensor) else repr(density)
+            )
+            raise ModelError(
+                f"the function returned {result}: it must return the log posterior per datum, a "
+                "scalar tensor (the mean over the batch's rows of the log likelihood, plus the "
+                "log prior over N)"
+            )
+        pyro.factor("log_posterior", num_data * density)
+
+    return model
+
+
+def observe_draws(program: Program, arguments: Arguments) -> tuple[Program, Arguments]:
+    """A model of rows that are not observed yet, with observations drawn from the prior.
+
+    Returns:
+        (A model that takes the observations beside its arguments; these arguments). The
+        observations are those whose shapes follow the rows. torch's generator draws them.
+    """
+    count = rows.count(arguments) or 0
+    half = torch.arange(count // 2) if count > 1 else torch.zeros(2 * count, dtype=torch.int64)
+    with exclusive, torch.no_grad():
+        full, part = (
+            program.run(batch, Simulator(store=points_of_store())).sites
+            for batch in (arguments, rows.take(arguments, half))
+        )
+    axes, drawn = {}, {}
+    for name, site in full.items():
+        if site.kind == "observed" and name in part:
+            sizes = zip(site.value.shape, part[name].value.shape, strict=True)
+            for axis in [axis for axis, (size, other) in enumerate(sizes) if size != other][:1]:
+                axes[name], drawn[name] = axis, site.value.movedim(axis, 0).detach()
+
+    def model(arguments: Arguments, observed: Mapping[str, Tensor]) -> Any:
+        values = {name: value.movedim(0, axes[name]) for name, value in observed.items()}
+        with poutine.condition(data=values):
+            return rows.call(program.model, arguments)
+
+    return Program(model), (arguments, drawn)

@@ -13,12 +13,19 @@ from typing import Any
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
-from torch.distributions import constraints, transform_to
+from torch.distributions import Transform, constraints, transform_to
 
 from pyro_scale.errors import CannotDrawError, SiteError
 from pyro_scale.model.draws import cannot_draw, draw
 from pyro_scale.model.init_strategies import WEIGHT
-from pyro_scale.model.partial import Kept, no_params, put_together, take_apart, without_nan
+from pyro_scale.model.masked_latents import (
+    Kept,
+    empty_params,
+    put_together,
+    take_apart,
+    without_nan,
+)
+from pyro_scale.model.site_checks import check_enumerated, check_mask, check_weights
 from pyro_scale.model.sites import (
     Point,
     Site,
@@ -29,7 +36,6 @@ from pyro_scale.model.sites import (
     plate_scale,
     points_of_store,
     validates,
-    without_imputation,
     without_validation,
 )
 from pyro_scale.model.transforms import bijection, is_real
@@ -39,37 +45,50 @@ _MOST_DIMS = 60
 
 
 class LatentShapeChanged(SiteError):
-    """A latent's shape differs from that of the value that is given for it."""
+    """A latent's shape differs from that of the value that is passed for it.
+
+    Attributes:
+        name: the site's.
+        value_shape: of the value.
+        site_shape: of the site's distribution.
+    """
 
     name: str
-    given: torch.Size
-    wanted: torch.Size
+    value_shape: torch.Size
+    site_shape: torch.Size
 
     @classmethod
-    def of(cls, name: str, given: torch.Size, wanted: torch.Size) -> LatentShapeChanged:
-        """The error of a site, from the shapes of its value and of its distribution."""
+    def from_shapes(
+        cls, name: str, value_shape: torch.Size, site_shape: torch.Size
+    ) -> LatentShapeChanged:
+        """The error about a site, from the shapes of its value and of its distribution."""
         error = cls(
-            f"site '{name}': its shape depends on the data ({list(given)} on the first "
-            f"batch, {list(wanted)} now); a latent must have one shape for every batch: take the "
-            "size from a constant instead of from the batch"
+            f"site '{name}': its shape depends on the data ({list(value_shape)} on the first "
+            f"batch, {list(site_shape)} now); a latent must have one shape for every batch: take "
+            "the size from a constant instead of from the batch"
         )
-        error.name, error.given, error.wanted = name, given, wanted
+        error.name, error.value_shape, error.site_shape = name, value_shape, site_shape
         return error
 
 
 class Recorder(Messenger):
-    """Gives a model its latents, points and indices, and keeps what happens at each site.
+    """Gives a model its latents, points and indices, and records what happens at each site.
 
     Args:
-        latents: unconstrained values; without them, latents come from the handlers outside of
-            this one (an initialization) or from their priors.
-        points: params; those not given are taken from their modules, from `store`, or from the
-            param statement.
+        latents: unconstrained values; without them, latents come from outer handlers (an
+            initialization) or from their priors.
+        points: values of `pyro.param` sites; other such sites take theirs from their modules, from
+            `store`, or from the param statement.
         indices: what subsampling plates take, by the plate's name; other such plates take
             their first rows, since the batch that is passed in is the subsample.
         enum_dim: the first free dimension for enumerated sites; without it they are sampled.
         store: the points in Pyro's param store.
-        kept: of latents of which masks leave elements out: those that are params.
+        kept: for latents with elements that masks leave out, the elements that are params.
+
+    Attributes:
+        sites: every sample site of the run, by name.
+        points: every param site of the run that is estimated, by name.
+        drawn: sites whose values a `Simulator` drew.
     """
 
     def __init__(
@@ -93,6 +112,8 @@ class Recorder(Messenger):
         self.sites: dict[str, Site] = {}
         self.points: dict[str, Point] = {}
 
+    # ------------------------------------------------------------------ values of sites
+
     def _pyro_sample(self, msg: Any) -> None:
         if is_subsample(msg["fn"]):
             if msg["value"] is None:
@@ -102,10 +123,10 @@ class Recorder(Messenger):
         elif is_discrete(msg):
             self._enumerate(msg)
         else:
-            _check_weights(msg)
+            check_weights(msg)
             transform = _transform(msg)
             if self._is_left_out(msg["name"]):
-                msg["value"], _ = self._put_together(msg, no_params(msg["fn"]))
+                msg["value"], _ = self._put_together(msg, empty_params(msg["fn"]))
                 msg["done"] = True
             elif self._latents is not None:
                 self._constrain(msg, transform, self._latents)
@@ -138,7 +159,7 @@ class Recorder(Messenger):
         self._enum_dims[name] = self._enum_dim
         self._enum_dim -= 1
 
-    def _constrain(self, msg: Any, transform: Any, latents: Mapping[str, Tensor]) -> None:
+    def _constrain(self, msg: Any, transform: Transform, latents: Mapping[str, Tensor]) -> None:
         name, fn = msg["name"], msg["fn"]
         if name not in latents:
             raise SiteError(
@@ -157,9 +178,9 @@ class Recorder(Messenger):
                 "hand, or give this one a fixed support",
                 code="discrete-latent",
             )
-        wanted = fn.batch_shape + fn.event_shape
-        if value.shape != wanted and not self._enum_dims:
-            raise LatentShapeChanged.of(name, value.shape, wanted)
+        site_shape = fn.batch_shape + fn.event_shape
+        if value.shape != site_shape and not self._enum_dims:
+            raise LatentShapeChanged.from_shapes(name, value.shape, site_shape)
         if log_det is None and is_real(fn.support):  # the identity: nothing to add up
             log_det = unconstrained.new_zeros(())
         elif log_det is None:
@@ -172,12 +193,11 @@ class Recorder(Messenger):
         return name in self._kept and not len(self._kept[name].places)
 
     def _put_together(self, msg: Any, unconstrained: Tensor) -> tuple[Tensor, Tensor]:
-        """(A latent's value, its log |d value / d unconstrained|) where masks leave elements out.
-        Those of Pyro's `obs_mask=` are what was observed."""
+        """(A latent's value, log |d value / d params|), where masks leave out elements."""
         name, fn, kept = msg["name"], msg["fn"], self._kept[msg["name"]]
         if base_distribution(fn).batch_shape != kept.shape:
-            given = kept.shape + unconstrained.shape[1:]
-            raise LatentShapeChanged.of(name, given, fn.batch_shape + fn.event_shape)
+            value_shape = kept.shape + unconstrained.shape[1:]
+            raise LatentShapeChanged.from_shapes(name, value_shape, fn.batch_shape + fn.event_shape)
         value, log_det = put_together(fn, kept, unconstrained)
         others = self._left_out_values(msg, value)
         if others is not None:
@@ -186,16 +206,19 @@ class Recorder(Messenger):
         return value, log_det
 
     def _left_out_values(self, msg: Any, value: Tensor) -> Tensor | None:
-        """What stands where a mask leaves elements out; None for what `put_together` has there."""
-        twin = self.sites.get(msg["name"].removesuffix("_unobserved") + "_observed")
-        if twin is None or twin.kind != "observed" or twin.value.shape != value.shape:
+        """Values for the elements that masks leave out: with Pyro's `obs_mask=`, the observed
+        ones. None to leave the value as it is."""
+        observed = self.sites.get(msg["name"].removesuffix("_unobserved") + "_observed")
+        if observed is None or observed.kind != "observed" or observed.value.shape != value.shape:
             return None
-        return twin.value
+        return observed.value
+
+    # ------------------------------------------------------------------ records
 
     def _pyro_post_sample(self, msg: Any) -> None:
         name, kind = msg["name"], kind_of(msg)
         if self._latents is None and kind != "subsample":
-            _check_mask(msg)
+            check_mask(msg)
         if kind == "latent" and self._is_left_out(name):
             kind = "deterministic"
         if name in self.sites:
@@ -228,19 +251,21 @@ class Recorder(Messenger):
         if kind == "observed":
             self.sites[name] = without_nan(self.sites[name])
 
+    # ------------------------------------------------------------------ params
+
     def _pyro_param(self, msg: Any) -> None:
         """Answers param statements itself, so that Pyro's param store is never written to."""
         name = msg["name"]
         point = self.given_points[name] if name in self.given_points else self._find_param(msg)
         if point.parameter is None or point.parameter.requires_grad:
             self.points[name] = point
-        value = transform_to(point.constraint)(point.unconstrained)
+        value: Any = point.constrain(point.unconstrained)
         value = value.view_as(value)  # what is set on it must not be set on the caller's tensor
         value.unconstrained = lambda: point.unconstrained
         msg["value"], msg["done"] = value, True
 
     def _find_param(self, msg: Any) -> Point:
-        """The point of a param statement that is met for the first time."""
+        """The point of a param statement that has not been met before."""
         name, declared = msg["name"], msg["args"][1] if len(msg["args"]) > 1 else None
         if isinstance(declared, nn.Parameter):
             return Point(name, constraints.real, declared.detach(), declared)
@@ -257,17 +282,17 @@ class Recorder(Messenger):
 
 
 class Simulator(Recorder):
-    """A recorder that draws observations anew, and every site without a given latent; or takes
+    """A recorder that draws observations, and every site without a value in `latents`; or takes
     them from an earlier run.
 
     Args:
         drawn: values of that run by site.
-        others: as for a recorder.
+        others: a recorder's arguments.
     """
 
     def __init__(self, *, drawn: Mapping[str, Tensor] | None = None, **others: Any):
         super().__init__(**others)
-        self._known_draws = drawn or {}
+        self._earlier_draws = drawn or {}
 
     def _pyro_sample(self, msg: Any) -> None:
         if is_subsample(msg["fn"]):
@@ -288,16 +313,16 @@ class Simulator(Recorder):
 
     def _draw(self, msg: Any, observed: Tensor | None = None) -> None:
         self.drawn.add(msg["name"])
-        value = self._known_draws.get(msg["name"])
+        value = self._earlier_draws.get(msg["name"])
         if value is None:
             value = draw(msg["fn"], observed)
         if value is None:
             try:
                 value = msg["fn"](*msg["args"], **msg["kwargs"])
             except NotImplementedError as error:
-                refused = CannotDrawError(cannot_draw(msg["name"], msg["fn"], error))
-                refused.missing = {msg["name"]: torch.full(msg["fn"].shape(), torch.nan)}
-                raise refused from error
+                raised = CannotDrawError(cannot_draw(msg["name"], msg["fn"], error))
+                raised.missing = {msg["name"]: torch.full(msg["fn"].shape(), torch.nan)}
+                raise raised from error
         msg["value"], msg["done"] = value, True
 
     def _pyro_post_sample(self, msg: Any) -> None:
@@ -307,67 +332,14 @@ class Simulator(Recorder):
 
 
 class Reader(Simulator):
-    """A simulator that leaves observations as they are: `drawn` has the sites without one."""
+    """A simulator that leaves observed values as they are, and draws or takes the other sites."""
 
     def _pyro_sample(self, msg: Any) -> None:
         if is_subsample(msg["fn"]) or not msg["is_observed"]:
             super()._pyro_sample(msg)
 
 
-def _check_mask(msg: Any) -> None:
-    """Refuses masks whose shape is not that of the site's values."""
-    fn, mask, value = msg["fn"], msg["mask"], msg["value"]
-    if not isinstance(mask, Tensor):
-        return
-    batch = value.shape[: max(0, value.dim() - len(fn.event_shape))]
-    try:
-        batch = torch.broadcast_shapes(fn.batch_shape, batch)
-        fits = torch.broadcast_shapes(mask.shape, batch) == batch
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise SiteError(
-            f"site '{msg['name']}': its mask has shape {list(mask.shape)}, and its values have "
-            f"{list(batch)}: pass one boolean for each of them"
-        )
-
-
-def check_enumerated(name: str, fn: Any, infer: Mapping[str, Any]) -> None:
-    """Refuses a discrete latent that is not to be summed out, or cannot be."""
-    instead = without_imputation(name)
-    enumerates = infer.get("enumerate") == "parallel"
-    if enumerates and fn.has_enumerate_support:
-        return
-    if enumerates or (instead and not fn.has_enumerate_support):
-        why = (
-            f"a {type(fn).__name__} cannot be enumerated, for its support has no end; marginalize "
-            "it by hand, or use a Categorical over its first values"
-        )
-    elif instead:
-        why = (
-            "obs_mask= makes a discrete latent of missing values, which has no gradient; have it "
-            'summed out by pyro.infer.config_enumerate(model, "parallel")'
-        )
-    else:
-        why = (
-            'a discrete latent has no gradient; give it infer={"enumerate": "parallel"} to have '
-            "it summed out, or marginalize it by hand (if it is an observation, pass its data: it "
-            "was called with obs=None)"
-        )
-    raise SiteError(f"site '{name}': {why}{instead}", code="discrete-latent")
-
-
-def _check_weights(msg: Any) -> None:
-    """Refuses a bayesianized network that is called inside of a plate."""
-    plates = [frame.name for frame in msg["cond_indep_stack"] if frame.vectorized]
-    if WEIGHT in msg["infer"] and plates:
-        raise SiteError(
-            f"site '{msg['name']}': the network is called inside of plate '{plates[0]}', which "
-            "gives every row weights of its own: call it before `with pyro.plate(...)`"
-        )
-
-
-def _transform(msg: Any) -> Any:
+def _transform(msg: Any) -> Transform:
     """The map from unconstrained space to a latent's support."""
     name, fn = msg["name"], msg["fn"]
     try:

@@ -2,13 +2,13 @@
 
     log posterior estimate = log prior + (N/B) x log likelihood of the batch
 
-N/B is applied exactly once, by us or by Pyro.  `classify` finds the rules; this file applies
-them.
+N/B is applied exactly once, by this library or by Pyro. `classify` finds the rules; this file
+applies them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -45,15 +45,15 @@ class Rule:
     """How one term enters the log joint.
 
     Attributes:
-        role: a latent's density, rows of the data, or a global term that is counted once.
-        dim: the rows' dimension, from the right, of the term unwrapped `depth` times; of a term
-            that needs the whole data, where each of its values is given the other rows.
+        role: a latent's density, rows of the data, or a global term that counts once.
+        dim: the rows' dimension, from the right, of the term unwrapped `depth` times. A term that
+            needs the whole data may have one too: a row's value is conditional on the others.
         depth: how many `to_event` are undone to find the rows.
-        keeps_scale: False where the user's scale is N/B written by hand, which ours replaces.
+        keeps_scale: False if the user's scale is N/B written by hand, which is replaced.
         whole_data: whether the term is a joint density of all rows, so that B = N is required.
-        pyro: what Pyro multiplied by, in words.
-        ours: what we multiply by, in words.
-        why: how it was recognized.
+        pyro: what Pyro multiplies by, in words.
+        ours: what this library multiplies by, in words.
+        why: how the rule was recognized.
     """
 
     role: Literal["prior", "rows", "global"]
@@ -76,12 +76,17 @@ class Scaling:
     def evaluate(
         self,
         sites: Mapping[str, Site],
-        terms: Mapping[str, Term],
         batch_size: int,
         prior: Prior | None = None,
     ) -> Evaluation:
-        """The log joint of one run on a batch of B rows, with the model's own log prior, or
-        another."""
+        """The log joint of one run on a batch.
+
+        Args:
+            sites: of the run.
+            batch_size: B.
+            prior: what takes the place of the model's log prior, if anything does.
+        """
+        terms = terms_of(sites)
         self._check(terms, batch_size)
         parts = [site.log_det for site in sites.values() if site.log_det is not None]
         for name, term in terms.items():
@@ -95,7 +100,8 @@ class Scaling:
         return Evaluation(log_joint, log_prior, log_lik)
 
     def rows(self, terms: Mapping[str, Term], batch_size: int) -> dict[str, Tensor]:
-        """Each data site's log likelihood a row, `[B]`: no N/B, the user's scale and mask kept."""
+        """Each row's log likelihood by data site, `[B]`: without N/B, with the user's scale and
+        mask."""
         rows = {}
         for name, term in terms.items():
             rule = self.rules[name]
@@ -110,26 +116,20 @@ class Scaling:
         return rows
 
     def rows_of_run(self, sites: Mapping[str, Site], batch_size: int) -> dict[str, Tensor]:
-        """The same of one run, without its priors where no site is enumerated: those of a network
-        take longer than its rows."""
-        if all(site.enum_dim is None for site in sites.values()):
-            ruled = {name for name, rule in self.rules.items() if rule.role == "rows"}
-            sites = {name: site for name, site in sites.items() if name in ruled}
-        return self.rows(terms_of(sites), batch_size)
+        """As `rows`, from the sites of a run."""
+        names = {name for name, rule in self.rules.items() if rule.role == "rows"}
+        return self.rows(_terms_among(sites, names), batch_size)
 
     def log_likelihood(self, sites: Mapping[str, Site], batch_size: int) -> dict[str, Tensor]:
-        """The same, and the values of terms that need the whole data, where they follow the
-        rows."""
-        if all(site.enum_dim is None for site in sites.values()):
-            ruled = {name for name, rule in self.rules.items() if rule.dim is not None}
-            sites = {name: site for name, site in sites.items() if name in ruled}
-        terms = terms_of(sites)
-        given = {
+        """As `rows_of_run`, and the rows of terms that need the whole data, each conditional on
+        the others."""
+        terms = _terms_among(sites, {n for n, rule in self.rules.items() if rule.dim is not None})
+        conditional = {
             name: rows_of(term, rule)
             for name, term in terms.items()
             if (rule := self.rules[name]).whole_data and rule.dim is not None
         }
-        return self.rows(terms, batch_size) | given
+        return self.rows(terms, batch_size) | conditional
 
     def _check(self, terms: Mapping[str, Term], batch_size: int) -> None:
         for name in terms.keys() ^ self.rules.keys():
@@ -145,8 +145,16 @@ class Scaling:
                 )
 
 
+def _terms_among(sites: Mapping[str, Site], names: Collection[str]) -> dict[str, Term]:
+    """The terms of these sites; of all where a site is enumerated, and terms span several. Leaves
+    out a network's priors, which take longer than its rows."""
+    if all(site.enum_dim is None for site in sites.values()):
+        sites = {name: site for name, site in sites.items() if name in names}
+    return terms_of(sites)
+
+
 def rows_of(term: Term, rule: Rule) -> Tensor:
-    """A data term's log likelihood a row, `[B]`."""
+    """A data term's log likelihood of each row, `[B]`."""
     log_prob = term.unwrap(rule.depth)
     if rule.keeps_scale:
         log_prob = log_prob * aligned_scale(term, log_prob)
@@ -154,7 +162,7 @@ def rows_of(term: Term, rule: Rule) -> Tensor:
 
 
 def sum_but(log_prob: Tensor, dim: int | None) -> Tensor:
-    """The sum over all dimensions but one."""
+    """The sum over all dimensions but one, which is counted from the right."""
     assert dim is not None
     keep = log_prob.dim() + dim
     others = [i for i in range(log_prob.dim()) if i != keep]
@@ -162,11 +170,11 @@ def sum_but(log_prob: Tensor, dim: int | None) -> Tensor:
 
 
 def joint_message(name: str, parts: Literal["sum", "mean", "neither"], num_data: int) -> str:
-    """What to do about one value for all rows of a batch.
+    """The message about a term that is one value for all rows of a batch.
 
     Args:
         name: the site's.
-        parts: what it is of the values of the batch's halves.
+        parts: how the value follows from those of the batch's halves.
         num_data: N.
     """
     by_row = f"one value per row, inside the data's plate ({_ESCAPE.format(num_data=num_data)})"
@@ -184,12 +192,12 @@ def joint_message(name: str, parts: Literal["sum", "mean", "neither"], num_data:
 
 
 def dependence_message(name: str, changes: Sequence[tuple[bool, Tensor]]) -> str:
-    """What to do about a row's log density that depends on other rows of its batch.
+    """The message about a row's log density that depends on other rows of its batch.
 
     Args:
         name: the site's.
-        changes: of halves of batches: whether it is the second, and which of its rows have another
-            log density without the other half, `[b]`.
+        changes: for halves of batches, (whether it is the second half, which of its rows change
+            without the other half, `[b]`).
     """
     half = min((len(rows) for _, rows in changes), default=0)
     before = max((_reach(rows) for is_second, rows in changes if is_second), default=0)
@@ -213,6 +221,6 @@ def dependence_message(name: str, changes: Sequence[tuple[bool, Tensor]]) -> str
 
 
 def _reach(changed: Tensor) -> int:
-    """How far from the first the last row is that changed: 0 if none has."""
+    """The number of rows up to the last that changed: 0 if none has."""
     places = torch.nonzero(changed)
     return int(places.max()) + 1 if len(places) else 0

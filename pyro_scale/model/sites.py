@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import pyro.distributions as dist
 import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor, nn
+from torch.distributions import transform_to
 
 from pyro_scale.errors import SiteError
 
@@ -23,7 +25,7 @@ class Site:
 
     Attributes:
         name: the site's name.
-        kind: what it is.
+        kind: what the statement is for: a latent, an observation, ...
         fn: its distribution, with validation off.
         value: its value, constrained.
         scale: the user's `poutine.scale`.
@@ -63,7 +65,7 @@ class Point:
         name: the param site's name.
         constraint: its support.
         unconstrained: its value when the model was first run.
-        parameter: the module's own, unconstrained tensor, where it belongs to one.
+        parameter: the module's own, unconstrained tensor; None if it belongs to no module.
     """
 
     name: str
@@ -71,9 +73,19 @@ class Point:
     unconstrained: Tensor
     parameter: nn.Parameter | None
 
+    def constrain(self, unconstrained: Tensor) -> Tensor:
+        """A value in the support, from an unconstrained one."""
+        value: Tensor = transform_to(self.constraint)(unconstrained)
+        return value
+
+    def unconstrain(self, value: Tensor) -> Tensor:
+        """The unconstrained value of one in the support."""
+        unconstrained: Tensor = transform_to(self.constraint).inv(value)
+        return unconstrained
+
 
 def points_of_store() -> dict[str, Point]:
-    """What Pyro's param store holds now."""
+    """The params in Pyro's param store, by name."""
     state = pyro.get_param_store().get_state()
     return {
         name: Point(
@@ -87,7 +99,7 @@ def points_of_store() -> dict[str, Point]:
 
 
 def plate_scale(plates: tuple[CondIndepStackFrame, ...]) -> float:
-    """What plates make Pyro multiply a log density by: size over subsample size."""
+    """The factor by which plates multiply a log density: size over subsample size."""
     scale = 1.0
     for frame in plates:
         if frame.full_size is not None:
@@ -96,7 +108,7 @@ def plate_scale(plates: tuple[CondIndepStackFrame, ...]) -> float:
 
 
 def without_imputation(name: str) -> str:
-    """How to do without a latent that `obs_mask=` makes, behind a semicolon; "" of others."""
+    """Advice, after a semicolon, on how to avoid a latent that `obs_mask=` makes; "" for others."""
     site = name.removesuffix("_unobserved")
     if site == name:
         return ""
@@ -106,20 +118,33 @@ def without_imputation(name: str) -> str:
     )
 
 
+def free_dim(sites: Mapping[str, Site]) -> int | None:
+    """The first dimension left of all batch dimensions, for enumerated sites; None without any."""
+    if not any(site.kind == "enumerated" for site in sites.values()):
+        return None
+    batch_dims = [len(site.fn.batch_shape) for site in sites.values() if site.kind != "subsample"]
+    plate_dims = [-frame.dim for site in sites.values() for frame in site.plates if frame.dim]
+    return -1 - max(batch_dims + plate_dims)
+
+
+def layers(fn: Any) -> list[Any]:
+    """A distribution and all that it wraps, from the outermost to the innermost."""
+    inner = [fn]
+    while hasattr(inner[-1], "base_dist"):
+        inner.append(inner[-1].base_dist)
+    return inner
+
+
 def validates(fn: Any) -> bool:
-    """Whether a distribution checks its values, and so do those that it wraps."""
-    layers = [fn]
-    while hasattr(layers[-1], "base_dist"):
-        layers.append(layers[-1].base_dist)
-    return all(layer._validate_args for layer in layers)
+    """Whether a distribution, and every one that it wraps, checks its values."""
+    return all(layer._validate_args for layer in layers(fn))
 
 
 def without_validation(fn: Any) -> Any:
     """A copy of the distribution that never validates.
 
-    Switching validation off globally does not reach distributions that were made before, nor
-    those that are evaluated after, and their checks need a tensor's truth value, which vmap and
-    tracing cannot give.
+    Validation needs a tensor's truth value, which vmap and tracing cannot give. Switching it off
+    globally does not reach distributions that were made before, nor those evaluated later.
     """
     parts = {
         name: without_validation(value)
@@ -135,19 +160,19 @@ def without_validation(fn: Any) -> Any:
 
 
 def is_subsample(fn: Any) -> bool:
-    """Whether a statement is a plate's, of which rows it takes."""
+    """Whether a statement is a plate's choice of rows."""
     return type(fn).__name__ == "_Subsample"
 
 
 def base_distribution(fn: Any) -> Any:
-    """A distribution with `to_event` and masks undone: of single elements."""
+    """The distribution of single elements: `to_event` and masks undone."""
     while isinstance(fn, torch.distributions.Independent | dist.MaskedDistribution):
         fn = fn.base_dist
     return fn
 
 
 def is_discrete(msg: Any) -> bool:
-    """Whether a latent is discrete.
+    """Whether a latent is discrete, from Pyro's message about it.
 
     Raises:
         SiteError: it has no support, or is a Delta.
@@ -168,7 +193,7 @@ def is_discrete(msg: Any) -> bool:
 
 
 def kind_of(msg: Any) -> Kind:
-    """What a sample statement is."""
+    """The kind of a sample statement, from Pyro's message about it."""
     fn = msg["fn"]
     if is_subsample(fn):
         return "subsample"

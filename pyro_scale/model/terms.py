@@ -26,12 +26,12 @@ class Term:
     """A part of the log joint density, without any scale.
 
     Attributes:
-        name: the site's name; of a sum over enumerated sites, the observed sites' names.
+        name: the site's name; for a sum over enumerated sites, the observed sites' names.
         log_prob: log density per batch element, masked, `[*batch_shape]`.
         scale: the user's `poutine.scale`.
         plates: the plates around it.
         is_prior: whether it is the density of a latent.
-        site: the site, where the term is of one.
+        site: the term's only site; None for a sum over enumerated sites.
     """
 
     name: str
@@ -43,21 +43,17 @@ class Term:
 
     def unwrap(self, depth: int) -> Tensor:
         """The log density with `depth` layers of `to_event` undone: more dimensions, same sum."""
-        if depth == 0:
+        if depth == 0 or self.site is None:  # which has no layers to undo
             return self.log_prob
-        return _log_prob(self._site(), depth)
+        return _log_prob(self.site, depth)
 
     @property
     def max_depth(self) -> int:
-        """How many layers of `to_event` there are to undo."""
+        """The number of layers of `to_event` around the distribution."""
         depth, fn = 0, self.site.fn if self.site else None
         while isinstance(fn, Independent):
             depth, fn = depth + 1, fn.base_dist
         return depth
-
-    def _site(self) -> Site:
-        assert self.site is not None  # a sum over enumerated sites has max_depth 0
-        return self.site
 
 
 def terms_of(sites: Mapping[str, Site]) -> dict[str, Term]:
@@ -77,7 +73,7 @@ def terms_of(sites: Mapping[str, Site]) -> dict[str, Term]:
     enumerated = [site for site in sites.values() if site.enum_dim is not None]
     free = max((site.enum_dim or 0 for site in enumerated), default=0)
     if enumerated:
-        _require_plates(terms, enumerated[0].name, free)
+        _check_plates(terms, enumerated[0].name, free)
     for variable in sorted(enumerated, key=lambda site: -len(site.plates)):
         terms = _sum_out(variable, terms, free)
     return {term.name: term for term in terms}
@@ -94,19 +90,19 @@ def _log_prob(site: Site, depth: int) -> Tensor:
     fn = unwrap(site.fn, depth)
     with exclusive, pyro.validation_enabled(False):  # of distributions that this one makes
         log_prob = fn.log_prob(site.value)
-    if site.kind == "enumerated":  # where all that depends on it is masked, it sums to one
+    if site.kind == "enumerated":  # without its mask, so that it sums to one
         return log_prob
     mask = align(site.mask, len(fn.batch_shape) - len(site.fn.batch_shape))
     return scale_and_mask(log_prob, 1.0, mask)
 
 
 def aligned_scale(term: Term, log_prob: Tensor) -> float | Tensor:
-    """A term's scale, shaped to multiply its log density as unwrapped."""
+    """A term's scale, reshaped to multiply its unwrapped log density."""
     return align(term.scale, log_prob.dim() - term.log_prob.dim())
 
 
 def align(batchwise: Any, extra: int) -> Any:
-    """A scale or mask over batch dimensions, with room for `extra` event dimensions."""
+    """A scale or mask over batch dimensions, with `extra` dimensions of size 1 for events."""
     if not isinstance(batchwise, Tensor) or batchwise.dim() == 0:
         return batchwise
     return batchwise.reshape(batchwise.shape + (1,) * extra)
@@ -115,8 +111,9 @@ def align(batchwise: Any, extra: int) -> Any:
 def _sum_out(variable: Site, terms: list[Term], free: int) -> list[Term]:
     """Replaces the terms that depend on an enumerated site by the log of their summed product.
 
-    What lies in dimensions that the variable does not have shares its value, so it is multiplied
-    out first; in those that it has, there is a sum for each element.
+    Elements along dimensions that the variable does not have share its value, so their log
+    densities are added before the sum over its values. Along its own dimensions there is one such
+    sum for each element.
     """
     dim = variable.enum_dim
     assert dim is not None
@@ -124,12 +121,12 @@ def _sum_out(variable: Site, terms: list[Term], free: int) -> list[Term]:
     if not involved:  # a single value in the support: nothing to sum
         return terms
     names = {term.name for term in involved}
-    rest = [term for term in terms if term.name not in names]
-    own = _dims(variable.plates, variable.fn.batch_shape, free)
+    others = [term for term in terms if term.name not in names]
+    variable_dims = _dims(variable.plates, variable.fn.batch_shape, free)
     total: Tensor | float = 0.0
     for term in involved:
-        around = _dims(term.plates, term.log_prob.shape, free)
-        if not own <= around:
+        term_dims = _dims(term.plates, term.log_prob.shape, free)
+        if not variable_dims <= term_dims:
             raise SiteError(
                 f"site '{term.name}' depends on the enumerated site '{variable.name}' but is not "
                 "in all of its plates, so the sum does not factorize over the plate; put it "
@@ -137,7 +134,7 @@ def _sum_out(variable: Site, terms: list[Term], free: int) -> list[Term]:
                 code="discrete-latent",
             )
         log_prob = term.log_prob
-        for extra in around - own:
+        for extra in term_dims - variable_dims:
             if log_prob.dim() >= -extra:
                 log_prob = log_prob.sum(extra, keepdim=True)
         total = total + log_prob
@@ -149,23 +146,19 @@ def _sum_out(variable: Site, terms: list[Term], free: int) -> list[Term]:
         plates=variable.plates,
         is_prior=False,
     )
-    return [*rest, merged]
+    return [*others, merged]
 
 
 def _dims(plates: Iterable[CondIndepStackFrame], shape: torch.Size, free: int) -> set[int]:
-    """The dimensions, from the right, of plates and of rows outside of plates.
-
-    Those from `free` on to the left are enumerated sites'.
-    """
+    """The dimensions of plates, and others with more than one element; counted from the right.
+    Dimensions from `free` to the left belong to enumerated sites and are left out."""
     plated = {frame.dim for frame in plates if frame.dim is not None}
     return plated | {i for i in range(max(free + 1, -len(shape)), 0) if shape[i] > 1}
 
 
-def _require_plates(terms: list[Term], enumerated: str, free: int) -> None:
-    """A site in plates must have all of its dimensions in them.
-
-    One of another size is an enumerated dimension that the model moved, by a sum or an index.
-    """
+def _check_plates(terms: list[Term], enumerated: str, free: int) -> None:
+    """Raises for a site in plates with a dimension outside them: an enumerated dimension that the
+    model has moved, by a sum or an index."""
     for term in terms:
         plated = {frame.dim for frame in term.plates}
         for dim in _dims((), term.log_prob.shape, free) - plated:

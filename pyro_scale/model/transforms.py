@@ -1,5 +1,5 @@
 """The maps from unconstrained space to supports: torch's bijections, one that torch lacks, and one
-that cannot be traced."""
+that replaces torch's because it can be traced."""
 
 from __future__ import annotations
 
@@ -11,25 +11,54 @@ from torch import Tensor
 from torch.distributions import Transform, biject_to, constraints
 
 
-class LowerCholesky(Transform):
-    """Vectors of n (n + 1) / 2 reals <-> lower triangular matrices with a positive diagonal.
+class _Triangular(Transform):
+    """A map from vectors to triangular matrices, whose elements it takes row by row.
 
-    The lower triangle row by row, the diagonal's elements by exp: log |det J| is their sum.
-    torch has a map from n x n matrices that ignores half of them, which is no bijection.
+    Attributes:
+        has_diagonal: whether the vector has elements for the diagonal.
     """
 
     domain = constraints.real_vector
-    codomain = constraints.lower_cholesky
     bijective = True
+    has_diagonal = True
+
+    def forward_shape(self, shape: Any) -> torch.Size:
+        """[..., number of elements] -> [..., n, n]."""
+        n = self._order(shape[-1])
+        return torch.Size((*shape[:-1], n, n))
+
+    def inverse_shape(self, shape: Any) -> torch.Size:
+        """[..., n, n] -> [..., number of elements]."""
+        n = shape[-1]
+        return torch.Size((*shape[:-2], n * (n - 1) // 2 + n * self.has_diagonal))
+
+    def _order(self, size: int) -> int:
+        """n, of the matrix for a vector of this size."""
+        return int(((8 * size + 1) ** 0.5 - 1) / 2 + 0.5) + (not self.has_diagonal)
+
+    def _indices(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(Rows, columns) of the vector's elements in the matrix."""
+        rows, columns = torch.tril_indices(n, n, self.has_diagonal - 1, device=device)
+        return rows, columns
+
+
+class LowerCholesky(_Triangular):
+    """Vectors of n (n + 1) / 2 reals <-> lower triangular matrices with a positive diagonal.
+
+    The vector has the lower triangle row by row, and the logarithms of the diagonal's elements:
+    log |det J| is their sum. torch's map takes n x n matrices and ignores half of their elements,
+    so it is not a bijection.
+    """
+
+    codomain = constraints.lower_cholesky
 
     def _call(self, x: Tensor) -> Tensor:
-        n = _order(x.shape[-1])
-        rows, columns = torch.tril_indices(n, n, device=x.device)
-        values = torch.where(rows == columns, x.exp(), x)
-        return _place(values, rows * n + columns, n)
+        n = self._order(x.shape[-1])
+        rows, columns = self._indices(n, x.device)
+        return _place(torch.where(rows == columns, x.exp(), x), rows * n + columns, n)
 
     def _inverse(self, y: Tensor) -> Tensor:
-        rows, columns = torch.tril_indices(y.shape[-1], y.shape[-1], device=y.device)
+        rows, columns = self._indices(y.shape[-1], y.device)
         values = y[..., rows, columns]
         diagonal = rows == columns
         return torch.where(diagonal, torch.where(diagonal, values, 1).log(), values)
@@ -38,78 +67,52 @@ class LowerCholesky(Transform):
         """The sum of the diagonal's logarithms."""
         return y.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
-    def forward_shape(self, shape: Any) -> torch.Size:
-        """[..., n (n + 1) / 2] -> [..., n, n]."""
-        n = _order(shape[-1])
-        return torch.Size((*shape[:-1], n, n))
 
-    def inverse_shape(self, shape: Any) -> torch.Size:
-        """[..., n, n] -> [..., n (n + 1) / 2]."""
-        n = shape[-1]
-        return torch.Size((*shape[:-2], n * (n + 1) // 2))
-
-
-class CorrelationCholesky(Transform):
+class CorrelationCholesky(_Triangular):
     """Vectors of n (n - 1) / 2 reals <-> Cholesky factors of correlation matrices.
 
     Row i is a point on the half sphere, by stick-breaking: with z = tanh(x), element j is z_ij
-    times the length that elements before it leave, sqrt(prod_k<j (1 - z_ik^2)), and the diagonal
-    is what is left at last (Lewandowski, Kurowicka and Joe 2009).  torch has the same map, by
+    times the remaining length, sqrt(prod_k<j (1 - z_ik^2)), and the diagonal is the length that
+    remains at the end (Lewandowski, Kurowicka and Joe 2009). torch has the same map, but with
     boolean masks, whose shapes depend on values when they are traced.
     """
 
-    domain = constraints.real_vector
     codomain = constraints.corr_cholesky
-    bijective = True
+    has_diagonal = False
 
     def _call(self, x: Tensor) -> Tensor:
-        n = _order(x.shape[-1]) + 1
+        n = self._order(x.shape[-1])
+        rows, columns = self._indices(n, x.device)
         limit = 1 - torch.finfo(x.dtype).eps
-        z = self._below_diagonal(torch.tanh(x).clamp(-limit, limit), n)
-        left = (1 - z.square()).sqrt().cumprod(-1)
-        before = torch.nn.functional.pad(left[..., :-1], (1, 0), value=1.0)
+        z = _place(torch.tanh(x).clamp(-limit, limit), rows * n + columns, n)
+        lengths = (1 - z.square()).sqrt().cumprod(-1)
+        before = torch.nn.functional.pad(lengths[..., :-1], (1, 0), value=1.0)
         return (z + torch.eye(n, dtype=x.dtype, device=x.device)) * before
 
     def _inverse(self, y: Tensor) -> Tensor:
-        n = y.shape[-1]
-        rows, columns = torch.tril_indices(n, n, -1, device=y.device)
-        left = (1 - self._squares_before(y)).sqrt()
-        return torch.atanh((y / left)[..., rows, columns])
+        rows, columns = self._indices(y.shape[-1], y.device)
+        lengths = (1 - _squares_before(y)).sqrt()
+        return torch.atanh((y / lengths)[..., rows, columns])
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """Of each element below the diagonal: the length left before it, and tanh's slope."""
-        n = y.shape[-1]
-        rows, columns = torch.tril_indices(n, n, -1, device=y.device)
-        left = (1 - self._squares_before(y))[..., rows, columns].log() / 2
+        """The sum over elements below the diagonal of log remaining length + log tanh'(x)."""
+        rows, columns = self._indices(y.shape[-1], y.device)
+        length = (1 - _squares_before(y))[..., rows, columns].log() / 2
         slope = 2 * (math.log(2.0) - x - torch.nn.functional.softplus(-2 * x))
-        return (left + slope).sum(-1)
+        return (length + slope).sum(-1)
 
-    def forward_shape(self, shape: Any) -> torch.Size:
-        """[..., n (n - 1) / 2] -> [..., n, n]."""
-        n = _order(shape[-1]) + 1
-        return torch.Size((*shape[:-1], n, n))
 
-    def inverse_shape(self, shape: Any) -> torch.Size:
-        """[..., n, n] -> [..., n (n - 1) / 2]."""
-        n = shape[-1]
-        return torch.Size((*shape[:-2], n * (n - 1) // 2))
-
-    @staticmethod
-    def _squares_before(y: Tensor) -> Tensor:
-        """Of each row, the sum of squares of the elements before each element."""
-        return torch.nn.functional.pad(y.square().cumsum(-1)[..., :-1], (1, 0))
-
-    @staticmethod
-    def _below_diagonal(values: Tensor, n: int) -> Tensor:
-        rows, columns = torch.tril_indices(n, n, -1, device=values.device)
-        return _place(values, rows * n + columns, n)
+def _squares_before(y: Tensor) -> Tensor:
+    """The sum of squares of the elements before each element in its row."""
+    return torch.nn.functional.pad(y.square().cumsum(-1)[..., :-1], (1, 0))
 
 
 def _place(values: Tensor, places: Tensor, n: int) -> Tensor:
-    """Values `[..., m]` at m places of n x n zeros; as a product, which goes through vmap."""
-    chosen = torch.zeros(n * n, len(places), dtype=values.dtype, device=values.device)
-    chosen[places, torch.arange(len(places), device=values.device)] = 1
-    return (values @ chosen.mT).reshape(*values.shape[:-1], n, n)
+    """A matrix n x n with values `[..., m]` at m places and zeros elsewhere. It is a product, which
+    goes through vmap."""
+    columns = torch.zeros(n * n, len(places), dtype=values.dtype, device=values.device)
+    columns[places, torch.arange(len(places), device=values.device)] = 1
+    return (values @ columns.mT).reshape(*values.shape[:-1], n, n)
 
 
 def bijection(support: Any) -> Transform:
@@ -127,7 +130,7 @@ def bijection(support: Any) -> Transform:
 
 
 def is_real(support: Any) -> bool:
-    """Whether a support is all reals, of which the bijection is none."""
+    """Whether a support is all reals, so that its bijection is the identity."""
     return _of_elements(support) is constraints.real
 
 
@@ -135,8 +138,3 @@ def _of_elements(support: Any) -> Any:
     while isinstance(support, constraints.independent):
         support = support.base_constraint
     return support
-
-
-def _order(size: int) -> int:
-    """n, given n (n + 1) / 2."""
-    return int(((8 * size + 1) ** 0.5 - 1) / 2 + 0.5)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.model.module_trace import trace_modules
+from pyro_scale.model.guards import trace_modules
 
 #: Bytes of the largest tensor that one vmapped call may make.
 CHUNK_BYTES = 2**24

@@ -12,7 +12,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.tables import is_table
 from pyro_scale.data.sources import Data, OwnSubsamples, TensorData
 from pyro_scale.errors import CallError
-from pyro_scale.model.failed_call import argument_name
+from pyro_scale.model.call_errors import argument_name
 from pyro_scale.model.log_posterior import LogPosterior
 
 #: An error message lists the columns of a frame up to this number.

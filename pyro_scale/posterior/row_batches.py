@@ -20,9 +20,9 @@ from pyro_scale.data.loaders import check_tensors
 from pyro_scale.distributed.shares import WHOLE, Share
 from pyro_scale.errors import ArgumentError, CannotDrawError, DataError
 from pyro_scale.model.classify import close
+from pyro_scale.model.guards import trace_modules
 from pyro_scale.model.log_posterior import Params
 from pyro_scale.model.model_info import ModelInfo
-from pyro_scale.model.module_trace import trace_modules
 from pyro_scale.model.recorder import LatentShapeChanged, Recorder
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import unwrap

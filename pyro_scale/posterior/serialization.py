@@ -14,7 +14,7 @@ from pyro_scale.core.online_moments import Totals
 from pyro_scale.core.rows import Arguments
 from pyro_scale.data.loaders import to_device
 from pyro_scale.errors import FileError
-from pyro_scale.model.identity import evaluations, first_difference
+from pyro_scale.model.fingerprint import first_difference, model_fingerprint
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.preflight import InitFunction
 from pyro_scale.posterior.draws import PosteriorDraws, SampleTotals
@@ -307,7 +307,7 @@ def _log_densities(
 ) -> dict[str, float]:
     """Log densities of the batch on which the model was analyzed, by site."""
     indices = log_posterior.first_indices()
-    return evaluations(log_posterior.with_jacobian(), start, arguments, indices)
+    return model_fingerprint(log_posterior.with_jacobian(), start, arguments, indices)
 
 
 def _close(now: Tensor, then: Tensor) -> bool:

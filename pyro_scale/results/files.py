@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pyro_scale.errors import FileError
+from pyro_scale.model.call_errors import check_model
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.model.networks import check_model
 from pyro_scale.posterior.serialization import draws_of, prepare_model
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.results.gaussian import GaussianPosterior

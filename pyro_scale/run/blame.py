@@ -13,7 +13,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.engine.draws import Draws
 from pyro_scale.engine.step import Target, to_params
 from pyro_scale.engine.step_recorder import RecordedStep
-from pyro_scale.model.examine import examine
+from pyro_scale.model.diagnose import find_broken_site
 from pyro_scale.run.problem import Problem
 
 #: How much farther out than all starts a chain is that a long step has thrown out, where log
@@ -114,7 +114,7 @@ def _broken_site(problem: Problem, step: RecordedStep, batch: Arguments | None) 
     distance = float(params.abs().max() / (1 + problem.positions.abs().max()))
     if not distance <= _FARTHEST:
         return None
-    site, finding = examine(
+    site, finding = find_broken_site(
         problem.log_posterior, engine.layout.unflatten(params), arguments, indices
     )
     return None if site is None else Broken(site, finding, distance > _FAR)

@@ -17,14 +17,15 @@ from pyro_scale.data.batches import Batch
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.kernels import Hyperparameters
-from pyro_scale.model.checks import FINITE_DATA
+from pyro_scale.model.diagnose import find_broken_site
+from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.model.log_posterior import (
     MOST_STARTS,
     LogPosterior,
     Params,
     unconstrained_values,
 )
-from pyro_scale.model.preflight import InitFunction
+from pyro_scale.model.site_checks import FINITE_DATA
 
 
 def initialize(
@@ -194,10 +195,11 @@ def _find_usable_starts(
         finite = finite | usable
     if not bool(finite.all()):
         chain = int(torch.nonzero(~finite)[0])
-        site = log_posterior.broken_site(layout.unflatten(positions[chain]), arguments)
+        params, indices = layout.unflatten(positions[chain]), log_posterior.first_indices()
+        site, _ = find_broken_site(log_posterior, params, arguments, indices)
         raise SiteError(
-            f"site '{site}': its log density is NaN or infinite on the first batch where chain "
-            f"{chain} starts; {rows.to_clean(arguments) or FINITE_DATA}",
+            f"site '{site or '?'}': its log density is NaN or infinite on the first batch where "
+            f"chain {chain} starts; {rows.to_clean(arguments) or FINITE_DATA}",
             code="not-finite",
         )
     return engine, positions

@@ -24,11 +24,11 @@ from pyro_scale.engine.draws import Draws
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelWarning
 from pyro_scale.kernels import Hyperparameters
+from pyro_scale.model.diagnose import cut_gradients
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import model_warnings
-from pyro_scale.model.observations import check_something_counts
+from pyro_scale.model.observation_checks import check_something_counts
 from pyro_scale.model.other_batches import check_batches, check_supports
-from pyro_scale.model.slopes import cut_gradients
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.initialize import init_of, initialize
 from pyro_scale.run.understood import Understood

@@ -29,7 +29,7 @@ from pyro_scale.engine.checkpoint import (
     differences,
 )
 from pyro_scale.errors import ArgumentError, FileError
-from pyro_scale.model.identity import evaluations, first_difference
+from pyro_scale.model.fingerprint import first_difference, model_fingerprint
 from pyro_scale.run.parts import (
     CHAINS,
     Part,
@@ -265,7 +265,7 @@ def _facts_of_rows(problem: Problem) -> dict[str, Any]:
     """What tells the rows apart, and what the model says of the first of them."""
     log_posterior, data = problem.log_posterior, problem.data
     params = problem.engine.layout.unflatten(problem.positions[0])
-    start = evaluations(
+    start = model_fingerprint(
         log_posterior,
         params,
         data.first(),
@@ -274,7 +274,7 @@ def _facts_of_rows(problem: Problem) -> dict[str, Any]:
     )
     if isinstance(data, IndexedData):  # whose rows have no digest
         for batch, indices in data.spread(1):
-            start |= evaluations(log_posterior, params, batch, indices, "of rows further on")
+            start |= model_fingerprint(log_posterior, params, batch, indices, "of rows further on")
     size = "auto" if problem.chooses_batches else data.batch_size
     return facts_of_data(data, size, start)
 

@@ -27,7 +27,7 @@ from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels import Kernel
-from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
+from pyro_scale.model.diagnose import centered_latents, how_to_non_center
 from pyro_scale.run.blame import WITHIN, Broken, broken_sites
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.problem import Problem

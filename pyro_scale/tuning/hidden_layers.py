@@ -1,7 +1,7 @@
-"""Whether a network has hidden layers, from autograd's graph of what it computes.
+"""Finds out whether a network has hidden layers, from its autograd graph.
 
-Weights of hidden layers have many equivalent modes: units can be permuted, and signs flipped.  The
-weights of heads on the same inputs are coefficients of a generalized linear model.
+Weights of hidden layers have many equivalent modes: units can be permuted, signs can be flipped.
+Weights of heads, all on the same inputs, are the coefficients of a generalized linear model.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from pyro_scale.core.rows import Arguments
-from pyro_scale.curvature.graph import Node, is_of_params, outputs_of, shape_of, takers_of
+from pyro_scale.curvature.graph import Node, is_of_params, shape_of, takers_of
 from pyro_scale.model.log_posterior import LogPosterior, Params
 
-#: Operations that multiply matrices.  A recurrent layer may be one operation, whose matrices
-#: multiply each other's results from the second time step on.
+#: Operations that multiply matrices. A recurrent layer is one operation, in which matrices multiply
+#: each other's results from the second time step on.
 _PRODUCTS = {
     "AddmmBackward0",
     "BaddbmmBackward0",
@@ -28,11 +28,11 @@ _PRODUCTS = {
 
 
 def has_hidden_layer(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> bool:
-    """Whether a weight of a network multiplies a result of a weight, another one or the same.
+    """Whether a weight of a network multiplies the result of another weight, or of itself.
 
-    This is so for hidden layers, recurrent layers and the two factors of a low-rank adapter.  It is
-    not so for heads side by side, whatever their links and likelihood, nor for a single layer
-    between frozen ones.
+    That is true for hidden layers, recurrent layers and the two factors of a low-rank adapter. It
+    is false for heads side by side, whatever their links and likelihood, and for weights between
+    frozen layers.
 
     Args:
         log_posterior: the model.
@@ -48,22 +48,27 @@ def has_hidden_layer(log_posterior: LogPosterior, params: Params, arguments: Arg
     if not value.requires_grad:
         return False
     takers = takers_of(value.grad_fn)
-    ids = {id(leaf) for leaf in leaves.values()}  # frozen weights may require grad, too
-    waiting = [edge for edge in takers if id(getattr(edge[0], "variable", None)) in ids]
-    of_weights = {node for node, _ in waiting}
-    while waiting:
-        for node, _ in takers.get(waiting.pop(), ()):
-            if node not in of_weights:
-                of_weights.add(node)
-                waiting.extend(outputs_of(node))
-    return any(_multiplies(node, of_weights) for node in of_weights)
+    weights = {id(leaf) for leaf in leaves.values()}  # frozen weights may take gradients, too
+    pending = [edge for edge in takers if id(getattr(edge[0], "variable", None)) in weights]
+    dependent = {node for node, _ in pending}
+    while pending:
+        for node, _ in takers.get(pending.pop(), ()):
+            if node not in dependent:
+                dependent.add(node)
+                pending.extend((node, place) for place in range(len(node._input_metadata)))
+    return any(_multiplies(node, dependent) for node in dependent)
 
 
-def _multiplies(node: Node, of_weights: set[Node]) -> bool:
-    """Whether an operation multiplies a weight and another result of weights."""
+def _multiplies(node: Node, dependent: set[Node]) -> bool:
+    """Whether an operation multiplies a weight with something that depends on weights.
+
+    Args:
+        node: the operation.
+        dependent: the nodes that depend on weights, weights included.
+    """
     if node.name() not in _PRODUCTS:
         return False
-    matrices = [  # without a layer's bias, which is added
-        edge[0] for edge in node.next_functions if edge[0] in of_weights and len(shape_of(edge)) > 1
+    matrices = [  # not a layer's bias, which is added
+        edge[0] for edge in node.next_functions if edge[0] in dependent and len(shape_of(edge)) > 1
     ]
-    return len(matrices) > 1 and any(is_of_params(matrix) for matrix in matrices)
+    return len(matrices) > 1 and any(map(is_of_params, matrices))

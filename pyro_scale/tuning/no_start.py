@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.curvature.density import FullDataDensity
-from pyro_scale.model.improper import improper_latents
+from pyro_scale.model.diagnose import improper_latents
 
 #: Curvatures below this part of the largest are those of a flat direction.
 _FLAT_CURVATURE = 1e-6

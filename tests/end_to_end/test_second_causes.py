@@ -75,7 +75,7 @@ ROWS = {
     "a fixed size": (lambda x, w: (x @ w).reshape(4, 5).reshape(-1), "Take sizes from the batch"),
     "at least so many": (needs_fifteen, "It runs on 40: write it for any number of rows"),
     "a multiple": (lambda x, w: (x @ w).reshape(-1, 4).reshape(-1), "It runs on 40"),
-    "their values": (needs_others, "So it does on 20 rows that are copies of those"),
+    "their values": (needs_others, "It also fails on 20 copies of those rows"),
 }
 
 

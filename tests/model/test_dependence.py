@@ -78,6 +78,18 @@ def test_rows_that_depend_on_others_are_told_on_which_and_what_to_do(model, data
     assert ps.explain(model, data).num_data == N  # the whole data are taken
 
 
+def without_the_first(x, y):
+    """A regression on the row before, which has no value for the first row."""
+    mean = x[1:] @ weights() + y[:-1]
+    with pyro.plate("data", len(y) - 1):
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y[1:])
+
+
+def test_rows_that_depend_on_others_where_the_first_has_no_value():
+    with pytest.raises(PlateError, match="site 'y': a row's log density depends on other rows in"):
+        ps.explain(without_the_first, (X, Y), batch_size=B)
+
+
 def test_a_single_row_beside_itself_is_not_called_before_or_after():
     with pytest.raises(PlateError, match="depends on other rows in its batch"):
         ps.SGLD(cox(later), lr=0.1).run((X, TIMES), batch_size=1, seed=0, progress=False)

@@ -76,7 +76,7 @@ def understood(monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    counted(log_posterior, "understand")
+    counted(log_posterior, "examine_model")
     counted(problem, "check_batches")
     return calls
 
@@ -92,7 +92,7 @@ def test_what_is_known_serves_again(understood):
         found = ran(first, rows, **how)
         assert understood == []
         assert torch.equal(found, ran(sampler(model), rows, **how))
-        assert understood == ["understand", "check_batches"]
+        assert understood == ["examine_model", "check_batches"]
 
 
 def test_what_is_known_serves_laplace_again(understood):
@@ -102,7 +102,7 @@ def test_what_is_known_serves_laplace_again(understood):
     for w, calls in ((double(1, 0), 1), (double(0, 1), 0)):
         understood.clear()
         fit.run(rows, mode={"w": w}, seed=0, progress=False)
-        assert understood == ["understand"] * calls
+        assert understood == ["examine_model"] * calls
         new = ps.Laplace(model, structure="diag")
         new.run(rows, mode={"w": w}, seed=0, progress=False)
         assert torch.equal(fit.fit.gaussians[0].sd, new.fit.gaussians[0].sd)
@@ -110,7 +110,7 @@ def test_what_is_known_serves_laplace_again(understood):
     understood.clear()
     model.sd = 0.5
     fit.run(rows, mode={"w": double(0, 1)}, seed=0, progress=False)
-    assert understood == ["understand"]
+    assert understood == ["examine_model"]
 
 
 CHANGES = {
@@ -147,7 +147,7 @@ def test_what_changes_is_seen(change, understood):
     understood.clear()
     CHANGES[change](model, *rows)
     found = ran(first, rows)
-    assert understood == ["understand", "check_batches"]
+    assert understood == ["examine_model", "check_batches"]
     assert torch.equal(found, ran(sampler(model), rows))
 
 
@@ -158,7 +158,7 @@ def test_other_batches_are_another_problem(how, understood):
     ran(first, rows)
     understood.clear()
     ran(first, rows, **how)
-    assert "understand" in understood
+    assert "examine_model" in understood
 
 
 def test_equal_data_are_other_data(understood):
@@ -167,7 +167,7 @@ def test_equal_data_are_other_data(understood):
     ran(first, rows)
     understood.clear()
     ran(first, tuple(column.clone() for column in rows))
-    assert "understand" in understood
+    assert "examine_model" in understood
 
 
 WRONG = {
@@ -202,7 +202,7 @@ def test_a_copy_understands_for_itself(understood):
     understood.clear()
     other = copy.deepcopy(first)
     assert torch.equal(ran(other, rows), found)
-    assert "understand" in understood
+    assert "examine_model" in understood
 
 
 def test_first_steps_are_inspected_once(monkeypatch):

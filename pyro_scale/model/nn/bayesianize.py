@@ -1,9 +1,10 @@
-"""An `nn.Module` as a `PyroModule`, chosen weights of which have a prior."""
+"""An `nn.Module` as a `PyroModule` in which chosen weights have a prior."""
 
 from __future__ import annotations
 
 import copy
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Self, cast, get_args
 
@@ -15,14 +16,14 @@ from torch.nn.utils import parametrize
 
 from pyro_scale.distributed.shards import is_sharded
 from pyro_scale.errors import ArgumentError, ModelError
-from pyro_scale.model.call_with import call_with
+from pyro_scale.model.guards import describe
 from pyro_scale.model.init_strategies import WEIGHT
-from pyro_scale.model.module_trace import describe
 from pyro_scale.model.nn.priors import WeightPrior, priors_of
 from pyro_scale.model.nn.selection import Choice, select
 from pyro_scale.model.nn.sharded import ShardedModule
+from pyro_scale.model.program import call_with
 
-#: What becomes of the weights that have no prior.
+#: What happens to the weights that have no prior.
 Rest = Literal["frozen", "point"]
 
 
@@ -33,45 +34,45 @@ def bayesianize(
     exclude: Choice | Iterable[Choice] | None = None,
     rest: Rest = "frozen",
 ) -> BayesianModule | ShardedModule:
-    """A copy of a network that draws chosen weights from a prior whenever it is called: once in
-    a model, outside of the data's plate.
+    """A copy of a network that draws chosen weights from a prior whenever it is called. Call it
+    once in a model, outside of the data's plate.
 
-    Its sites are named as in `net.named_parameters()`; tied weights are one site.  Chains of a
-    sampler start at the module's values (chain 0) and where `reset_parameters()` of its layers
-    puts the chosen weights (the others); `init_to_module` starts all of them at the module's
-    values, as a pretrained network and its adapters want.
+    Its sites have the names of `net.named_parameters()`; tied weights are one site. Chain 0 of a
+    sampler starts at the module's values, and other chains where `reset_parameters()` of its
+    layers puts the chosen weights. `init_to_module` starts all chains at the module's values:
+    use it for pretrained networks and their adapters.
 
-    The copy is in the mode, train or eval, that the network is in, and buffers are its own:
-    call `.eval()`, on either, if there is dropout or BatchNorm, which otherwise is refused when
-    the model first sees data.  A training mode of BatchNorm makes the likelihood of a row depend
-    on the rest of its batch; `replace_batchnorm` puts a layer in its place that does not.
+    The copy is in the network's mode, train or eval, and has copies of its buffers. Call `.eval()`
+    on either if there is dropout or BatchNorm: in train mode, both raise an error when the model
+    first sees data. BatchNorm in train mode makes the likelihood of a row depend on the other
+    rows of its batch; `replace_batchnorm` replaces it by a layer that does not.
 
     An Embedding's row at its `padding_idx` stays as it is: it has a prior like the others, but
     the network does not see its draws.
 
-    A network that `torch.distributed.fsdp.fully_shard` has shared out among processes is not
-    copied but moved itself, and each process draws its own part of every weight.  Its priors are
-    the same for all elements of a weight, and other weights are frozen.
+    A network that `torch.distributed.fsdp.fully_shard` has split among processes is not copied:
+    it is changed itself, and each process draws its part of every weight. Its priors are the same
+    for all elements of a weight, and other weights are frozen.
 
     Args:
         net: any module; it is not changed.
-        prior: `"unit"`, Normal(0, 1) (the default: a weight is in the unit of its layer's
-            input); `"kaiming"`, Normal(0, sqrt(2 / fan in)) for matrices and kernels, Normal(1,
-            1) for the scales of normalization layers and Normal(0, 1) for the rest; a
+        prior: `"unit"`, Normal(0, 1) (the default: the scale of a weight is the unit of its
+            layer's input); `"kaiming"`, Normal(0, sqrt(2 / fan in)) for matrices and kernels,
+            Normal(1, 1) for the scales of normalization layers and Normal(0, 1) for the rest; a
             distribution of a scalar, which expands to each weight's shape (`weight_decay` gives
-            the one that an optimizer's weight decay is); or a function of a weight's name and
-            the weight to such a distribution, or to one of the weight's shape.
+            the one that corresponds to an optimizer's weight decay); or a function of a weight's
+            name and the weight that returns such a distribution, or one of the weight's shape.
         include: which weights: shell-style patterns of names or of names of modules (`"head"`,
             `"*.bias"`, `"*lora_*"`), modules or weights of `net`, classes of modules, or a list
             of these; all with `requires_grad` by default.
-        exclude: which of them not.
-        rest: `"frozen"`, or `"point"` to have those of the other weights that have
-            `requires_grad` estimated along with the draws, as a `pyro.param`.
+        exclude: which of these weights are left out.
+        rest: `"frozen"`, or `"point"` to estimate the other weights that have `requires_grad`
+            along with the draws, as a `pyro.param`.
 
     Raises:
-        ArgumentError: `net` is no module, a choice matches no weight, or the prior does not fit
-            one.
-        ModelError: a submodule that cannot be made Bayesian, which is named.
+        ArgumentError: `net` is no module, no weight matches a choice, or the prior does not fit
+            a weight.
+        ModelError: a submodule cannot be made Bayesian; it is named.
 
     Examples:
         >>> import torch, pyro.distributions as dist, pyro_scale as ps
@@ -104,12 +105,13 @@ def bayesianize(
 
 
 class BayesianModule(PyroModule):
-    """What `bayesianize` returns.
+    """The result of `bayesianize`: a network that draws weights when it is called.
 
     Args:
-        net: the network, which is taken over.
-        prior, rest: see there.
+        net: the network, which is used as it is and not copied.
+        prior: see `bayesianize`.
         names: of the weights that have a prior.
+        rest: see `bayesianize`.
     """
 
     def __init__(self, net: nn.Module, prior: WeightPrior, names: list[str], rest: Rest):
@@ -125,7 +127,7 @@ class BayesianModule(PyroModule):
         self.training = net.training  # its submodules are in modes of their own
 
     def priors(self) -> dict[str, Any]:
-        """Each chosen weight's prior by name."""
+        """The priors of the chosen weights, by name."""
         return dict(self._priors)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -137,9 +139,9 @@ class BayesianModule(PyroModule):
             for name, prior in self._priors.items()
         }
         for name, row in self._padding.items():
-            own = self._weight(name).detach()
-            padding = (torch.arange(len(own), device=own.device) == row)[:, None]
-            drawn[name] = torch.where(padding, own, drawn[name])
+            weight = self._weight(name).detach()
+            padding = (torch.arange(len(weight), device=weight.device) == row)[:, None]
+            drawn[name] = torch.where(padding, weight, drawn[name])
         points = {
             name: pyro.param(self._pyro_get_fullname(name), self._weight(name))
             for name in self._points
@@ -147,27 +149,28 @@ class BayesianModule(PyroModule):
         return call_with(self._net, drawn | points, args, kwargs)
 
     def weights(self) -> dict[str, Tensor]:
-        """The module's own values of the chosen weights."""
+        """The values of the chosen weights in the module, by name."""
         return {name: self._weight(name).detach() for name in self._names}
 
     def reset_weights(self) -> dict[str, Tensor]:
-        """Them as `reset_parameters()` draws them; layers without it keep theirs."""
+        """Values of the chosen weights drawn anew by `reset_parameters()`, by name; the module's
+        values for layers without it."""
         net = copy.deepcopy(self._net)
-        for module in reversed(list(net.modules())):  # as they are built: outer ones have the last
+        for module in reversed(list(net.modules())):  # outer modules last, as they are built
             reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
             if callable(reset):
                 _reset(module, reset)
         return {name: net.get_parameter(name).detach() for name in self._names}
 
     def extra_repr(self) -> str:
-        """How many weights are what."""
+        """The numbers of weights that are Bayesian, points and frozen, for `repr`."""
         sizes = {name: weight.numel() for name, weight in self._net.named_parameters()}
-        bayesian, points = (sum(sizes[n] for n in each) for each in (self._names, self._points))
+        bayesian, points = (sum(map(sizes.__getitem__, n)) for n in (self._names, self._points))
         frozen = sum(sizes.values()) - bayesian - points
         return f"weights: {bayesian:,} Bayesian, {points:,} points, {frozen:,} frozen"
 
     def _weight(self, name: str) -> Tensor:
-        """A weight of the network, or what `torch.func.functional_call` has put in its place."""
+        """A weight of the network, or the tensor that `functional_call` has put in its place."""
         return operator.attrgetter(name)(self._net)
 
     @property
@@ -185,7 +188,7 @@ class BayesianModule(PyroModule):
 
 
 def _reset(module: nn.Module, reset: Callable[[], object]) -> None:
-    """Resets a module's own weights; those that are computed from others, by way of these."""
+    """Resets a module's weights, and those from which parametrized weights are computed."""
     if not parametrize.is_parametrized(module):
         reset()
         return
@@ -199,10 +202,10 @@ def _reset(module: nn.Module, reset: Callable[[], object]) -> None:
 
 
 def _check_layer(net: nn.Module, names: list[str]) -> None:
-    """Refuses submodules whose weights cannot be drawn.
+    """Raises for a submodule whose weights cannot be drawn.
 
     Raises:
-        ModelError: names the first one.
+        ModelError: it names the first one.
     """
     for path, module in net.named_modules():
         label = describe(path, module)
@@ -216,17 +219,17 @@ def _check_layer(net: nn.Module, names: list[str]) -> None:
                 f"{label} has been through torch.compile: pass the network before it (its "
                 "_orig_mod); samplers compile the whole step by themselves"
             )
-        own = {
+        weights = {
             f"{path}.{name}".lstrip("."): w for name, w in module.named_parameters(recurse=False)
         }
-        if any(isinstance(w, nn.parameter.UninitializedParameter) for w in own.values()):
+        if any(isinstance(w, nn.parameter.UninitializedParameter) for w in weights.values()):
             raise ModelError(f"{label} has no shapes yet: call the network on a batch first")
         if isinstance(module, PyroModule):
             raise ModelError(
                 f"{label} is a PyroModule, which has its priors by PyroSample: bayesianize the "
                 "plain networks in it, or call it in a model as it is"
             )
-        chosen = {name: weight for name, weight in own.items() if name in names}
+        chosen = {name: weight for name, weight in weights.items() if name in names}
         for name, weight in chosen.items():
             if not weight.is_floating_point() or weight.is_meta:
                 kind = "has no values" if weight.is_meta else f"is of {weight.dtype}"
@@ -258,14 +261,14 @@ def _copy_weights(net: nn.Module) -> nn.Module:
         return copy.deepcopy(net)
     except Exception as error:  # whatever a module's own state raises
         innermost_first = list(net.named_modules())[::-1]  # the network itself is the last
-        unfit = next(describe(*each) for each in innermost_first if not _is_copied(each[1]))
+        culprit = next(describe(p, m) for p, m in innermost_first if not _can_be_copied(m))
         raise ModelError(
-            f"{unfit} cannot be copied ({error}); of torch.nn.utils.weight_norm and spectral_norm, "
-            "use those in torch.nn.utils.parametrizations"
+            f"{culprit} cannot be copied ({error}); of torch.nn.utils.weight_norm and "
+            "spectral_norm, use those in torch.nn.utils.parametrizations"
         ) from error
 
 
-def _is_copied(module: nn.Module) -> bool:
+def _can_be_copied(module: nn.Module) -> bool:
     try:
         copy.deepcopy(module)
     except Exception:
@@ -274,11 +277,9 @@ def _is_copied(module: nn.Module) -> bool:
 
 
 def _padding_of(net: nn.Module, names: list[str]) -> dict[str, int]:
-    """Chosen weights of Embeddings -> the row that stays as it is.  Not where the weight is tied:
-    elsewhere that row is a weight like any other, and here, too, it then has a gradient."""
-    count: dict[int, int] = {}
-    for _, weight in net.named_parameters(remove_duplicate=False):
-        count[id(weight)] = count.get(id(weight), 0) + 1
+    """Chosen weights of Embeddings -> the row that stays as it is. Tied weights have none: at their
+    other place the row is a weight like any other, so that it has a gradient here as well."""
+    count = Counter(id(weight) for _, weight in net.named_parameters(remove_duplicate=False))
     paddings = {}
     for path, module in net.named_modules():
         name = f"{path}.weight".lstrip(".")

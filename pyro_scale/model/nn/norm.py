@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from pyro_scale.errors import ArgumentError, ModelError
-from pyro_scale.model.module_trace import describe
+from pyro_scale.model.guards import describe
 
 #: What may take BatchNorm's place.
 Normalization = Literal["group", "filter_response"]
 
-#: The most groups of channels, as Wu and He (2018) have them, and the fewest channels of one: a
-#: group of one number would be normalized to 0.
-_GROUPS, _CHANNELS = 32, 4
+#: The most groups of channels (Wu and He 2018).
+_MOST_GROUPS = 32
+#: The fewest channels of a group: a group of one number would be normalized to 0.
+_FEWEST_CHANNELS = 4
 
 
 class FilterResponseNorm(nn.Module):
@@ -37,7 +38,7 @@ class FilterResponseNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[rows, channels, *positions]` -> the same shape."""
+        """The normalized input, of the input's shape `[rows, channels, *positions]`."""
         positions = tuple(range(2, x.dim()))
         mean_square = x.square().mean(positions, keepdim=True)
         shape = (-1,) + (1,) * len(positions)
@@ -45,22 +46,22 @@ class FilterResponseNorm(nn.Module):
         return self.weight.view(shape) * scaled + self.bias.view(shape)
 
     def reset_parameters(self) -> None:
-        """Scales 1, biases 0."""
+        """Sets scales to 1 and biases to 0."""
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
 
 
 def replace_batchnorm(net: nn.Module, by: Normalization = "group") -> nn.Module:
-    """A copy of a network without BatchNorm, which ties the rows of a batch together when it is
-    trained, so that there is no likelihood of a row.
+    """A copy of a network with other normalization layers in place of BatchNorm, which in train
+    mode makes the likelihood of a row depend on the other rows of its batch.
 
-    The new layers take the old ones' scales and biases.  What the old ones knew of the data is
-    gone: train a pretrained network a little more, or keep its BatchNorm in `.eval()`.
+    The new layers keep the scales and biases of the old ones, but not their running statistics:
+    train a pretrained network a little more, or keep its BatchNorm in `.eval()`.
 
     Args:
         net: any module; it is not changed.
         by: `"group"`, GroupNorm in up to 32 groups of four channels or more, and in one group for
-            BatchNorm1d, which may have one number a channel; `"filter_response"`,
+            BatchNorm1d, whose input may have one number per channel; `"filter_response"`,
             FilterResponseNorm, for layers with positions (convolutions).
 
     Raises:
@@ -78,13 +79,13 @@ def replace_batchnorm(net: nn.Module, by: Normalization = "group") -> nn.Module:
     if by not in get_args(Normalization):
         raise ArgumentError(f"by={by!r}: pass one of {get_args(Normalization)}")
     if isinstance(net, nn.modules.batchnorm._BatchNorm):
-        return _in_place_of("", net, by)
+        return _replacement("", net, by)
     net = copy.deepcopy(net)
-    new: dict[int, nn.Module] = {}  # a layer that is used twice is replaced by one
+    new: dict[int, nn.Module] = {}  # by the old layer's id: it may be used twice
     for path, module in list(net.named_modules(remove_duplicate=False)):
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             if id(module) not in new:
-                new[id(module)] = _in_place_of(path, module, by)
+                new[id(module)] = _replacement(path, module, by)
             parent, _, name = path.rpartition(".")
             setattr(net.get_submodule(parent), name, new[id(module)])
     if not new:
@@ -92,7 +93,7 @@ def replace_batchnorm(net: nn.Module, by: Normalization = "group") -> nn.Module:
     return net
 
 
-def _in_place_of(path: str, old: nn.modules.batchnorm._BatchNorm, by: Normalization) -> nn.Module:
+def _replacement(path: str, old: nn.modules.batchnorm._BatchNorm, by: Normalization) -> nn.Module:
     channels = old.num_features
     new: nn.GroupNorm | FilterResponseNorm
     if by == "group":
@@ -100,8 +101,8 @@ def _in_place_of(path: str, old: nn.modules.batchnorm._BatchNorm, by: Normalizat
         new = nn.GroupNorm(groups, channels, eps=old.eps, affine=old.affine)
     elif isinstance(old, nn.BatchNorm1d):
         raise ModelError(
-            f"{describe(path, old)} may have one value a channel, which "
-            "FilterResponseNorm would make its sign: pass by='group'"
+            f"{describe(path, old)} may have one value per channel, which FilterResponseNorm "
+            "reduces to its sign: pass by='group'"
         )
     else:
         new = FilterResponseNorm(channels)
@@ -114,6 +115,6 @@ def _in_place_of(path: str, old: nn.modules.batchnorm._BatchNorm, by: Normalizat
 
 
 def _groups(channels: int) -> int:
-    """The most groups that the channels divide into."""
-    sizes = range(min(_CHANNELS, channels), channels + 1)
-    return next(channels // n for n in sizes if channels % n == 0 and channels // n <= _GROUPS)
+    """The largest number of groups of equal size for so many channels."""
+    sizes = range(min(_FEWEST_CHANNELS, channels), channels + 1)
+    return next(channels // n for n in sizes if channels % n == 0 and channels // n <= _MOST_GROUPS)

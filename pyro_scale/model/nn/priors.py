@@ -13,20 +13,21 @@ from torch import Tensor, nn
 
 from pyro_scale.errors import ArgumentError
 
-#: What `bayesianize` takes for a prior.
+#: A prior as a user passes it to `bayesianize`.
 WeightPrior = str | torch.distributions.Distribution | Callable[[str, Tensor], Any]
 
 
 def weight_decay(decay: float, num_data: int) -> dist.Normal:
-    """The prior whose mode is what training with weight decay finds: Normal(0, 1/sqrt(N decay)).
+    """The prior that weight decay in training corresponds to: Normal(0, 1/sqrt(N decay)). The
+    trained weights are a mode of the posterior with this prior.
 
     An optimizer's `weight_decay` adds decay/2 |w|² to the mean loss over rows, in nats; N times
-    that is the prior's negative log density.  That is so for SGD's and for Adam's, and not for
-    AdamW's, which is no part of the loss.
+    that is the prior's negative log density. This holds for the `weight_decay` of SGD and Adam,
+    but not for that of AdamW, which is not part of the loss.
 
     Args:
         decay: the optimizer's `weight_decay`, above 0.
-        num_data: N, the rows that it was trained on.
+        num_data: N, the rows of the training data.
 
     Raises:
         ArgumentError: a value that is not above 0.
@@ -56,8 +57,8 @@ def priors_of(net: nn.Module, names: list[str], prior: WeightPrior) -> dict[str,
     priors = {}
     for name in names:
         weight = net.get_parameter(name)
-        given = _given(owners[name], name, weight, prior)
-        priors[name] = _fit_to(name, weight, given, prior)
+        distribution = _distribution(owners[name], name, weight, prior)
+        priors[name] = _fit_to(name, weight, distribution, prior)
     return priors
 
 
@@ -69,64 +70,62 @@ def prior_of_shard(net: nn.Module, name: str, prior: WeightPrior, local: Tensor)
     """
     owner = net.get_submodule(name.rpartition(".")[0])
     weight = net.get_parameter(name)
-    like = torch.empty(weight.shape, dtype=weight.dtype, device="meta")  # it is whole nowhere
+    # no process has all of the weight
+    like = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
     try:
-        given = _given(owner, name, like, prior)
+        distribution = _distribution(owner, name, like, prior)
     except (RuntimeError, NotImplementedError) as error:
         raise ArgumentError(
             f"prior={prior!r} reads the values of '{name}', which is sharded, so that they are "
             f"nowhere as a whole ({error}): use its shape alone"
         ) from error
-    shape = getattr(given, "batch_shape", torch.Size()) + getattr(given, "event_shape", ())
+    shape = getattr(distribution, "batch_shape", torch.Size())
+    shape += getattr(distribution, "event_shape", ())
     if shape:
         raise ArgumentError(
             f"the prior of '{name}' has shape {list(shape)}: the weight is sharded, so pass one of "
             "a scalar, which is every element's"
         )
-    return _fit_to(name, local, given, prior)
+    return _fit_to(name, local, distribution, prior)
 
 
-def _given(owner: nn.Module, name: str, weight: Tensor, prior: WeightPrior) -> Any:
-    """What a user has passed for a weight."""
+def _distribution(owner: nn.Module, name: str, weight: Tensor, prior: WeightPrior) -> Any:
+    """The distribution that a user's prior gives for a weight of the module `owner`."""
     if isinstance(prior, str):
-        return _describe(prior)(owner, name, weight)
+        if prior not in _NAMED:
+            raise ArgumentError(
+                f"prior={prior!r}: pass one of {list(_NAMED)}, a distribution, or a function of a "
+                "weight's name and the weight"
+            )
+        return _NAMED[prior](owner, name, weight)
     if isinstance(prior, torch.distributions.Distribution):
         return prior
     return prior(name, weight.detach()) if callable(prior) else None
 
 
 def kaiming(owner: nn.Module, name: str, weight: Tensor) -> dist.Normal:
-    """Matrices and kernels: Normal(0, sqrt(2 / fan in)), which keeps the scale of what goes
-    through a layer with ReLU (He et al. 2015, equation 10).  Scales of normalization layers:
-    Normal(1, 1).  Biases, embeddings and all else: Normal(0, 1)."""
-    own_name, normalizes = name.rpartition(".")[2], "Norm" in type(owner).__name__
-    if normalizes and own_name == "weight":
+    """Matrices and kernels: Normal(0, sqrt(2 / fan in)), with which a layer with ReLU keeps the
+    scale of its input (He et al. 2015, equation 10). Scales of normalization layers: Normal(1, 1).
+    Biases, embeddings and all else: Normal(0, 1)."""
+    last_name, normalizes = name.rpartition(".")[2], "Norm" in type(owner).__name__
+    if normalizes and last_name == "weight":
         return dist.Normal(1.0, 1.0)
     embeds = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
-    if weight.dim() < 2 or normalizes or embeds or "bias" in own_name:
+    if weight.dim() < 2 or normalizes or embeds or "bias" in last_name:
         return dist.Normal(0.0, 1.0)
     return dist.Normal(0.0, math.sqrt(2 / _fan_in(owner, weight)))
 
 
 def unit(owner: nn.Module, name: str, weight: Tensor) -> dist.Normal:
-    """Normal(0, 1), in which a weight is in the unit of its layer's input."""
+    """Normal(0, 1): the scale of a weight is the unit of its layer's input."""
     return dist.Normal(0.0, 1.0)
 
 
 _NAMED = {"kaiming": kaiming, "unit": unit}
 
 
-def _describe(prior: str) -> Callable[[nn.Module, str, Tensor], dist.Normal]:
-    if prior not in _NAMED:
-        raise ArgumentError(
-            f"prior={prior!r}: pass one of {list(_NAMED)}, a distribution, or a function of a "
-            "weight's name and the weight"
-        )
-    return _NAMED[prior]
-
-
 def _fan_in(owner: nn.Module, weight: Tensor) -> float:
-    """How many inputs a unit of a layer has, on average."""
+    """The average number of inputs of a layer's unit."""
     if isinstance(owner, nn.modules.conv._ConvTransposeNd):  # [in, out / groups, kernel]
         reached = weight[0, 0].numel() / math.prod(owner.stride)
         return max(1.0, weight.shape[0] // owner.groups * reached)
@@ -135,33 +134,33 @@ def _fan_in(owner: nn.Module, weight: Tensor) -> float:
     return weight[0].numel()
 
 
-def _fit_to(name: str, weight: Tensor, given: Any, prior: WeightPrior) -> Any:
-    """A prior as one of the weight's shape, dtype and device."""
-    if not isinstance(given, TorchDistributionMixin):
-        source = f" gave {given!r} for '{name}'" if callable(prior) else ""
+def _fit_to(name: str, weight: Tensor, distribution: Any, prior: WeightPrior) -> Any:
+    """A prior as a distribution of the weight's shape, dtype and device."""
+    if not isinstance(distribution, TorchDistributionMixin):
+        source = f" gave {distribution!r} for '{name}'" if callable(prior) else ""
         raise ArgumentError(
             f"prior={prior!r}{source}: pass a distribution of Pyro's, such as dist.Normal(0.0, "
             "1.0), 'kaiming' or 'unit', or a function that returns a distribution for a weight's "
             "name and the weight"
         )
-    shape = given.batch_shape + given.event_shape
-    if shape == weight.shape and given.event_shape == shape:
-        return _at(given, weight)
-    if given.event_shape or shape not in (torch.Size(), weight.shape):
+    shape = distribution.batch_shape + distribution.event_shape
+    if shape == weight.shape and distribution.event_shape == shape:
+        return _at(distribution, weight)
+    if distribution.event_shape or shape not in (torch.Size(), weight.shape):
         raise ArgumentError(
             f"the prior of '{name}' has shape {list(shape)}: pass one of a scalar, which expands "
             f"to the weight's shape, {list(weight.shape)}, or one of that shape"
         )
-    return _at(given, weight).expand(weight.shape).to_event(weight.dim())
+    return _at(distribution, weight).expand(weight.shape).to_event(weight.dim())
 
 
-def _at(given: Any, weight: Tensor) -> Any:
-    """A distribution with its arguments in a weight's dtype and on its device."""
-    if isinstance(given, dist.Independent):
-        return _at(given.base_dist, weight).to_event(given.reinterpreted_batch_ndims)
-    arguments = {name: getattr(given, name, None) for name in given.arg_constraints}
+def _at(distribution: Any, weight: Tensor) -> Any:
+    """A distribution with its arguments in the dtype and on the device of a weight."""
+    if isinstance(distribution, dist.Independent):
+        return _at(distribution.base_dist, weight).to_event(distribution.reinterpreted_batch_ndims)
+    arguments = {name: getattr(distribution, name, None) for name in distribution.arg_constraints}
     moved = {n: v.to(weight.detach()) for n, v in arguments.items() if isinstance(v, Tensor)}
     try:
-        return type(given)(**moved)
+        return type(distribution)(**moved)
     except (TypeError, ValueError):  # a distribution whose constructor takes other arguments
-        return given
+        return distribution

@@ -14,8 +14,8 @@ from pyro_scale.errors import ArgumentError
 #: A shell-style pattern of names, one of the network's modules or weights, or a class of modules.
 Choice = str | nn.Module | nn.Parameter | type[nn.Module]
 
-#: Names that a message shows.
-_SHOWN = 8
+#: Names that a message shows at most.
+_MOST_SHOWN = 8
 
 
 def select(
@@ -29,11 +29,11 @@ def select(
 
     Args:
         net: the network.
-        include: the choices; all weights with `requires_grad` by default.
-        exclude: the same; none by default.
+        include: what is included; all weights with `requires_grad` by default.
+        exclude: what is not; nothing by default.
 
     Raises:
-        ArgumentError: a choice that no weight matches, or nothing is left.
+        ArgumentError: no weight matches a choice, or no weight remains.
     """
     if include is None:
         chosen = {id(weight) for weight in net.parameters() if weight.requires_grad}
@@ -52,7 +52,7 @@ def select(
 
 
 def _matches(net: nn.Module, argument: str, choices: Choice | Iterable[Choice]) -> Iterator[int]:
-    """The ids of the weights that any of the choices means."""
+    """The ids of the weights that match any of the choices."""
     single = isinstance(choices, str | nn.Module | type | Tensor)
     listed: Any = choices if isinstance(choices, Iterable) and not single else [choices]
     for choice in listed:
@@ -65,6 +65,7 @@ def _matches(net: nn.Module, argument: str, choices: Choice | Iterable[Choice]) 
 
 
 def _match(net: nn.Module, argument: str, choice: Choice) -> Iterable[int]:
+    """The ids of the weights that match one choice."""
     if isinstance(choice, str):
         named = net.named_parameters(remove_duplicate=False)
         return [id(weight) for name, weight in named if _is_named(name, choice)]
@@ -78,8 +79,8 @@ def _match(net: nn.Module, argument: str, choice: Choice) -> Iterable[int]:
     if isinstance(choice, nn.Parameter):
         return [id(weight) for weight in net.parameters() if weight is choice]
     if isinstance(choice, type) and issubclass(choice, nn.Module):
-        of_kind = (module for module in net.modules() if isinstance(module, choice))
-        return [id(weight) for module in of_kind for weight in module.parameters()]
+        modules = (module for module in net.modules() if isinstance(module, choice))
+        return [id(weight) for module in modules for weight in module.parameters()]
     raise ArgumentError(
         f"{argument}={str(choice)[:100]}: pass patterns of names ('head', '*.bias'), modules of "
         "the network, or classes of modules (nn.LayerNorm)"
@@ -87,12 +88,13 @@ def _match(net: nn.Module, argument: str, choice: Choice) -> Iterable[int]:
 
 
 def _is_named(name: str, pattern: str) -> bool:
-    """Whether a pattern means the weight, or a module that the weight is in."""
+    """Whether a pattern matches a weight's name, or that of a module that the weight is in."""
     prefixes = itertools.accumulate(name.split("."), "{}.{}".format)
     return any(fnmatchcase(prefix, pattern) for prefix in prefixes)
 
 
 def _names(net: nn.Module) -> str:
+    """The first names of a network's weights, in words."""
     names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
-    more = "" if len(names) <= _SHOWN else f", ... ({len(names)} in all)"
-    return f"its weights are {', '.join(names[:_SHOWN])}{more}"
+    more = "" if len(names) <= _MOST_SHOWN else f", ... ({len(names)} in all)"
+    return f"its weights are {', '.join(names[:_MOST_SHOWN])}{more}"

@@ -35,7 +35,6 @@ from pyro_scale.model.nn.sharded import (
     looking,
     shards_of,
 )
-from pyro_scale.model.preflight import draw_latents
 from pyro_scale.model.program import Program
 from pyro_scale.rng.seeds import Purpose
 from pyro_scale.rng.streams import ShardNoise
@@ -54,7 +53,7 @@ def sharded_network(model: Any, arguments: Arguments) -> ShardedModule | None:
     model = model.model if isinstance(model, LogPosterior) else model
     with own_generator(0), looking():
         try:
-            draw_latents(Program(model), arguments, uniform, {})
+            Program(model).draw_latents(arguments, uniform, {})
         except NetworkFoundError as found:
             return found.network
         except Exception:

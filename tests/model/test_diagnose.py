@@ -1,11 +1,11 @@
-"""Centered latents are those whose prior's scale is a function of other latents."""
+"""Centered latents, whose prior's scale is a function of other latents, and improper priors."""
 
 import pyro
 import pyro.distributions as dist
 import torch
 from pyro.infer.reparam import LocScaleReparam
 
-from pyro_scale.model.hierarchy import centered_latents
+from pyro_scale.model.diagnose import centered_latents, improper_latents
 from pyro_scale.model.log_posterior import LogPosterior
 
 
@@ -43,3 +43,19 @@ def test_effects_of_parents_do_not_cancel():
             pyro.sample("y", dist.Normal(theta, 1.0), obs=y)
 
     assert found(model) == {"theta": ["a", "b"]}
+
+
+def test_improper_latents_are_named_and_no_others():
+    def model(y):
+        pyro.sample("flat", dist.ImproperUniform(dist.constraints.real, (), ()))
+        pyro.sample("masked", dist.Normal(0.0, 1.0).expand([3]).to_event(1).mask(False))
+        pyro.sample("wide", dist.Normal(0.0, 1e6).expand([3]).to_event(1))
+        scale = pyro.sample("scale", dist.HalfCauchy(1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(0.0, scale), obs=y)
+
+    y = torch.tensor([1.0, 2.0, 3.0])
+    log_posterior = LogPosterior(model, num_data=3)
+    log_posterior.prepare((y,))
+    params = log_posterior.start((y,), seed=0)
+    assert improper_latents(log_posterior, params, (y,)) == ["flat", "masked"]

@@ -6,7 +6,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 
-from pyro_scale.model.identity import evaluations, first_difference
+from pyro_scale.model.fingerprint import first_difference, model_fingerprint
 from pyro_scale.model.log_posterior import LogPosterior
 
 X = torch.linspace(-1.0, 2.0, 24).reshape(8, 3).double().sin()
@@ -22,7 +22,7 @@ def numbers(x=X, prior=1.0, slope=1.0, y=Y):
 
     log_posterior = LogPosterior(model, len(y))
     log_posterior.prepare((y,))
-    return evaluations(log_posterior, AT_ZERO, (y,))
+    return model_fingerprint(log_posterior, AT_ZERO, (y,))
 
 
 def test_they_are_the_log_prior_and_the_log_likelihood():
@@ -62,5 +62,5 @@ def test_where_a_density_cannot_be_had_the_numbers_are_nan():
 
     log_posterior = LogPosterior(model, 8)
     log_posterior.prepare((Y,), lambda site: torch.zeros(3).double())
-    found = evaluations(log_posterior, AT_ZERO, (Y,))
+    found = model_fingerprint(log_posterior, AT_ZERO, (Y,))
     assert [math.isnan(value) for value in found.values()] == [False, False, True, True]

@@ -1,7 +1,7 @@
-"""Latents of which a mask leaves elements out that nothing depends on: these have no density.
+"""Latents with elements that a mask leaves out and nothing depends on: these have no density.
 
-Pyro's `obs_mask=` makes such a latent: of `y_unobserved`, the elements that were observed.  They
-are no params: the value is put together from those of the other elements.
+Pyro's `obs_mask=` makes such latents: in `y_unobserved`, the elements that were observed. Such
+elements are not params; the latent's value is assembled from the params of the other elements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Kept(NamedTuple):
     """The elements of a latent that are params.
 
     Attributes:
-        places: where they are, of all elements one after another, `[k]`.
+        places: their indices among all elements, flattened, `[k]`.
         shape: of all elements: the batch shape, with `to_event` undone.
     """
 
@@ -33,20 +33,20 @@ class Kept(NamedTuple):
     shape: torch.Size
 
     @classmethod
-    def of(cls, mask: Tensor) -> Kept:
-        """Those where a mask is True."""
+    def from_mask(cls, mask: Tensor) -> Kept:
+        """The elements where a mask is True."""
         return cls(mask.flatten().nonzero()[:, 0], mask.shape)
 
     @property
     def mask(self) -> Tensor:
-        """True at their places, of the elements' shape."""
+        """The mask of all elements, True at those that are params."""
         mask = torch.zeros(self.shape.numel(), dtype=torch.bool, device=self.places.device)
         return mask.index_fill(0, self.places, True).reshape(self.shape)
 
 
 def element_mask(site: Site) -> Tensor | None:
-    """Which elements of a site masks keep, in the shape of `base_distribution`'s batch; None if no
-    tensor is among the masks."""
+    """The product of a site's masks, in the batch shape of `base_distribution`: True where they
+    keep an element; None if none of them is a tensor."""
     fn: Any = site.fn
     shape = base_distribution(fn).batch_shape
     masks = [(site.mask, len(fn.batch_shape))]
@@ -60,8 +60,8 @@ def element_mask(site: Site) -> Tensor | None:
 
 
 def without_nan(site: Site) -> Site:
-    """A site with possible values in the place of NaN that masks leave out: 0 times the slope of a
-    log density at NaN would be NaN."""
+    """The site with a possible value wherever a mask leaves out NaN: the gradient of a log density
+    at NaN is NaN, even if it is multiplied by 0."""
     mask, event = element_mask(site), len(base_distribution(site.fn).event_shape)
     if mask is None or not site.value.is_floating_point():
         return site
@@ -73,46 +73,41 @@ def without_nan(site: Site) -> Site:
 
 
 def leave_out(sites: dict[str, Site], kept: Mapping[str, Kept]) -> None:
-    """Leaves elements that are no params out of the latents of a run."""
-    for name, each in kept.items():
+    """Removes elements that are not params from the latents among a run's sites, in place."""
+    for name, elements in kept.items():
         site = sites[name]
-        if len(each.places):
-            own = take_apart(site.fn, each, site.value)
-            sites[name] = replace(site, unconstrained=own)
+        if len(elements.places):
+            params = take_apart(site.fn, elements, site.value)
+            sites[name] = replace(site, unconstrained=params)
         else:
             sites[name] = replace(site, kind="deterministic", unconstrained=None)
 
 
 def put_together(fn: Any, kept: Kept, unconstrained: Tensor) -> tuple[Tensor, Tensor]:
-    """(A latent's value, log |d value / d unconstrained|) from its params `[k, ...]`; the other
-    elements are where unconstrained space has its origin."""
+    """(A latent's value, log |d value / d params|) from its params `[k, ...]`; elements that are
+    not params get the value at the origin of unconstrained space."""
     base, event = base_distribution(fn), unconstrained.shape[1:]
     transform = bijection(base.support)
     blank = unconstrained.new_zeros((kept.shape.numel(), *event))
-    flat = blank.index_put((kept.places,), unconstrained)
-    everything = flat.reshape(kept.shape + event)
-    value = transform(everything)
+    elements = blank.index_put((kept.places,), unconstrained).reshape(kept.shape + event)
+    value = transform(elements)
     if is_real(base.support):
         return value, unconstrained.new_zeros(())
-    log_dets = transform.log_abs_det_jacobian(everything, value)
+    log_dets = transform.log_abs_det_jacobian(elements, value)
     return value, log_dets.reshape(kept.shape.numel())[kept.places].sum()
 
 
-def no_params(fn: Any) -> Tensor:
-    """The params `[0, ...]` of a latent of which masks leave out all elements."""
-    base = base_distribution(fn)
-    shape = bijection(base.support).inverse_shape(base.batch_shape + base.event_shape)
-    floats = [
-        each
-        for each in vars(base).values()
-        if isinstance(each, Tensor) and each.is_floating_point()
-    ]
-    like = floats[0] if floats else torch.zeros(())
-    return like.new_zeros((0, *shape[len(base.batch_shape) :]))
-
-
 def take_apart(fn: Any, kept: Kept, value: Tensor) -> Tensor:
-    """A latent's params `[k, ...]`, from its value."""
+    """A latent's params `[k, ...]` from its value: the inverse of `put_together`."""
     unconstrained = bijection(base_distribution(fn).support).inv(value)
     event = unconstrained.shape[len(kept.shape) :]
     return unconstrained.reshape(kept.shape.numel(), *event)[kept.places]
+
+
+def empty_params(fn: Any) -> Tensor:
+    """The params `[0, ...]` of a latent all of whose elements are left out."""
+    base = base_distribution(fn)
+    shape = bijection(base.support).inverse_shape(base.batch_shape + base.event_shape)
+    tensors = [value for value in vars(base).values() if isinstance(value, Tensor)]
+    like = next((value for value in tensors if value.is_floating_point()), torch.zeros(()))
+    return like.new_zeros((0, *shape[len(base.batch_shape) :]))

@@ -12,7 +12,7 @@ from torch import nn
 
 import pyro_scale as ps
 from pyro_scale.errors import ModelWarning, PyroScaleWarning
-from pyro_scale.model.slopes import cut_gradients
+from pyro_scale.model.diagnose import cut_gradients
 
 X = normals(60, 3, seed=1)
 Y = X @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) + 0.3 * normals(60, seed=2)

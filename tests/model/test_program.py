@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pyro_scale as ps
-from pyro_scale.model.call_with import call_with
+from pyro_scale.model.program import call_with
 
 
 def twice():

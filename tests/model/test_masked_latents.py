@@ -12,7 +12,7 @@ from reference import normals
 
 import pyro_scale as ps
 from pyro_scale.errors import SiteError
-from pyro_scale.model.improper import improper_latents
+from pyro_scale.model.diagnose import improper_latents
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -1,0 +1,295 @@
+"""Diagnoses of a model after its preflight, by evaluating it: densities that are not finite,
+gradients that are cut off, priors that are improper, latents that are centered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_scale.core.exclusive import own_generator
+from pyro_scale.core.rows import Arguments
+from pyro_scale.core.signals import raise_if_from_handler
+from pyro_scale.model.log_posterior import LogPosterior, Params
+from pyro_scale.model.masked_latents import element_mask
+from pyro_scale.model.recorder import Recorder
+from pyro_scale.model.sites import Site, is_subsample, layers
+from pyro_scale.model.terms import terms_of
+
+#: Characters of an error's message that are shown.
+_MOST_CHARACTERS = 300
+#: Steps to either side for slopes by finite differences.
+_STEPS = 1e-1, 1e-2, 1e-3
+#: A slope counts where two steps agree to this relative error,
+_AGREEMENT = 0.05
+#: and where it is this many rounding errors away from 0.
+_ROUNDINGS = 100.0
+#: Groups of latents that are moved one after another, at most.
+_GROUPS = 8
+#: The distance by which a latent is moved, unconstrained, to see what depends on it.
+_MOVE = 0.5
+
+
+# ---------------------------------------------------------------------- not finite
+
+
+def find_broken_site(
+    log_posterior: LogPosterior,
+    params: Mapping[str, Tensor],
+    arguments: Arguments,
+    indices: Tensor | None = None,
+    validate: bool = False,
+) -> tuple[str | None, str]:
+    """The first site whose log density is not finite or cannot be evaluated, and why.
+
+    Args:
+        log_posterior: the model.
+        params: unconstrained tensors by site.
+        arguments: of the model.
+        indices: `[B]`, for a model that subsamples by itself.
+        validate: whether with Pyro's and torch's validation.
+
+    Returns:
+        (The site, None if all are finite; "NaN", "infinite", or the error that the model raised).
+    """
+    evaluated: list[str] = []
+    recorder = partial(_DensityRecorder, evaluated=evaluated)
+    try:
+        run = log_posterior.run(params, arguments, indices, recorder, validate)
+        terms = terms_of(run.sites)
+    except Exception as error:  # of whatever kind the user's model raises
+        sites = log_posterior.model_info.sites
+        left = [n for n, s in sites.items() if s.kind != "subsample" and n not in evaluated]
+        return next(iter(left or evaluated), None), error_in_short(error)
+    for name, term in terms.items():
+        if not bool(torch.isfinite(term.log_prob).all()):
+            return name, nan_or_infinite(term.log_prob)
+    return None, ""
+
+
+def nan_or_infinite(values: Tensor) -> str:
+    """The word for values that are not all finite: "NaN" if one of them is, or "infinite"."""
+    return "NaN" if bool(values.isnan().any()) else "infinite"
+
+
+def error_in_short(error: Exception) -> str:
+    """An error's class and message on one line, cut to a length that fits into a message."""
+    text = " ".join(format(error).split())
+    return f"{type(error).__name__}: {text[:_MOST_CHARACTERS]}"
+
+
+class _DensityRecorder(Recorder):
+    """A recorder that evaluates every site's log density where it meets the site.
+
+    Args:
+        evaluated: the names of sites whose log density could be evaluated are added to it.
+        others: a recorder's arguments.
+    """
+
+    def __init__(self, *, evaluated: list[str], **others: Any):
+        super().__init__(**others)
+        self._evaluated = evaluated
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        is_plate = is_subsample(msg["fn"])
+        if not is_plate:
+            msg["fn"].log_prob(msg["value"])
+        super()._pyro_post_sample(msg)
+        if not is_plate:
+            self._evaluated.append(msg["name"])
+
+
+# ---------------------------------------------------------------------- gradients that are cut off
+
+
+def cut_gradients(
+    log_posterior: LogPosterior, params: Params, arguments: Arguments
+) -> dict[str, list[str]]:
+    """Observed sites and factors that depend on latents although the likelihood's gradient with
+    respect to these is 0, because of `.detach()` and the like.
+
+    Args:
+        log_posterior: the model, after its preflight.
+        params: unconstrained, where to look.
+        arguments: one batch.
+
+    Returns:
+        Site -> these latents, by name. A site is left out where its slope cannot be found: at steps
+        and kinks, with too little precision, where the model does not run at other params.
+    """
+    cut: dict[str, list[str]] = {}
+    try:
+        terms, slopes = _likelihood_slopes(log_posterior, params, arguments)
+        flat = {name: _direction(slope) for name, slope in slopes.items() if (slope == 0).any()}
+        names = list(flat)
+        for latents in [names[i::_GROUPS] for i in range(min(_GROUPS, len(names)))]:
+            direction = {name: flat[name] for name in latents}
+            for site in _sloping_sites(log_posterior, params, arguments, direction, terms):
+                cut.setdefault(site, []).extend(latents)
+    except Exception as error:
+        raise_if_from_handler(error)
+    return cut
+
+
+def _likelihood_slopes(
+    log_posterior: LogPosterior, params: Params, arguments: Arguments
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(Log density of each observed site and factor, gradient of their total by latent)."""
+    with own_generator(), torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+        sites = log_posterior.run(leaves, arguments, log_posterior.first_indices()).sites
+        all_terms = terms_of(sites).items()
+        terms = {name: term.log_prob.sum() for name, term in all_terms if not term.is_prior}
+        total = torch.stack([*terms.values()]).sum() if terms else torch.zeros(())
+        gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
+        if total.requires_grad:
+            gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    slopes = {
+        name: torch.zeros_like(value) if gradient is None else gradient
+        for (name, value), gradient in zip(params.items(), gradients, strict=True)
+    }
+    return {name: term.detach() for name, term in terms.items()}, slopes
+
+
+def _sloping_sites(
+    log_posterior: LogPosterior,
+    params: Params,
+    arguments: Arguments,
+    direction: Params,
+    terms: Params,
+) -> list[str]:
+    """The sites whose log density changes smoothly along a direction in which their total has no
+    gradient.
+
+    Args:
+        log_posterior: the model.
+        params: unconstrained, where to look.
+        arguments: one batch.
+        direction: by latent, of the latents that move.
+        terms: log density by site at `params`.
+    """
+    sides: list[dict[str, Tensor]] = []
+    for step in (sign * step for step in _STEPS for sign in (1, -1)):
+        moved = {name: params[name] + step * way for name, way in direction.items()}
+        side, slopes = _likelihood_slopes(log_posterior, {**params, **moved}, arguments)
+        if not sides and all(torch.equal(side[name], term) for name, term in terms.items()):
+            return []  # nothing depends on them
+        if any(bool(slopes[name][way != 0].any()) for name, way in direction.items()):
+            return []  # a kink, at which torch's gradient is one of many
+        sides.append(side)
+    ups, downs = sides[::2], sides[1::2]
+    return [
+        name
+        for name, term in terms.items()
+        if _has_slope(
+            [(float(up[name]), float(down[name])) for up, down in zip(ups, downs, strict=True)],
+            torch.finfo(term.dtype).eps,
+        )
+    ]
+
+
+def _direction(slope: Tensor) -> Tensor:
+    """Steps of one sign and several sizes where a gradient is 0, so that both sums and differences
+    of elements change."""
+    turns = torch.arange(slope.numel(), device=slope.device, dtype=slope.dtype)
+    return torch.where(slope == 0, (1 + torch.cos(2 * turns) / 2).reshape(slope.shape), 0.0)
+
+
+def _has_slope(sides: list[tuple[float, float]], eps: float) -> bool:
+    """Whether two successive steps agree about a slope that is not 0, from the values (up, down) at
+    each of `_STEPS`."""
+    slopes = [(up - down) / (2 * step) for step, (up, down) in zip(_STEPS, sides, strict=True)]
+    errors = [
+        eps * max(abs(up), abs(down)) / step for step, (up, down) in zip(_STEPS, sides, strict=True)
+    ]
+    return any(
+        abs(one - other) <= _AGREEMENT * abs(other) and abs(other) > _ROUNDINGS * error
+        for (one, other), error in zip(pairwise(slopes), errors[1:], strict=True)
+    )
+
+
+# ---------------------------------------------------------------------- priors
+
+
+def improper_latents(
+    log_posterior: LogPosterior, params: Params, arguments: Arguments
+) -> list[str]:
+    """Latents whose prior does not integrate to one: an `ImproperUniform`, or one that a mask
+    leaves out for some elements or all. Priors by `pyro.factor` are not examined.
+
+    Args:
+        log_posterior: the model, after its preflight.
+        params: unconstrained values of all latents.
+        arguments: a batch.
+    """
+    with torch.no_grad():
+        sites = log_posterior.run(params, arguments, log_posterior.first_indices()).sites
+    kept = log_posterior.model_info.kept
+    return [n for n in log_posterior.latents if n not in kept and _is_improper(sites[n])]
+
+
+def _is_improper(site: Site) -> bool:
+    mask = element_mask(site)
+    if site.mask is False or (mask is not None and not bool(mask.all())):
+        return True
+    return any(
+        isinstance(fn, dist.ImproperUniform) or getattr(fn, "_mask", None) is False
+        for fn in layers(site.fn)
+    )
+
+
+def centered_latents(
+    log_posterior: LogPosterior, params: Params, arguments: Arguments
+) -> dict[str, list[str]]:
+    """Latents whose prior's scale depends on other latents -> these others, by name.
+
+    With little data such a pair makes a funnel, which no step size fits (Betancourt and Girolami,
+    Hamiltonian Monte Carlo for hierarchical models, 2015).
+
+    Args:
+        log_posterior: the model, after its preflight.
+        params: unconstrained values of all latents.
+        arguments: a batch.
+    """
+    latents, indices = list(log_posterior.latents), log_posterior.first_indices()
+    with torch.no_grad():
+        scales = _scales(log_posterior.run(params, arguments, indices).sites, latents)
+
+        def changed_by(moved: Params) -> list[str]:
+            run = log_posterior.run({**params, **moved}, arguments, indices)
+            moved_scales = _scales(run.sites, latents).items()
+            return [name for name, scale in moved_scales if not torch.equal(scale, scales[name])]
+
+        # each by another length, so that no two cancel
+        moves = {name: _MOVE * (1 + place / len(latents)) for place, name in enumerate(latents)}
+        parents: dict[str, list[str]] = {}
+        if changed_by({name: params[name] + move for name, move in moves.items()}):
+            for parent in latents:
+                for name in changed_by({parent: params[parent] + _MOVE}):
+                    if name != parent:
+                        parents.setdefault(name, []).append(parent)
+    return parents
+
+
+def how_to_non_center(site: str, parents: list[str]) -> str:
+    """How to non-center a latent whose prior's scale depends on `parents`, in words."""
+    names = " and ".join(f"'{parent}'" for parent in parents)
+    return (
+        f"a non-centered '{site}', whose prior's scale is {names}: pyro.poutine.reparam(model, "
+        f"{{'{site}': LocScaleReparam(0.0)}}), from pyro.infer.reparam"
+    )
+
+
+def _scales(sites: Mapping[str, Site], latents: Iterable[str]) -> dict[str, Tensor]:
+    """The scales of the latents whose distributions have a location and a scale."""
+    scales = {}
+    for name in latents:
+        inner: Any = next((fn for fn in layers(sites[name].fn) if hasattr(fn, "scale")), None)
+        if hasattr(inner, "loc") and isinstance(inner.scale, Tensor):
+            scales[name] = inner.scale
+    return scales

@@ -1,0 +1,73 @@
+"""Numbers that distinguish a model and its data from others with the same sites and shapes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core.rows import Arguments
+from pyro_scale.model.log_posterior import LogPosterior, Params
+
+#: Distance of the second point from the first, by element, in unconstrained space.
+_DISTANCE = 0.1
+
+
+def model_fingerprint(
+    log_posterior: LogPosterior,
+    params: Params,
+    arguments: Arguments,
+    indices: Tensor | None = None,
+    where: str = "at the start",
+) -> dict[str, float]:
+    """Log prior and log likelihood of a batch, without N/B, at params and at a point near them, by
+    their description in words; NaN where they cannot be evaluated.
+
+    Params are often where much of a model does not show: at weights of zero, covariates have no
+    effect. Each element of the second point moves by another number, so that a change in the order
+    of elements shows too.
+
+    Args:
+        log_posterior: the model.
+        params: unconstrained tensors.
+        arguments: some rows.
+        indices: of rows, for a model that subsamples by itself.
+        where: what params and rows are, in words.
+    """
+    nearby, place = dict[str, Tensor](), 1
+    for name, value in params.items():
+        places = torch.arange(place, place + value.numel(), dtype=torch.float64).view(value.shape)
+        nearby[name] = value + _DISTANCE * places.sin().to(value)
+        place += value.numel()
+    numbers: dict[str, float] = {}
+    for point, at in ((params, where), (nearby, f"beside it, {where}")):
+        log_prior = log_lik = math.nan
+        # a matrix without a factor, a value off its support
+        with torch.no_grad(), contextlib.suppress(RuntimeError, ValueError):
+            evaluation = log_posterior(point, arguments, indices)
+            log_prior = float(evaluation.log_prior)
+            log_lik = float(evaluation.log_lik.double().sum())
+        numbers |= {f"log prior {at}": log_prior, f"log likelihood {at}": log_lik}
+    return numbers
+
+
+def first_difference(
+    old: Mapping[str, float], new: Mapping[str, float], tolerance: float
+) -> str | None:
+    """The first number that differs between two fingerprints, in words; None if all agree to
+    rounding: other machines, devices and numbers of threads add up in another order.
+
+    Args:
+        old: the fingerprint then.
+        new: the fingerprint now.
+        tolerance: relative; absolute below 1.
+    """
+    for name in dict.fromkeys([*old, *new]):
+        before, now = old.get(name, math.inf), new.get(name, math.inf)
+        is_close = math.isclose(before, now, rel_tol=tolerance, abs_tol=tolerance)
+        if not is_close and not (math.isnan(before) and math.isnan(now)):
+            return f"the {name} was {before:.8g}, is {now:.8g}"
+    return None
