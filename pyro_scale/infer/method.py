@@ -29,7 +29,7 @@ from pyro_scale.errors import ArgumentError, FileError, NotRunError
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.networks import check_model
-from pyro_scale.results.call_checks import ATTRIBUTES, check_calls
+from pyro_scale.results.call_checks import OF_METHOD, check_calls, missing_attribute
 from pyro_scale.results.files import check_contents, posterior_of, read
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.run.problem import Problem, prepare
@@ -158,9 +158,7 @@ class Method:
 
     def __getattr__(self, name: str) -> Any:
         """Says what to call instead of what other libraries look for."""
-        own = type(self).__name__
-        missing = f"'{own}' object has no attribute '{name}'"
-        raise AttributeError(ATTRIBUTES.get(name, missing).format(name=own))
+        raise missing_attribute(self, name, OF_METHOD)
 
     def __repr__(self) -> str:
         own, posterior = type(self).__name__, None
