@@ -16,7 +16,7 @@ from pyro_scale.core.validation import evenly
 from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics.policy import MIXING, TEMPERATURE
 from pyro_scale.errors import ArgumentError, CallError, ConvergenceWarning, PyroScaleError
-from pyro_scale.metrics.nested_rhat import r_hat_of, variances
+from pyro_scale.metrics.nested_rhat import split_variance
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.recorder import LatentShapeChanged
 from pyro_scale.posterior import arviz_api
@@ -241,8 +241,8 @@ def nested_r_hats(result: PosteriorDraws) -> list[float] | None:
         )
         return None
     sites = result.log_posterior.latents
-    parts = [variances(result.samples[name][chains].double(), count) for name in sites]
-    return [float(r_hat_of(part).max()) for part in parts]
+    parts = [split_variance(result.samples[name][chains].double(), count) for name in sites]
+    return [float(part.nested_r_hat.max()) for part in parts]
 
 
 def warn_of_remembered_starts(result: PosteriorDraws, is_long_step: bool = False) -> bool:
@@ -265,14 +265,14 @@ def warn_of_remembered_starts(result: PosteriorDraws, is_long_step: bool = False
 
     size = len(chains) // count
     for name in result.log_posterior.latents:
-        parts = variances(result.samples[name][chains].double(), count)
+        parts = split_variance(result.samples[name][chains].double(), count)
         scatter = parts.chains / size
         level = MIXING.false_alarms / scatter.numel()
         ratio = float(f.isf(level, count - 1, count * (size - 1)))
         of_starts = (parts.superchains - scatter) / (parts.chains + parts.draws)
         remembered = (of_starts > MIXING.remembered) & (parts.superchains > ratio * scatter)
         if bool(remembered.any()):
-            worst = float(r_hat_of(parts)[remembered].max())
+            worst = float(parts.nested_r_hat[remembered].max())
             lr = "" if is_long_step else "a larger lr, "
             advice = (
                 f"take a longer warm-up, {lr}or starts nearer to the posterior (init_strategy= a "
