@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 #: Whether means are within 0.1 posterior sds and sds within 5%; or whether draws are those of an
@@ -43,14 +43,10 @@ class Finding:
     severity: float = field(default=0.0, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, str]:
-        """Fields that tables and files have."""
-        return {
-            "site": self.site,
-            "check": self.check,
-            "verdict": self.verdict,
-            "told": self.told,
-            "advice": self.advice,
-        }
+        """The fields that tables and files have, by name."""
+        fields = asdict(self)
+        del fields["severity"]
+        return fields
 
     def __str__(self) -> str:
         return f"site '{self.site}': {self.told}" if self.site else self.told

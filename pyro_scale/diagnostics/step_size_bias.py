@@ -52,34 +52,21 @@ class _SiteBias(NamedTuple):
     Attributes:
         mean: excess of the mean, in posterior sds.
         mean_mcse: standard error of `mean`.
-        mean_error: largest error of `mean` by chance, as the worst of the site's elements.
-        mean_order: order of lr with which `mean` falls.
         sd: factor on the sd.
         sd_mcse: standard error of `sd`.
-        sd_range: lowest and highest `sd` by chance, as the worst of the site's elements.
         sd_order: order of lr with which `sd` - 1 falls.
+        excess: the larger of the two biases over its tolerance; 0 if neither is significantly above
+            it.
+        excess_order: order of lr with which that bias falls.
     """
 
     mean: float
     mean_mcse: float
-    mean_error: float
-    mean_order: float
     sd: float
     sd_mcse: float
-    sd_range: tuple[float, float]
     sd_order: float
-
-    @property
-    def excess(self) -> tuple[float, float]:
-        """The larger of the two significant biases over its tolerance (0 if neither is), and the
-        order in lr with which it falls."""
-        low, high = self.sd_range
-        of_sd = of_mean = 0.0
-        if low > 1 + TOLERANCE.sd or high < 1 - TOLERANCE.sd:
-            of_sd = abs(self.sd - 1) / TOLERANCE.sd
-        if abs(self.mean) - self.mean_error > TOLERANCE.mean:
-            of_mean = abs(self.mean) / TOLERANCE.mean
-        return max((of_sd, self.sd_order), (of_mean, self.mean_order))
+    excess: float
+    excess_order: float
 
 
 def step_size_bias(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -> Any:
@@ -104,8 +91,8 @@ def step_size_bias(plan: RunPlan, result: PosteriorDraws, num_samples: int | Non
     )
     table.attrs["order"] = {name: bias.sd_order for name, bias in biases.items()}
     table.attrs["seconds"] = time.perf_counter() - started
-    worst = max(biases, key=lambda name: biases[name].excess[0])
-    if biases[worst].excess[0] > 0:
+    worst = max(biases, key=lambda name: biases[name].excess)
+    if biases[worst].excess > 0:
         _warn_of_bias(worst, biases[worst], result, plan)
     return table
 
@@ -236,31 +223,36 @@ def _bias_of_site(
     scale = bias_factor(orders) / sd
     means = gaps.mean((0, 1)) * scale
     mean, spread = int(means.abs().argmax()), int((inflation - 1).abs().argmax())
-    mean_mcse = float(scale[mean]) * standard_error(gaps[..., mean])
+    mean_bias, mean_mcse = float(means[mean]), float(scale[mean]) * standard_error(gaps[..., mean])
     ratio_mcse = standard_error(
         (squares[0] - ratio * squares[1])[..., spread] / variances[1][spread]
     )
+    # the worst of so many elements may be off by chance
     errors = errors_by_chance(TEMPERATURE.one_sided, len(means))
     low, below, above, high = (
         extrapolate_sd(ratio + far * ratio_mcse, orders, in_variance)[spread].item()
         for far in (-errors, -1, 1, errors)
     )
+    factor, of_sd, of_mean = float(inflation[spread]), 0.0, 0.0
+    if low > 1 + TOLERANCE.sd or high < 1 - TOLERANCE.sd:
+        of_sd = abs(factor - 1) / TOLERANCE.sd
+    if abs(mean_bias) - errors * mean_mcse > TOLERANCE.mean:
+        of_mean = abs(mean_bias) / TOLERANCE.mean
+    excess, order = max((of_sd, float(orders[spread])), (of_mean, float(orders[mean])))
     return _SiteBias(
-        mean=float(means[mean]),
+        mean=mean_bias,
         mean_mcse=mean_mcse,
-        mean_error=errors * mean_mcse,
-        mean_order=float(orders[mean]),
-        sd=float(inflation[spread]),
+        sd=factor,
         sd_mcse=(above - below) / 2 or math.nan,  # 0 where both are clamped
-        sd_range=(low, high),
         sd_order=float(orders[spread]),
+        excess=excess,
+        excess_order=order,
     )
 
 
 def _warn_of_bias(site: str, bias: _SiteBias, result: PosteriorDraws, plan: RunPlan) -> None:
     """Warns of a site with a significant bias."""
-    times, order = bias.excess
-    advice = lower_lr(result, times ** (-1 / order))
+    advice = lower_lr(result, bias.excess ** (-1 / bias.excess_order))
     if plan.problem.data.batch_size is not None:
         advice += "; where minibatches heat, raise batch_size or pass control_variates=True"
     warn(

@@ -41,10 +41,10 @@ def diagnostics(result: PosteriorDraws, predict_at: Any = None) -> Any:
         table.loc[frozen] = math.nan
         predicted = None if predict_at is None else mixing_of_predictions(result, predict_at)
     temperatures = _temperatures(result)
-    for label, kind in (("temperature", "mean"), ("max_gradient_temperature", "steepest")):
-        if of_kind := [each for each in temperatures if each.kind == kind]:
-            table[label] = [temperature.value for temperature in of_kind]
-            table[f"{label}_mcse"] = [temperature.mcse for temperature in of_kind]
+    if temperatures is not None:
+        for kind, label in enumerate(("temperature", "max_gradient_temperature")):
+            table[label] = temperatures.values[:, kind].tolist()
+            table[f"{label}_mcse"] = temperatures.mcses[:, kind].tolist()
     nested = nested_r_hats(result) if result.online is None else None
     if nested is not None:
         table["nested_r_hat"] = nested
@@ -84,61 +84,57 @@ def chain_correlation(samples: Tensor) -> float:
     return float(((total - chains) / (chains * (chains - 1))).max())
 
 
-class _Temperature(NamedTuple):
-    """Temperature of a site's draws by the virial theorem, relative to the requested one.
+class _Temperatures(NamedTuple):
+    """Temperatures of the draws by the virial theorem, relative to the requested one, of each
+    latent site: the mean over its elements, and that of its steepest element; `[sites, 2]` each.
 
     Attributes:
-        site: name of the site.
-        kind: whether it is the mean over the site's elements, or that of its steepest element.
-        value: the temperature; 1 is right.
-        mcse: Monte Carlo standard error of `value`.
+        values: temperatures; 1 is right.
+        mcses: Monte Carlo standard errors.
         errors: standard errors that chance does not exceed.
     """
 
-    site: str
-    kind: Literal["mean", "steepest"]
-    value: float
-    mcse: float
-    errors: float
+    values: Tensor
+    mcses: Tensor
+    errors: Tensor
 
     @property
-    def is_hot(self) -> bool:
-        """Whether it is significantly too high."""
-        return self.value - self.errors * self.mcse > TEMPERATURE.hot
+    def is_hot(self) -> Tensor:
+        """Whether a temperature is significantly too high."""
+        return self.values - self.errors * self.mcses > TEMPERATURE.hot
 
     @property
-    def is_cold(self) -> bool:
-        """Whether it is significantly too low."""
-        return self.value + self.errors * self.mcse < 2 - TEMPERATURE.hot
+    def is_cold(self) -> Tensor:
+        """Whether a temperature is significantly too low."""
+        return self.values + self.errors * self.mcses < 2 - TEMPERATURE.hot
 
     @property
-    def is_right(self) -> bool:
-        """Whether it is within tolerance, standard errors included."""
-        return abs(self.value - 1) + TEMPERATURE.errors * self.mcse < TEMPERATURE.hot - 1
+    def is_right(self) -> Tensor:
+        """Whether a temperature is within tolerance, standard errors included."""
+        gap = (self.values - 1).abs() + TEMPERATURE.errors * self.mcses
+        return gap < TEMPERATURE.hot - 1
 
 
-def _temperatures(result: PosteriorDraws) -> list[_Temperature]:
-    """Both temperatures of each latent site; empty if they were not measured."""
+def _temperatures(result: PosteriorDraws) -> _Temperatures | None:
+    """The temperatures of the draws; None if they were not measured."""
     if (virial := result.measurements.virial) is None:
-        return []
-    column = result.sample_stats.get("temperature")
-    relative = virial.parts / (1.0 if column is None else float(column.mean()))
-    temperatures, slices = [], result.layout.slices()
-    for site, parts in zip(result.log_posterior.latents, relative.unbind(2), strict=True):
-        # the steepest is one of as many elements
-        chance = errors_by_chance(TEMPERATURE.one_sided, slices[site].stop - slices[site].start)
-        mean, steepest = ((float(part.mean()), standard_error(part)) for part in parts.unbind(-1))
-        temperatures.append(_Temperature(site, "mean", *mean, TEMPERATURE.errors))
-        temperatures.append(_Temperature(site, "steepest", *steepest, chance))
-    return temperatures
+        return None
+    parts = (virial.parts / result.sample_stats["temperature"].mean()).double()
+    mcses = [[standard_error(kind) for kind in site.unbind(-1)] for site in parts.unbind(2)]
+    slices = [result.layout.slices()[name] for name in result.log_posterior.latents]
+    errors = [  # the steepest is one of as many elements
+        [TEMPERATURE.errors, errors_by_chance(TEMPERATURE.one_sided, place.stop - place.start)]
+        for place in slices
+    ]
+    return _Temperatures(parts.mean((0, 1)), parts.new_tensor(mcses), parts.new_tensor(errors))
 
 
 def has_wrong_temperature(result: PosteriorDraws) -> bool:
     """Whether a temperature of the draws is significantly off, or not finite."""
-    return any(
-        temperature.is_hot or temperature.is_cold or not math.isfinite(temperature.value)
-        for temperature in _temperatures(result)
-    )
+    if (temperatures := _temperatures(result)) is None:
+        return False
+    is_off = temperatures.is_hot | temperatures.is_cold | ~temperatures.values.isfinite()
+    return bool(is_off.any())
 
 
 # ------------------------------------------------------------------ warnings
@@ -147,15 +143,15 @@ def has_wrong_temperature(result: PosteriorDraws) -> bool:
 def _warn(
     result: PosteriorDraws,
     table: Any,
-    temperatures: list[_Temperature],
+    temperatures: _Temperatures | None,
     frozen: list[str],
     predicted: Any,
 ) -> None:
     """Warns of what the table shows, of each cause once."""
+    is_hot = temperatures is not None and bool(temperatures.is_hot.any())
+    is_right = temperatures is not None and bool(temperatures.is_right.all())
     inflation = 1.0
     # a run that chose its step has weighed the heat, and a measured temperature counts more
-    is_hot = any(temperature.is_hot for temperature in temperatures)
-    is_right = bool(temperatures) and all(temperature.is_right for temperature in temperatures)
     is_weighed = "lr_choice" in result.attrs or is_hot or is_right
     if "minibatch_heating" in table and not is_weighed:
         inflation = float(table["minibatch_heating"].max())
@@ -167,11 +163,11 @@ def _warn(
         is_unmixed = True
     elif "nested_r_hat" in table:
         is_unmixed = warn_of_remembered_starts(result, is_long_step)
-    elif predicted is not None:
-        is_unmixed = warn_of_unmixed(result, predicted, True, is_long_step)
     else:
-        is_unmixed = warn_of_unmixed(result, table, False, is_long_step)
-    _warn_of_temperatures(result, temperatures, is_unmixed)
+        mixing_table = table if predicted is None else predicted
+        is_unmixed = warn_of_unmixed(result, mixing_table, predicted is not None, is_long_step)
+    if temperatures is not None:
+        _warn_of_temperatures(result, temperatures, is_unmixed)
     if inflation > TEMPERATURE.hot:
         _warn_of_heating(result, inflation)
     if hot_momenta:
@@ -179,38 +175,36 @@ def _warn(
 
 
 def _warn_of_temperatures(
-    result: PosteriorDraws, temperatures: list[_Temperature], is_unmixed: bool
+    result: PosteriorDraws, temperatures: _Temperatures, is_unmixed: bool
 ) -> None:
     """Warns of the hottest and the coldest draws.  Chains that are still on their way to the
     posterior look hot as well."""
+    values, mcses, _ = temperatures
+    hot = values.where(temperatures.is_hot, -math.inf)
+    cold = values.where(temperatures.is_cold, math.inf)
 
-    def describe(temperature: _Temperature, how: str, advice: str) -> str:
-        draws = "element of the largest gradient has"
-        if temperature.kind == "mean":
-            draws = "draws have"
+    def describe(place: int, how: str, advice: str) -> str:
+        site, kind = divmod(place, 2)
+        draws = ("draws have", "element of the largest gradient has")[kind]
         return (
-            f"site '{temperature.site}' is {how} than it should be: its {draws} "
-            f"{temperature.value:.3g} ± {temperature.mcse:.2g} times the temperature that was "
+            f"site '{result.log_posterior.latents[site]}' is {how} than it should be: its {draws} "
+            f"{values[site, kind]:.3g} ± {mcses[site, kind]:.2g} times the temperature that was "
             "asked for, by the virial theorem, with gradients that they have not seen: "
             f"{advice}"
         )
 
-    hot = [temperature for temperature in temperatures if temperature.is_hot]
-    cold = [temperature for temperature in temperatures if temperature.is_cold]
-    if hot:
-        worst = max(hot, key=lambda temperature: temperature.value)
-        advice = _cooler(result, worst.value)
+    if bool(temperatures.is_hot.any()):
+        advice = _cooler(result, float(hot.max()))
         if is_unmixed:
             advice = f"take a longer warm-up first; if it stays, {advice}"
         code = "chains-disagree" if is_unmixed else _cause_of_heat(result)
-        warn(BiasWarning, describe(worst, "hotter", advice), code)
-    if cold:
-        worst = min(cold, key=lambda temperature: temperature.value)
+        warn(BiasWarning, describe(int(hot.argmax()), "hotter", advice), code)
+    if bool(temperatures.is_cold.any()):
         advice = (
             "the run is too short for its draws to spread, or its noise is canceled (shuffled "
             "batches with a thermostat, subtract_noise)"
         )
-        warn(BiasWarning, describe(worst, "colder", advice), code="too-narrow")
+        warn(BiasWarning, describe(int(cold.argmin()), "colder", advice), code="too-narrow")
 
 
 def _warn_of_heating(result: PosteriorDraws, factor: float) -> None:

@@ -215,13 +215,10 @@ def _check_temperatures(result: PosteriorDraws) -> list[Finding]:
     virial = result.measurements.virial
     if virial is None or virial.elements is None:
         return []
-    column = result.sample_stats.get("temperature")
-    requested = 1.0 if column is None else float(column.mean())
-    if requested == 0:
-        return []
-    means, mcses = virial.elements / requested
+    means, mcses = virial.elements / result.sample_stats["temperature"].mean()
     slices, latents = result.layout.slices(), result.log_posterior.latents
-    errors = _family_wise_errors(sum(slices[n].stop - slices[n].start for n in latents))
+    count = sum(slices[name].stop - slices[name].start for name in latents)
+    errors = errors_by_chance(TEMPERATURE.family_wise / 2, count)
     # a standard error above the tolerance is inconclusive, unless it is that of so few draws
     draws = virial.parts.shape[0] * virial.parts.shape[1]
     widest = max((_HIGHEST - 1) / 2, TEMPERATURE.wide * (2 / draws) ** 0.5)
@@ -245,11 +242,6 @@ def _check_temperatures(result: PosteriorDraws) -> list[Finding]:
             severity = error / widest
         findings.append(Finding(name, "temperature", verdict, told, advice, severity))
     return findings
-
-
-def _family_wise_errors(count: int) -> float:
-    """Standard errors that, with high probability, none of `count` elements exceeds by chance."""
-    return errors_by_chance(TEMPERATURE.family_wise / 2, max(1, count))
 
 
 def _check_heating(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
@@ -296,7 +288,7 @@ def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
         told = "every coupled run became NaN or infinite"
         return [Finding("", "step size", "unknown", told, advice, math.inf)]
     findings, slices = [], result.layout.slices()
-    errors = _family_wise_errors(len(bias.mean))
+    errors = errors_by_chance(TEMPERATURE.family_wise / 2, len(bias.mean))
     for name in result.log_posterior.latents:
         mean, mean_mcse, log_sd, log_sd_mcse = (values[slices[name]] for values in bias)
         is_biased = (mean.abs() - errors * mean_mcse > TOLERANCE.mean) | (
