@@ -39,13 +39,13 @@ def check_fit(fit: Fit, evaluations: int, ranks: Ranks = ALONE, reason: str | No
     if len(fit.places) > _MOST_DIMENSIONS:
         fit.attrs["psis"] = (
             f"not known: of {len(fit.places):,} dimensions; beyond {_MOST_DIMENSIONS} the "
-            "weights say nothing of a network: look at predictions of held-out rows"
+            "weights do not judge a network: check its predictions of held-out rows"
         )
         return
     draws, budget = fit.num_starts * fit.num_draws, max(_CHEAP, evaluations)
     rows = rows_for(fit.log_posterior, len(fit.places), draws, budget)
     if rows is None or draws * fit.layout.size > _MOST_NUMBERS:
-        fit.attrs["psis"] = "not known: dearer than the fit; call psis()"
+        fit.attrs["psis"] = "not known: more expensive than the fit; call psis()"
         return
     for finding in resolution(fit.result) if fit.temperature else ():
         if finding.site in fit.sites:  # others are constants

@@ -134,7 +134,7 @@ def _temperature(result: PosteriorDraws) -> float:
     else:
         temperature = float(column.flatten()[0])
         if not bool((column == temperature).all()):
-            raise ArgumentError("ksd: the draws are of several temperatures, and of no one density")
+            raise ArgumentError("ksd: the draws have several temperatures, and no common density")
     if temperature == 0:
-        raise ArgumentError("ksd: at temperature 0 there is no density that the draws are of")
+        raise ArgumentError("ksd: at temperature 0 the draws have no density")
     return temperature

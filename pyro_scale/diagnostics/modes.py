@@ -46,17 +46,17 @@ def check_modes(result: PosteriorDraws, modes: Modes) -> list[Finding]:
         f"{_value_at(result, mode, site, element):.4g}" for mode in visited[:_MODES_SHOWN]
     )
     below = ", ".join(f"{float(evidence[0] - nats):.1f}" for nats in evidence[1:])
-    told = f"{len(visited)} modes, at {at}; the others have {below} nats less evidence"
+    text = f"{len(visited)} modes, at {at}; the others have {below} nats less evidence"
     verdict: Verdict = "yes"
     share = max((float(shares[place]) for place in missed), default=0.0)
     if missed:
         verdict = "no" if share > MIXING.missed else "unknown"
-        told += f"; there is no draw at {len(missed)} of them"
+        text += f"; there is no draw at {len(missed)} of them"
     elif set(without_start) & set(empty):
         verdict = "unknown"
-        told += f"; no chain started from {len(without_start)} of them"
+        text += f"; no chain started from {len(without_start)} of them"
     advice = "a model without the other modes (an order, a sign), or more chains (num_chains=8)"
-    return [Finding(site, "modes", verdict, told, advice, share / MIXING.missed)]
+    return [Finding(site, "modes", verdict, text, advice, share / MIXING.missed)]
 
 
 def _where_they_differ(result: PosteriorDraws, modes: tuple[Mode, ...]) -> tuple[str, int]:

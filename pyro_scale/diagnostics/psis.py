@@ -89,7 +89,7 @@ def psis(
     log_posterior = fit.log_posterior
     _check_density(fit)
     if fit.data is None:
-        raise ArgumentError("psis: the data are not there (single steps, or a file): run() again")
+        raise ArgumentError("psis: single steps and files keep no data: run() again")
     draws = drawn.positions.shape[:2].numel()
     rows = num_rows or rows_for(log_posterior, len(fit.places), draws, evaluations)
     if rows is None:
@@ -155,8 +155,8 @@ def _check_density(fit: Fit) -> None:
     fixed[:, fit.places] = 0
     if bool((fixed != fixed[0]).any()):
         raise ArgumentError(
-            "psis: starts with other values of what has no Gaussian (sites, pyro.param) are of no "
-            "one density: pass num_chains=1"
+            "psis: the starts have different values of sites without a Gaussian or of pyro.param, "
+            "so they have no common density: pass num_chains=1"
         )
 
 

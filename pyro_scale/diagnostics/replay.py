@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,17 +133,7 @@ def _diagnose(
     is_evaluated = has_gradient and math.isfinite(broken.log_joint)
     blamed, finding, validated = None, "", ""
     if not is_evaluated:
-        evaluate = partial(
-            examine,
-            log_posterior,
-            layout.unflatten(broken.position),
-            broken.arguments,
-            broken.indices,
-        )
-        blamed, finding = evaluate()
-        raising, raised = evaluate(validate=True)
-        if raising is not None and raised != finding:
-            validated = f"; with validation on, site '{raising}' raises {raised}"
+        blamed, finding, validated = _examine(log_posterior, layout, broken)
         bad = _bad_argument(broken.arguments)
         if bad is not None:
             reason = f"the batch holds NaN or infinite numbers in argument {bad} {at}"
@@ -175,6 +164,19 @@ def _diagnose(
     site = _first_not_finite(layout, broken.gradient)
     value = as_word(broken.gradient[layout.slices()[site]])
     return site, f"site '{site}': its gradient of the log joint is {value} {at}, {on}{validated}"
+
+
+def _examine(
+    log_posterior: LogPosterior, layout: Layout, step: Rerun
+) -> tuple[str | None, str, str]:
+    """The first site whose log density is not finite, what it is, and what validation adds to
+    that."""
+    params = layout.unflatten(step.position)
+    site, finding = examine(log_posterior, params, step.arguments, step.indices)
+    raising, raised = examine(log_posterior, params, step.arguments, step.indices, validate=True)
+    if raising is None or raised == finding:
+        return site, finding, ""
+    return site, finding, f"; with validation on, site '{raising}' raises {raised}"
 
 
 def _find_runaway(

@@ -65,20 +65,20 @@ def resolution(result: PosteriorDraws) -> list[Finding]:
         rounding = torch.cat([_rounding(unconstrained, dtype), rounding, rounding.new_zeros(1)])
         worst, steps = float(rounding.max()), f"of {dtype_name(dtype)}"
         if bool(_is_constant(unconstrained).any()) or bool(constant.any()):
-            told = "an element is the same number in all draws of a chain"
-            findings.append(_finding(name, "no", told, math.inf))
+            text = "an element is the same number in all draws of a chain"
+            findings.append(_finding(name, "no", text, math.inf))
         elif worst > _MOST_ROUNDED:
-            told = f"steps {steps} are {(12 * worst) ** 0.5:.2g} sds of the draws"
-            findings.append(_finding(name, "no", told, worst / _MOST_ROUNDED))
+            text = f"steps {steps} are {(12 * worst) ** 0.5:.2g} sds of the draws"
+            findings.append(_finding(name, "no", text, worst / _MOST_ROUNDED))
         elif name in dtypes and _loses_moves(result, name):
-            told = f"steps of the sampler may be as short as those {steps}"
-            findings.append(_finding(name, "unknown", told, 1.0))
+            text = f"steps of the sampler may be as short as those {steps}"
+            findings.append(_finding(name, "unknown", text, 1.0))
     return findings
 
 
-def _finding(name: str, verdict: Verdict, told: str, severity: float) -> Finding:
+def _finding(name: str, verdict: Verdict, text: str, severity: float) -> Finding:
     advice = "data without their mean, or the model and its data in float64 (x.double())"
-    return Finding(name, "resolution", verdict, told, advice, severity)
+    return Finding(name, "resolution", verdict, text, advice, severity)
 
 
 def frozen_latents(result: PosteriorDraws) -> list[str]:

@@ -111,7 +111,7 @@ def _check_run(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -
         )
     if float(result.sample_stats["temperature"].max()) == 0:
         raise ArgumentError(
-            "step_size_bias: temperature 0 is an optimizer, which has no posterior to be off from"
+            "step_size_bias: at temperature 0 a run is an optimizer, whose draws have no posterior"
         )
     if exploded := explosion(result):
         raise ArgumentError(f"step_size_bias: {exploded}")

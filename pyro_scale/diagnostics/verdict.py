@@ -45,9 +45,9 @@ def report(result: PosteriorDraws, choice: Choice | None, num_samples: int) -> R
     choices = {} if choice is None else choice.reasons_at(result.attrs["thinning"])
     if result.attrs.get("temperature") == 0:
         what = "points, one a chain," if result.positions.shape[1] == 1 else "optimizers"
-        told = f"{result.num_chains} {what} at temperature 0"
-        told += "" if trained is None else f", after {trained:,} steps of training"
-        return Report.from_findings([Finding("", "temperature", "ensemble", told)], choices)
+        text = f"{result.num_chains} {what} at temperature 0"
+        text += "" if trained is None else f", after {trained:,} steps of training"
+        return Report.from_findings([Finding("", "temperature", "ensemble", text)], choices)
     if exploded := explosion(result):
         return Report.from_findings([Finding("", "explosion", "no", exploded)], choices)
     if trained is None:
@@ -112,9 +112,9 @@ def _check_length(result: PosteriorDraws, num_samples: int) -> list[Finding]:
     kept = result.sample_stats["lp"].shape[1]
     if kept == num_samples:
         return []
-    told = f"it ended after {kept:,} of {num_samples:,} draws a chain"
+    text = f"it ended after {kept:,} of {num_samples:,} draws a chain"
     advice = "more max_seconds=, or resume="
-    return [Finding("", "length", "unknown", told, advice, num_samples / max(1, kept))]
+    return [Finding("", "length", "unknown", text, advice, num_samples / max(1, kept))]
 
 
 def _check_mixing(
@@ -130,9 +130,9 @@ def _check_mixing(
     """
     chains, draws = result.positions.shape[:2]
     if draws < MIXING.fewest_per_chain:
-        told = f"{draws} draws a chain say nothing of it"
+        text = f"{draws} draws a chain are too few to check it"
         severity = MIXING.fewest_per_chain / max(1, draws)
-        return [Finding("", "mixing", "unknown", told, severity=severity)]
+        return [Finding("", "mixing", "unknown", text, severity=severity)]
     findings = []
     for name in result.log_posterior.latents:
         values = select_elements(result, name)
@@ -141,7 +141,7 @@ def _check_mixing(
             continue
         r_hats, bulk, tail = mixing_of(values)
         r_hat, ess = float(r_hats.max()), float(torch.minimum(bulk, tail).min())
-        told = f"R-hat {r_hat:.3f}, {ess:.0f} effective draws of {chains * draws}"
+        text = f"R-hat {r_hat:.3f}, {ess:.0f} effective draws of {chains * draws}"
         advice = f"{more}, or another parametrization (poutine.reparam)"
         verdict: Verdict = "yes"
         if are_apart(result, name, r_hat):
@@ -154,7 +154,7 @@ def _check_mixing(
         elif r_hat > MIXING.agree or ess < enough:
             verdict = "unknown"
         severity = max((r_hat - 1) / (MIXING.agree - 1), enough / ess)
-        findings.append(Finding(name, "mixing", verdict, told, advice, severity))
+        findings.append(Finding(name, "mixing", verdict, text, advice, severity))
         findings += _check_tails(name, values)
     return findings
 
@@ -175,9 +175,9 @@ def _check_tails(name: str, draws: Tensor) -> list[Finding]:
     if not bool(heavy.any()):
         return []
     worst = float(error[heavy].max())
-    told = f"tails are so heavy that the sd has a Monte Carlo error of {100 * worst:.0f}%"
-    advice = "more num_samples=, or quantiles in the place of sds"
-    return [Finding(name, "tails", "unknown", told, advice, worst / TOLERANCE.sd)]
+    text = f"tails are so heavy that the sd has a Monte Carlo error of {100 * worst:.0f}%"
+    advice = "more num_samples=, or quantiles instead of sds"
+    return [Finding(name, "tails", "unknown", text, advice, worst / TOLERANCE.sd)]
 
 
 def _check_divergences(result: PosteriorDraws) -> list[Finding]:
@@ -185,8 +185,8 @@ def _check_divergences(result: PosteriorDraws) -> list[Finding]:
     diverging = result.sample_stats["diverging"]
     count, where = int(diverging.sum()), result.attrs.get("diverged_where", "")
     advice = WITHIN if where else "target_accept=0.95, or another parametrization"
-    told = f"{count} of {diverging.numel()} trajectories diverged{where}"
-    return [Finding("", "divergences", "unknown" if count else "yes", told, advice, float(count))]
+    text = f"{count} of {diverging.numel()} trajectories diverged{where}"
+    return [Finding("", "divergences", "unknown" if count else "yes", text, advice, float(count))]
 
 
 def _check_predictions(result: PosteriorDraws) -> list[Finding]:
@@ -196,15 +196,15 @@ def _check_predictions(result: PosteriorDraws) -> list[Finding]:
     arguments = None if result.data is None else result.data.first()
     is_short = result.num_chains < 2 or result.positions.shape[1] < MIXING.fewest_per_chain
     if is_short or arguments is None:
-        told = "too few chains or draws to tell more"
-        return [Finding("", "predictions", "ensemble", told, advice)]
+        text = "too few chains or draws to compare predictions"
+        return [Finding("", "predictions", "ensemble", text, advice)]
     if isinstance(result.data, TensorData):
         arguments = result.data.arguments
     places = evenly(rows.count(arguments) or 0, MIXING.predicted_rows)
     r_hat = float(mixing_of_predictions(result, rows.take(arguments, places)).r_hat.max())
-    told = f"R-hat of {len(places)} training rows' predictions is {r_hat:.3f}"
+    text = f"R-hat of {len(places)} training rows' predictions is {r_hat:.3f}"
     verdict: Verdict = "yes" if r_hat < MIXING.disagree else "ensemble"
-    return [Finding("", "predictions", verdict, told, advice)]
+    return [Finding("", "predictions", verdict, text, advice)]
 
 
 # ------------------------------------------------------------------ of steps and minibatches
@@ -229,7 +229,7 @@ def _check_temperatures(result: PosteriorDraws) -> list[Finding]:
         is_outside = (mean - errors * mcse > _HIGHEST) | (mean + errors * mcse < _LOWEST)
         place = int(surely_off.argmax())
         severity = float(surely_off[place]) / (_HIGHEST - 1)
-        told = (
+        text = (
             f"virial temperature {float(mean[place]):.3f} +- {float(mcse[place]):.2g} at its "
             "element that is furthest off (1 is right)"
         )
@@ -238,9 +238,9 @@ def _check_temperatures(result: PosteriorDraws) -> list[Finding]:
         if verdict == "yes" and bool((mcse > widest).any()):
             verdict, advice = "unknown", "more num_samples=, or larger batches (batch_size=)"
             error = float(mcse.max())
-            told = f"the virial temperature of some element has an error of {error:.2g}"
+            text = f"the virial temperature of some element has an error of {error:.2g}"
             severity = error / widest
-        findings.append(Finding(name, "temperature", verdict, told, advice, severity))
+        findings.append(Finding(name, "temperature", verdict, text, advice, severity))
     return findings
 
 
@@ -251,23 +251,23 @@ def _check_heating(result: PosteriorDraws, choice: Choice | None) -> list[Findin
         return []
     check, limit = "minibatch heat", TEMPERATURE.hot - 1
     if choice is not None and choice.heat is not None:
-        told = f"minibatches multiply the temperature by {1 + choice.heat:.3g} at most, by all rows"
+        text = f"minibatches multiply the temperature by at most {1 + choice.heat:.3g} (all rows)"
         verdict: Verdict = "yes" if choice.heat <= limit else "no"
         advice = "larger batches (batch_size=)"
-        return [Finding("", check, verdict, told, advice, choice.heat / limit)]
+        return [Finding("", check, verdict, text, advice, choice.heat / limit)]
     noise = result.measurements.gradient_noise
     if noise is None or noise.inflation is None:
-        told = "the noise of minibatches is not known for this model or method"
-        return [Finding("", check, "unknown", told, "batch_size=None")]
+        text = "the noise of minibatches is not known for this model or method"
+        return [Finding("", check, "unknown", text, "batch_size=None")]
     findings, slices = [], result.layout.slices()
     more = "" if noise.reduction is not None else "control_variates=True, "
     advice = f"larger batches (batch_size=), {more}or a smaller lr"
     for name in result.log_posterior.latents:
         factor = float(noise.inflation[slices[name]].max())
-        told = f"minibatches multiply the temperature by up to {factor:.3g}"
+        text = f"minibatches multiply the temperature by up to {factor:.3g}"
         verdict = "yes" if factor <= TEMPERATURE.hot else "unknown"
         verdict = verdict if factor <= TEMPERATURE.surely_hot else "no"
-        findings.append(Finding(name, check, verdict, told, advice, (factor - 1) / limit))
+        findings.append(Finding(name, check, verdict, text, advice, (factor - 1) / limit))
     return findings
 
 
@@ -275,18 +275,18 @@ def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
     """The bias of means and sds due to the step size, as the coupled run measured it."""
     if "acceptance_rate" in result.attrs:
         rate = float(result.attrs["acceptance_rate"])
-        told = f"no step size biases the draws: {rate:.0%} of proposals were accepted"
-        return [Finding("", "step size", "yes", told)]
+        text = f"no step size biases the draws: {rate:.0%} of proposals were accepted"
+        return [Finding("", "step size", "yes", text)]
     if choice is not None and choice.trained is not None:
-        told = "the bias of the step size is not measured for networks"
-        return [Finding("", "step size", "unknown", told)]
+        text = "the bias of the step size is not measured for networks"
+        return [Finding("", "step size", "unknown", text)]
     if choice is None or choice.pilot is None:
-        told = "the bias of this step size was not measured: step_size_bias() does"
-        return [Finding("", "step size", "unknown", told, "lr='auto', or step_size_bias()")]
+        text = "the bias of this step size was not measured: step_size_bias() does"
+        return [Finding("", "step size", "unknown", text, "lr='auto', or step_size_bias()")]
     advice = "another parametrization"
     if (bias := choice.pilot.bias) is None:
-        told = "every coupled run became NaN or infinite"
-        return [Finding("", "step size", "unknown", told, advice, math.inf)]
+        text = "every coupled run became NaN or infinite"
+        return [Finding("", "step size", "unknown", text, advice, math.inf)]
     findings, slices = [], result.layout.slices()
     errors = errors_by_chance(TEMPERATURE.family_wise / 2, len(bias.mean))
     for name in result.log_posterior.latents:
@@ -296,7 +296,7 @@ def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
         )
         place = int((log_sd.abs() + log_sd_mcse).argmax())
         mean_bias, sd_bias = float(mean.abs().max()), float(log_sd[place].abs())
-        told = (
+        text = (
             f"bias of means up to {mean_bias:.2g} sds, of sds {100 * sd_bias:.2g} +- "
             f"{100 * float(log_sd_mcse[place]):.2g}%"
         )
@@ -306,7 +306,7 @@ def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
         elif not bool(bias.is_known[slices[name]].all()):
             verdict = "unknown"
         severity = max(mean_bias / TOLERANCE.mean, sd_bias / TOLERANCE.sd)
-        findings.append(Finding(name, "step size", verdict, told, advice, severity))
+        findings.append(Finding(name, "step size", verdict, text, advice, severity))
     return findings
 
 
@@ -318,7 +318,7 @@ def _check_warm_up(result: PosteriorDraws, choice: Choice | None) -> list[Findin
     change = "by no more than chance"
     if window.change > 1:
         change = f"{window.change:.2f} times more in some direction's sd than by chance"
-    told = (
+    text = (
         f"after {window.steps:,} steps R-hat is {window.r_hat:.3f}, the geometry changes {change}"
     )
     severity = max(
@@ -326,5 +326,5 @@ def _check_warm_up(result: PosteriorDraws, choice: Choice | None) -> list[Findin
         (window.change - 1) / (WARM_UP.most_change - 1),
     )
     verdict: Verdict = "yes" if window.agrees else "unknown"
-    finding = Finding("", "warm-up", verdict, told, "another parametrization", severity)
+    finding = Finding("", "warm-up", verdict, text, "another parametrization", severity)
     return [finding] if choice.modes is None else [finding, *check_modes(result, choice.modes)]

@@ -55,7 +55,7 @@ ELSEWHERE = {
 OF_POSTERIOR = {
     "psis": "{name} gives draws and no density, so there are no importance weights: psis() is of "
     "VI, IVON, Laplace and EKF",
-    "step_size_bias": "{name} takes no steps whose size is felt in the draws",
+    "step_size_bias": "{name} has no step size that biases its draws",
     "num_chains": "arviz.from_pyro takes pyro.infer.MCMC: here call .to_arviz(), which has more",
     "run": "{name} is the result of a run: call run of its method, or of another one with "
     "init_strategy= this",

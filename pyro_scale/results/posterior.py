@@ -514,8 +514,8 @@ class Posterior:
         """
         if self.draws.online is not None:
             raise ArgumentError(
-                "the run kept no draws (store=False): summary() and moments() have what they come "
-                "to; run it with store='draws.zarr' for draws on disk"
+                "the run kept no draws (store=False): summary() and moments() are available; run "
+                "it with store='draws.zarr' for draws on disk"
             )
         return self.draws
 
