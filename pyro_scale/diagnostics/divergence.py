@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -36,8 +36,8 @@ def message(
     """
     failures, finished = draws.failures, ", ".join(map(str, draws.finished))
     errors = [failure.error for failure in failures if failure.error is not None]
-    states = [failure for failure in failures if failure.error is None and not failure.in_density]
-    causes = ["the state became NaN or infinite"] if states else []
+    is_of_state = any(map(_is_of_state, failures))
+    causes = ["the state became NaN or infinite"] if is_of_state else []
     causes += [NOT_A_DENSITY] if any(failure.in_density for failure in failures) else []
     causes += [f"the model raised {errors[0]}"] if errors else []
     stopped = "; ".join(
@@ -49,34 +49,26 @@ def message(
         finished = f"{len(draws.finished)} of them"
     kept = f"Finished, and in {by}: chains {finished}. " if finished else ""
     replay = replay and f"{replay}. "
-    at_lr = float(lr[failures[0].step].max())
-    advice = _advice(draws, at_lr, sites, states, bool(errors))
+    advice = _advice(draws, float(lr[failures[0].step].max()), sites)
     return f"{', or '.join(causes)}: {stopped}{more}. {kept}{replay}{advice}"
 
 
-def _advice(
-    draws: Draws,
-    lr: float,
-    sites: Mapping[int, Broken],
-    states: Sequence[Failure],
-    raised: bool,
-) -> str:
+def _advice(draws: Draws, lr: float, sites: Mapping[int, Broken]) -> str:
     """What to try.
 
     Args:
         draws: what the run kept.
         lr: of the step that broke the first chain.
-        sites: what broke each chain.
-        states: failures whose state was not finite.
-        raised: whether the model raised an error.
+        sites: what broke each chain, by chain number.
     """
+    states = [failure for failure in draws.failures if _is_of_state(failure)]
     smaller = f"try lr={lr / 3:.2g} instead of {lr:.2g}"
     if any(_is_due_to_batch(failure, draws, sites) for failure in draws.failures):
         return (
             "The batch of that step holds NaN or infinite numbers: clean the data (torch.isfinite "
             "finds them)"
         )
-    if raised:
+    if any(failure.error is not None for failure in draws.failures):
         return (
             "If the values are extreme, the step size is above the stable range: "
             f"{smaller}.  Otherwise the model fails at values that chains visit: make it stable "
@@ -102,6 +94,11 @@ def _advice(
     )
 
 
+def _is_of_state(failure: Failure) -> bool:
+    """Whether the chain's state became not finite, without an error or a log joint that is not."""
+    return failure.error is None and not failure.in_density
+
+
 def _is_due_to_batch(failure: Failure, draws: Draws, sites: Mapping[int, Broken]) -> bool:
     """Whether NaN in the batch of its last step stopped a chain.
 
@@ -121,8 +118,7 @@ def where(failure: Failure, sites: Mapping[int, Broken]) -> str:
     if failure.chain in sites:
         broken = sites[failure.chain]
         return f", site '{broken.site}': its log density is {broken.finding}"
-    is_known = failure.error is None and not failure.in_density
-    return f", site '{failure.site}'" if is_known else ""
+    return f", site '{failure.site}'" if _is_of_state(failure) else ""
 
 
 def beyond_its_domain(sites: Mapping[int, Broken]) -> str:

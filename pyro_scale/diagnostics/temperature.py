@@ -37,7 +37,6 @@ from pyro_scale.data.sources import OwnSubsamples, TensorData
 from pyro_scale.engine.draws import Draws
 from pyro_scale.engine.step import Engine
 from pyro_scale.kernels.gaussian import GaussianChain
-from pyro_scale.kernels.kernel import Kernel
 from pyro_scale.run.measurements import GradientNoise, Kinetic
 from pyro_scale.run.problem import Problem
 from pyro_scale.storage.lazy_draws import Positions, spread
@@ -235,21 +234,16 @@ def _expected_kinetic(engine: Engine, values: Mapping[str, Tensor], precision: T
 
     To first order in lr^2 L it depends on L_ii alone, however elements are correlated.
     """
-    values = engine.latent_values(values)
-    parts = []
+    kernel, values, temperatures = engine.kernel, engine.latent_values(values), []
+    assert kernel.theory is not None
     for start in range(0, len(precision), _ELEMENTS_AT_ONCE):
         part = slice(start, start + _ELEMENTS_AT_ONCE)
         of_part = {name: value[part] if value.dim() else value for name, value in values.items()}
-        parts.append(_kinetic_of_elements(engine.kernel, of_part, precision[part]))
-    return torch.cat(parts)
-
-
-def _kinetic_of_elements(kernel: Kernel, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:
-    """The same for a few elements at once."""
-    assert kernel.theory is not None
-    settled = kernel.theory.linearize(kernel, values, torch.zeros_like(precision))
-    steepness = precision / values["mass"]  # in units where the mass is 1
-    steepness = steepness.maximum(_FLATTEST / values["lr"].square() * torch.ones_like(steepness))
-    chain = GaussianChain.of(settled.kernel, settled.values, steepness)
-    variance = chain.covariance(torch.zeros_like(steepness))[:, 1, 1]
-    return torch.where(chain.stable, variance / values["temperature"], torch.nan)
+        settled = kernel.theory.linearize(kernel, of_part, torch.zeros_like(precision[part]))
+        steepness = precision[part] / of_part["mass"]  # in units where the mass is 1
+        least = _FLATTEST / of_part["lr"].square() * torch.ones_like(steepness)
+        chain = GaussianChain.of(settled.kernel, settled.values, steepness.maximum(least))
+        variance = chain.covariance(torch.zeros_like(steepness))[:, 1, 1]
+        temperature = torch.where(chain.stable, variance / of_part["temperature"], torch.nan)
+        temperatures.append(temperature)
+    return torch.cat(temperatures)
