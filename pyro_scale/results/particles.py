@@ -19,9 +19,9 @@ from pyro_scale.tuning.early_stopping import has_converged
 
 #: Message where R-hat or ESS is requested.
 _COUPLED = (
-    "SVGD has no R-hat and no ESS: its particles are coupled and deterministic, so they are no "
-    "draws of chains: ksd() says how far they are from the posterior, and converged whether their "
-    "log joint has come to rest"
+    "SVGD has no R-hat and no ESS, because its particles are coupled and deterministic, not draws "
+    "of chains: ksd() is their distance from the posterior, and converged tells whether their log "
+    "joint has settled"
 )
 
 
