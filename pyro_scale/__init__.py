@@ -1,8 +1,8 @@
 """Minibatch Bayesian inference for Pyro models.
 
-A Pyro model, or an `nn.Module` with a prior on its weights, and a `DataLoader`: the converter
-(`LogPosterior`) makes a minibatch-scaled log posterior of them, the inference classes sample it,
-and the draws go to ArviZ.
+`LogPosterior` turns a Pyro model, or an `nn.Module` with a prior on its weights, into a
+minibatch-scaled log posterior.  The inference classes sample or approximate it on tensors or a
+`DataLoader`, and their draws go to ArviZ.
 """
 
 from pyro_scale import errors, metrics

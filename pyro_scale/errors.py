@@ -1,7 +1,7 @@
-"""What users can get wrong, one class each, and what they are warned of.
+"""Errors and warnings.
 
-Every message names the site or the argument and says the fix.  All errors derive from
-`PyroScaleError`; those about a value that was passed are `ValueError`s too.  All warnings derive
+Every message names the site or the argument, and what to do.  All errors derive from
+`PyroScaleError`; those about a value that was passed are also `ValueError`s.  All warnings derive
 from `PyroScaleWarning`, so that a program or a CI can turn some of them into errors:
 
 >>> import warnings
@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-#: The page that says what to do about a symptom, in a section for each code.
+#: The page of symptoms, with a section for each code.
 SYMPTOMS = "https://pyro-scale.github.io/pyro-scale/symptoms.html"
 
-#: What errors and warnings are about, where the page has a section on it.
+#: Anchors of the sections of the page of symptoms.
 Code = Literal[
     "batchnorm",
     "cannot-write",
@@ -56,11 +56,10 @@ Code = Literal[
 
 
 class _Coded(Exception):
-    """A message, and the section of the page of symptoms that has more on it: `str` ends with the
-    link, on a line of its own.
+    """An error or warning whose text ends with a link to a section of the page of symptoms.
 
     Attributes:
-        code: the section's anchor; None if the message says all there is to say.
+        code: anchor of the section; None for no link.
     """
 
     code: Code | None = None
@@ -76,17 +75,17 @@ class _Coded(Exception):
 
 
 class PyroScaleError(_Coded):
-    """The base of every error that this library raises on purpose.
+    """The base class of all errors that this library raises on purpose.
 
-    `error.code` is a short word for what went wrong, such as `"plate"`, or None.  Where there is
-    one, the message ends with a link to its section of the page of symptoms:
+    `error.code` is a short word for the cause, such as `"plate"`, or None.  With a code, the
+    message ends with a link to its section of the page of symptoms:
 
     >>> import pyro_scale as ps
     >>> print(ps.errors.PlateError("site 'y': 80 rows"))
     site 'y': 80 rows
     See https://pyro-scale.github.io/pyro-scale/symptoms.html#plate
 
-    Within another message, `f"({error})"`, the link is left out.
+    In an f-string, `f"({error})"`, the link is left out.
     """
 
     def __format__(self, spec: str) -> str:
@@ -98,7 +97,7 @@ class ArgumentError(PyroScaleError, ValueError):
 
 
 class CallError(ArgumentError, TypeError):
-    """An argument that there is not, or in the wrong place; it is a `TypeError` as well."""
+    """An argument does not exist or is in the wrong place; also a `TypeError`."""
 
 
 class DataError(PyroScaleError, ValueError):
@@ -106,25 +105,25 @@ class DataError(PyroScaleError, ValueError):
 
 
 class ModelError(PyroScaleError):
-    """The model as a whole cannot be sampled: no latents, random draws in the likelihood, ..."""
+    """The model cannot be sampled: it has no latents, a random likelihood, ..."""
 
 
 class SiteError(ModelError):
-    """One sample site cannot be handled: local, discrete, of changing shape, or not finite."""
+    """A sample site cannot be handled: local, discrete, of changing shape, or not finite."""
 
 
 class CannotDrawError(SiteError, NotImplementedError):
-    """A site's distribution has a density but no draws; it is a `NotImplementedError` as well.
+    """A site's distribution has a density but cannot be drawn from; also a `NotImplementedError`.
 
     Attributes:
-        missing: the site -> NaN, of the shape of a draw.
+        missing: NaN in the shape of a draw, by site.
     """
 
     missing: Mapping[str, Any] = MappingProxyType({})
 
 
 class PlateError(ModelError):
-    """It is not certain how often the likelihood is to be counted, so nothing is run."""
+    """It is not clear which factor N/B the likelihood needs, so nothing is run."""
 
     code = "plate"
 
@@ -144,42 +143,42 @@ class FileError(PyroScaleError):
 
 
 class RankError(PyroScaleError):
-    """Another process of a distributed run has failed, died, or was called otherwise."""
+    """Another process of a distributed run failed, died, or made a different call."""
 
     code = "ranks"
 
 
 class PyroScaleWarning(_Coded, UserWarning):
-    """The base of every warning of this library; it has a `code` as errors do."""
+    """The base class of all warnings of this library; they have a `code` as errors do."""
 
 
 class ModelWarning(PyroScaleWarning):
-    """The model can be run, but may not say what was meant."""
+    """The model can be run, but may not be what was meant."""
 
 
 class CompileWarning(PyroScaleWarning):
-    """Steps run slower than they might: what kept them from being compiled."""
+    """Steps are slow because they could not be compiled; the message says why."""
 
     code = "not-compiled"
 
 
 class ConvergenceWarning(PyroScaleWarning):
-    """A run was too short: chains do not agree, remember their starts, or a bound still rises."""
+    """A run was too short: chains disagree or remember their starts, or a bound still rises."""
 
     code = "too-short"
 
 
 class BiasWarning(PyroScaleWarning):
-    """Draws or steps are known, or predicted, to be off the posterior."""
+    """Draws are biased, as measured or as predicted for the step size."""
 
     code = "minibatch-heat"
 
 
 class VerdictWarning(PyroScaleWarning):
-    """A run that was tuned by itself is not known to be right; `report()` says why."""
+    """A run that tuned itself has a verdict other than yes; `report()` says why."""
 
     code = "verdict"
 
 
 class ApproximationWarning(PyroScaleWarning):
-    """An approximation or an estimate does not fit well enough to be trusted."""
+    """An approximation or an estimate is not accurate enough to be trusted."""

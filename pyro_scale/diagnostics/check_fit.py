@@ -1,4 +1,4 @@
-"""Whether a fit is the posterior, by its importance weights, at no more than the fit's cost."""
+"""Checks an approximation by its importance weights at the end of a run, if they are cheap."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from pyro_scale.diagnostics.policy import WEIGHTS
 from pyro_scale.diagnostics.psis import Psis, psis, rows_for, sums_at
 from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.distributed.ranks import ALONE, Ranks
-from pyro_scale.errors import ApproximationWarning, ArgumentError, DataError
+from pyro_scale.errors import ApproximationWarning, DataError
 from pyro_scale.posterior.gaussians import Fit
 
-#: Dimensions up to which a run looks at its fit's importance weights: beyond them, their tail is
-#: heavy however well a network's fit predicts.
+#: Dimensions up to which weights are computed: beyond, their tail is heavy however well a network's
+#: fit predicts.
 _MOST_DIMENSIONS = 100
 #: Evaluations of rows at draws that are always cheap.
 _CHEAP = 2**22
-#: Numbers of draws, sites without a Gaussian included, that are few.
+#: Most numbers in the draws of all sites, those without a Gaussian included.
 _MOST_NUMBERS = 2**22
 
 
 def check_fit(fit: Fit, evaluations: int, ranks: Ranks = ALONE, reason: str | None = None) -> None:
-    """Looks at the importance weights where that costs less than the fit did, keeps what they say
-    in the fit's facts, and warns of a fit that is wrong.
+    """Computes the importance weights of a fit if they cost less than the fit did, writes the
+    result into the fit's facts (`pareto_k`, `psis`), and warns if the fit is not the posterior.
 
     Args:
         fit: of a run that is about to end.
         evaluations: what the fit cost, in evaluations of a row's log density.
         ranks: the processes that share the rows out.
-        reason: why the fit is wrong, where that is known; the one reason that is given then.
+        reason: why the fit is wrong, if that is known; replaces warnings about its weights.
 
     Warns:
         ApproximationWarning: the fit is not the posterior.
@@ -39,32 +39,30 @@ def check_fit(fit: Fit, evaluations: int, ranks: Ranks = ALONE, reason: str | No
     if len(fit.places) > _MOST_DIMENSIONS:
         fit.attrs["psis"] = (
             f"not known: of {len(fit.places):,} dimensions; beyond {_MOST_DIMENSIONS} the "
-            "weights say nothing of a network: look at predictions of held-out rows"
+            "weights do not judge a network: check its predictions of held-out rows"
         )
         return
     draws, budget = fit.num_starts * fit.num_draws, max(_CHEAP, evaluations)
     rows = rows_for(fit.log_posterior, len(fit.places), draws, budget)
     if rows is None or draws * fit.layout.size > _MOST_NUMBERS:
-        fit.attrs["psis"] = "not known: dearer than the fit; call psis()"
+        fit.attrs["psis"] = "not known: more expensive than the fit; call psis()"
         return
     for finding in resolution(fit.result) if fit.temperature else ():
-        if finding.site in fit.sites:  # others are held where they are
-            told = f"site '{finding.site}': {finding.told}; try: {finding.advice}"
-            warn(ApproximationWarning, told)
+        if finding.site in fit.sites:  # others are constants
+            warn(ApproximationWarning, f"{finding}; try: {finding.advice}")
     sums = sums_at(fit, fit.result, ranks)
 
-    def look() -> Psis | str:
+    def compute() -> Psis | str:
         try:
-            check_targets(fit)
             return psis(fit, fit.result, rows, sums=sums)
         except (DataError, RuntimeError, ValueError, NotImplementedError) as error:
             return f"not known: {error}"
 
-    table = sums.run(look)
+    table = sums.run(compute)
     if isinstance(table, str):
         fit.attrs["psis"] = table
         return
-    note_weights(fit, table)
+    fit.attrs.update(pareto_k=table.pareto_k, psis=table.words)
     if reason is not None:
         return
     if table.pareto_k > WEIGHTS.pareto_k:
@@ -86,23 +84,8 @@ def check_fit(fit: Fit, evaluations: int, ranks: Ranks = ALONE, reason: str | No
         )
 
 
-def check_targets(fit: Fit) -> None:
-    """Refuses importance weights of a fit that is not meant to be the model's posterior.
-
-    Raises:
-        ArgumentError: it says why.
-    """
-    if fit.other_target:
-        raise ArgumentError(f"psis: {fit.other_target}")
-
-
-def note_weights(fit: Fit, table: Psis) -> None:
-    """Keeps what the weights say in the fit's facts."""
-    fit.attrs.update(pareto_k=table.pareto_k, psis=table.words)
-
-
 def advice_on(fit: Fit, pareto_k: float) -> str:
-    """What a Pareto k above the bound means, and what to do."""
+    """A message about a Pareto k above the limit, with what to do."""
     return (
         f"the approximation does not fit the posterior: Pareto k of its importance weights is "
         f"{pareto_k:.2f}, above {WEIGHTS.pareto_k}: use {_denser(fit)}another parametrization, "
@@ -111,5 +94,5 @@ def advice_on(fit: Fit, pareto_k: float) -> str:
 
 
 def _denser(fit: Fit) -> str:
-    """Advice for a fit that leaves correlations out."""
+    """Advice of a dense structure, for fits that leave correlations out."""
     return "" if fit.attrs["structure"] == "dense" else "structure='dense', "

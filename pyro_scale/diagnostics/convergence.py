@@ -1,8 +1,9 @@
-"""R-hat and effective sample size, of latent sites and of predictions."""
+"""Whether chains agree: R-hat, nested R-hat and ESS of latent sites and of predictions."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.online_moments import Moments
 from pyro_scale.core.validation import evenly
 from pyro_scale.core.warn import warn
-from pyro_scale.diagnostics.policy import MIXING
+from pyro_scale.diagnostics.policy import MIXING, TEMPERATURE
 from pyro_scale.errors import ArgumentError, CallError, ConvergenceWarning, PyroScaleError
+from pyro_scale.metrics.nested_rhat import split_variance
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.recorder import LatentShapeChanged
 from pyro_scale.posterior import arviz_api
@@ -23,51 +25,58 @@ from pyro_scale.posterior.like_run import check_like_run
 from pyro_scale.posterior.predictive import predictive_means
 from pyro_scale.posterior.row_batches import data_sites
 
-#: What is said of chains that are apart.
+#: Advice where chains stay in different modes.
 APART = (
-    "each chain agrees with itself, so they are most likely in modes of their own, and no warm-up "
-    "leads out: give the model one (an order, a sign), or start all chains in it (init_strategy=)"
+    "each chain agrees with itself, so chains are most likely in different modes, which no warm-up "
+    "leaves: give the model one mode (an order, a sign), or start all chains in it "
+    "(init_strategy=)"
 )
 
 
-def some_elements(result: PosteriorDraws, name: str) -> Tensor:
-    """Up to 200 elements of a site, evenly spread, `[chains, draws, some]`: ArviZ takes some
-    milliseconds for each."""
+# ------------------------------------------------------------------ tables of R-hat and ESS
+
+
+def select_elements(result: PosteriorDraws, name: str) -> Tensor:
+    """Draws of up to 200 elements of a site, evenly spread over it, `[chains, draws, elements]`:
+    ArviZ takes milliseconds for each element."""
     return result.elements(name, evenly(result.shapes[name].numel(), MIXING.elements))
 
 
 def mixing(draws: Mapping[str, Tensor]) -> Any:
-    """A table, one row a variable: the worst R-hat and the least ESS of its elements; constants
-    have neither.
+    """A DataFrame of the largest R-hat and the smallest bulk and tail ESS of each variable's
+    elements, without elements that are constant.
 
     Args:
-        draws: by variable, `[chains, draws, elements]`.
+        draws: of each variable, `[chains, draws, elements]`.
     """
     import pandas
     import xarray
 
-    latent = xarray.Dataset(
-        {
-            name: (("chain", "draw", f"{name}_element"), _without_constants(each).cpu().numpy())
-            for name, each in draws.items()
-        }
+    # ArviZ counts all draws of a constant as effective
+    varying = {
+        name: value.masked_fill(value.amin((0, 1)) == value.amax((0, 1)), math.nan).cpu().numpy()
+        for name, value in draws.items()
+    }
+    dataset = xarray.Dataset(
+        {name: (("chain", "draw", f"{name}_element"), value) for name, value in varying.items()}
     )
-    table = pandas.DataFrame(index=pandas.Index(list(draws), name="site"))
-    alone = latent.sizes["chain"] < 2
-    table["r_hat"] = math.nan if alone else _each(arviz_api.rhat(latent), "max")
-    table["ess_bulk"] = _each(arviz_api.ess(latent, method="bulk"), "min")
-    table["ess_tail"] = _each(arviz_api.ess(latent, method="tail"), "min")
+    columns = {
+        "r_hat": arviz_api.rhat(dataset).max(),
+        "ess_bulk": arviz_api.ess(dataset, method="bulk").min(),
+        "ess_tail": arviz_api.ess(dataset, method="tail").min(),
+    }
+    table = pandas.DataFrame(
+        {label: [float(column[name]) for name in draws] for label, column in columns.items()},
+        index=pandas.Index(list(draws), name="site"),
+    )
+    if dataset.sizes["chain"] < 2:
+        table["r_hat"] = math.nan
     return table
 
 
-def _without_constants(draws: Tensor) -> Tensor:
-    """Draws `[chains, draws, elements]` with NaN for elements that are one number: ArviZ has all of
-    their draws effective."""
-    return draws.masked_fill(draws.amin((0, 1)) == draws.amax((0, 1)), math.nan)
-
-
 def mixing_of_moments(moments: Mapping[str, Moments], sites: Sequence[str]) -> Any:
-    """The same, by split R-hat and batch means, of draws that were not kept."""
+    """A DataFrame of the largest split R-hat and the smallest ESS (by batch means) of each site,
+    for draws that were not kept."""
     import pandas
 
     table = pandas.DataFrame(index=pandas.Index(sites, name="site"))
@@ -77,14 +86,15 @@ def mixing_of_moments(moments: Mapping[str, Moments], sites: Sequence[str]) -> A
 
 
 def mixing_of_predictions(result: PosteriorDraws, predict_at: Any) -> Any:
-    """The same of each data site's predictive means for the rows of `predict_at`.
+    """A DataFrame like that of `mixing`, of the predictive means of each data site.
 
     Args:
-        result: of the run.
-        predict_at: the model's arguments.
+        result: draws of a run.
+        predict_at: the model's arguments at the rows to predict for.
 
     Raises:
-        ArgumentError: no data site, or one without a mean; what the model cannot be run on.
+        ArgumentError: the model has no data site, or a data site has no mean, or the model cannot
+            be run on `predict_at`.
     """
     if not data_sites(result):
         raise ArgumentError("predict_at: the model has no data site with a value a row")
@@ -93,12 +103,11 @@ def mixing_of_predictions(result: PosteriorDraws, predict_at: Any) -> Any:
         check_like_run(result.log_posterior, result.data, predict_at)
         with own_generator():
             means = predictive_means(result, arguments)
-    except Exception as error:  # the model's own
-        differ = rows.other_columns(arguments, result.log_posterior.model_info.example)
-        if isinstance(error, PyroScaleError) and not isinstance(
-            error, CallError | LatentShapeChanged
-        ):
+    except Exception as error:  # the model may raise anything
+        is_of_rows = isinstance(error, CallError | LatentShapeChanged)
+        if isinstance(error, PyroScaleError) and not is_of_rows:
             raise
+        differ = rows.other_columns(arguments, result.log_posterior.model_info.example)
         description = rows.described(arguments) if rows.leaves(arguments) else repr(predict_at)
         raise ArgumentError(
             f"predict_at: the model cannot be run on it ({description}; {differ or error}): pass"
@@ -116,70 +125,93 @@ def mixing_of_predictions(result: PosteriorDraws, predict_at: Any) -> Any:
     )
 
 
-def warn_of_unmixed(result: PosteriorDraws, table: Any, probed: bool, hot: bool) -> bool:
-    """Warns where R-hat says that chains do not agree; one chain alone cannot tell.
+def standard_error(series: Tensor, least: int = TEMPERATURE.fewest_draws) -> float:
+    """Monte Carlo standard error of the mean of `series` `[chains, draws]`; NaN with fewer than
+    `least` draws in all.
+
+    From the chains' means if there are many chains, otherwise by ArviZ's effective sample size.
+    """
+    chains, draws = series.shape
+    if chains * draws < least:
+        return math.nan
+    if chains >= MIXING.many_chains:
+        return float(series.mean(1).std()) / chains**0.5
+    if draws < 4:
+        return math.nan
+    return arviz_api.mcse_of_mean(series)
+
+
+# ------------------------------------------------------------------ chains that do not agree
+
+
+def warn_of_unmixed(
+    result: PosteriorDraws, table: Any, of_predictions: bool, is_long_step: bool
+) -> bool:
+    """Warns if R-hat shows that chains do not agree, and returns whether it does.  There is no
+    warning with one chain, too few draws, or temperature 0, where chains end in different places.
 
     Args:
-        result: of the run.
-        table: with `r_hat` by site.
-        probed: whether the sites are predictions.
-        hot: whether its step is known to be too long, or was chosen.
+        result: draws of a run.
+        table: DataFrame with a column `r_hat`.
+        of_predictions: whether the rows of `table` are predictions instead of latent sites.
+        is_long_step: whether to leave the advice of a larger lr out: the step is too long already,
+            or was chosen by the run.
     """
-    chains, each = next(iter(result.sample_stats.values())).shape
-    few = chains < 2 or each < MIXING.few_each
-    if few or result.attrs["temperature"] == 0:  # where chains are to end in different places
+    chains, draws = next(iter(result.sample_stats.values())).shape
+    is_short = chains < 2 or draws < MIXING.few_per_chain
+    if is_short or result.attrs["temperature"] == 0:
         return False
-    surely = each >= MIXING.many_each and chains * each >= MIXING.many_draws
-    r_hat, most = table["r_hat"], MIXING.disagree if surely else MIXING.disagree_of_few
-    unmixed = bool((r_hat > most).any())
-    if unmixed:
-        worst = r_hat.idxmax()
-        steps = " or more steps" if hot else ", more steps or a larger lr"
-        advice = f"take a longer warm-up{steps}"
-        if not probed and are_apart(result, worst, r_hat[worst]):
-            advice = APART
-        of_weights = not probed and _has_weights(result)
-        hint = ""
-        if of_weights:
-            hint = "; of a network, ask what its predictions do: diagnostics(predict_at=x)"
-        if chains >= MIXING.many_chains and "superchains" not in result.attrs:
-            hint += "; many short chains say more with superchains="
-        warn(
-            ConvergenceWarning,
-            f"'{worst}': the chains do not agree, R-hat is {r_hat[worst]:.3g}: {advice}{hint}",
-            code="ensemble" if of_weights else "chains-disagree",
-        )
-    return unmixed
+    are_many = draws >= MIXING.many_per_chain and chains * draws >= MIXING.many_draws
+    r_hat, limit = table["r_hat"], MIXING.disagree if are_many else MIXING.disagree_of_few
+    if not bool((r_hat > limit).any()):
+        return False
+    worst = r_hat.idxmax()
+    advice = "take a longer warm-up"
+    advice += " or more steps" if is_long_step else ", more steps or a larger lr"
+    if not of_predictions and are_apart(result, worst, r_hat[worst]):
+        advice = APART
+    of_weights = not of_predictions and _has_weights(result)
+    if of_weights:
+        advice += "; for a network, check its predictions: diagnostics(predict_at=x)"
+    if chains >= MIXING.many_chains and "superchains" not in result.attrs:
+        advice += "; with many short chains, superchains= tells more"
+    warn(
+        ConvergenceWarning,
+        f"'{worst}': the chains do not agree, R-hat is {r_hat[worst]:.3g}: {advice}",
+        code="ensemble" if of_weights else "chains-disagree",
+    )
+    return True
 
 
 def are_apart(result: PosteriorDraws, name: str, r_hat: float) -> bool:
-    """Whether the halves of each chain agree in a site, where chains do not, by their R-hat: each
-    is in a place of its own then, and none on its way.  Not known of draws that were not kept, and
-    no news of a network's weights."""
+    """Whether chains stay in different places: they disagree in a site (`r_hat`), and the two
+    halves of each chain agree.
+
+    False if draws were not kept, and for weights of networks, which have equivalent modes.
+    """
     if result.online is not None or r_hat < MIXING.apart or _has_weights(result):
         return False
     half = result.positions.shape[1] // 2
-    if half < MIXING.few_each:
+    if half < MIXING.few_per_chain:
         return False
-    halves = some_elements(result, name)[:, : 2 * half].unflatten(1, (2, half))
-    return all(mixing({name: each})["r_hat"][name] < MIXING.stays for each in halves)
+    halves = select_elements(result, name)[:, : 2 * half].unflatten(1, (2, half))
+    return all(mixing({name: chain})["r_hat"][name] < MIXING.stays for chain in halves)
 
 
-def warn_of_frozen(name: str, accepted: float = 1.0) -> bool:
-    """Warns of a site that has not moved, perhaps because hardly a proposal was accepted; True."""
+def warn_of_frozen(name: str, acceptance_rate: float) -> None:
+    """Warns that an element of a site is the same in all draws of a chain."""
     advice = (
         "take larger steps, or data in float64 and without their mean, if its sd is near the steps "
         "of its dtype"
     )
-    if accepted < MIXING.few_accepted:
-        advice = f"{100 * accepted:.2g}% of the proposals were accepted: lower lr"
+    if acceptance_rate < MIXING.few_accepted:
+        advice = f"{100 * acceptance_rate:.2g}% of the proposals were accepted: lower lr"
     warn(
         ConvergenceWarning,
-        f"'{name}': an element is the same number in all draws of a chain, so nothing tells "
-        f"whether it mixes: {advice}",
+        f"'{name}': an element is the same number in all draws of a chain, so its mixing cannot "
+        f"be checked: {advice}",
         code="chains-disagree",
     )
-    return True
 
 
 def _has_weights(result: PosteriorDraws) -> bool:
@@ -188,5 +220,82 @@ def _has_weights(result: PosteriorDraws) -> bool:
     return any(WEIGHT in site.infer for site in sites if site.kind == "latent")
 
 
-def _each(dataset: Any, reduce: str) -> list[float]:
-    return [float(getattr(array, reduce)()) for array in dataset.data_vars.values()]
+# ------------------------------------------------------------------ chains that share their starts
+
+
+def nested_r_hats(result: PosteriorDraws) -> list[float] | None:
+    """Largest nested R-hat of each latent site, over superchains whose chains all finished.
+
+    None for a run without superchains, and, with a warning, if fewer than two are complete.
+    """
+    if "superchains" not in result.attrs:
+        return None
+    count, chains = _complete_superchains(result)
+    if count < 2:
+        warn(
+            ConvergenceWarning,
+            f"no nested R-hat: only {count} of the {result.attrs['superchains']} superchains have "
+            "all of their chains, and two are needed; find out what stopped the others "
+            "(ps.replay), or pass a larger superchains=",
+            code="chains-disagree",
+        )
+        return None
+    sites = result.log_posterior.latents
+    parts = [split_variance(result.samples[name][chains].double(), count) for name in sites]
+    return [float(part.nested_r_hat.max()) for part in parts]
+
+
+def warn_of_remembered_starts(result: PosteriorDraws, is_long_step: bool = False) -> bool:
+    """Warns if superchains differ by more than the scatter of their chains explains, and returns
+    whether they do.
+
+    If the starts were forgotten, the variance between superchains would be the variance between
+    the M chains of a superchain, over M.  With one draw a chain that is the variance of all draws
+    over M, the 1/M of Margossian et al. (2024); with longer chains it is less.  What exceeds it is
+    due to the starts, unless an F test says that chance explains it.
+
+    Args:
+        result: of a run with two or more complete superchains.
+        is_long_step: as for `warn_of_unmixed`.
+    """
+    count, chains = _complete_superchains(result)
+    if result.attrs["temperature"] == 0:  # chains without noise never forget
+        return False
+    from scipy.stats import f
+
+    size = len(chains) // count
+    for name in result.log_posterior.latents:
+        parts = split_variance(result.samples[name][chains].double(), count)
+        scatter = parts.chains / size
+        level = MIXING.false_alarms / scatter.numel()
+        ratio = float(f.isf(level, count - 1, count * (size - 1)))
+        of_starts = (parts.superchains - scatter) / (parts.chains + parts.draws)
+        remembered = (of_starts > MIXING.remembered) & (parts.superchains > ratio * scatter)
+        if bool(remembered.any()):
+            worst = float(parts.nested_r_hat[remembered].max())
+            lr = "" if is_long_step else "a larger lr, "
+            advice = (
+                f"take a longer warm-up, {lr}or starts nearer to the posterior (init_strategy= a "
+                "fit)"
+            )
+            warn(
+                ConvergenceWarning,
+                f"site '{name}': chains remember their starts: those that share one agree more "
+                f"with each other than with the rest (nested R-hat {worst:.3g}): "
+                f"{APART if are_apart(result, name, worst) else advice}",
+                code="chains-disagree",
+            )
+            return True
+    return False
+
+
+def _complete_superchains(result: PosteriorDraws) -> tuple[int, list[int]]:
+    """The number of superchains whose chains all finished, and the places of these chains among
+    the finished ones."""
+    started = result.attrs["num_chains"]
+    size = started // result.attrs["superchains"]
+    finished = range(started) if result.chains is None else result.chains
+    counts = Counter(chain // size for chain in finished)
+    complete = {superchain for superchain, count in counts.items() if count == size}
+    places = [place for place, chain in enumerate(finished) if chain // size in complete]
+    return len(complete), places

@@ -1,126 +1,266 @@
-"""Files with the last steps of chains that broke, which `replay` reads."""
+"""Crash dumps: files with the last steps of broken chains, and how to take them again."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.exclusive import exclusive
+from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import Arguments
 from pyro_scale.curvature.control_variates import ControlVariates
+from pyro_scale.data.loaders import to_device
 from pyro_scale.engine.draws import Draws, Failure
+from pyro_scale.engine.step import Density, Target
 from pyro_scale.errors import FileError
+from pyro_scale.kernels import Kernel
+from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.collect import facts_of
-from pyro_scale.posterior.serialization import model_contents
+from pyro_scale.posterior.serialization import device_of, layout_of, model_contents
+from pyro_scale.run.blame import Watched
 from pyro_scale.run.problem import Problem
 from pyro_scale.storage import files
 
-#: Bytes of all files of a run, at most: a step may take the whole data.
+#: Most bytes of the dumps of a run: a step may contain all of the data.
 _MOST_BYTES = 2**30
-#: Temporary directories that this process has made, the latest last, and how many it leaves.
-_made: deque[Path] = deque()
+#: Temporary directories of this process, oldest first, and how many are kept.
+_directories: deque[Path] = deque()
 _MOST_DIRECTORIES = 8
+#: Fraction of a dtype's digits that must agree: another machine, or a compiled step, may round
+#: differently.
+_SHARED_DIGITS = 0.5
 
 
-def written(problem: Problem, method: str, draws: Draws, directory: Path | None) -> str:
-    """Writes what chains did last, and says in a sentence how to see it, or why that could not be
-    written; nothing where there is nothing to see.
+def write(problem: Problem, method: str, draws: Draws, directory: Path | None) -> str:
+    """Writes the last steps of broken chains, and returns a sentence for users: how to replay them,
+    or why they could not be written; empty if none were recorded.
 
-    The steps of a frozen base's features are not written, as rows are not among them.
+    Steps on the features of a frozen base are not written, because rows are not among them.
 
     Args:
         problem: what the run started from.
-        method: its name.
-        draws: what it kept.
-        directory: of the run's checkpoints; a new one among temporary files by default.
+        method: name of the method.
+        draws: what the run kept.
+        directory: of the run's checkpoints; None for a new temporary directory.
     """
-    failures = [failure for failure in draws.failures if failure.chain in draws.last_steps]
     if problem.features is not None:
         return ""
+    failures = [failure for failure in draws.failures if failure.chain in draws.last_steps]
     if not failures:
-        return "" if directory is None else _written_before(problem, draws.failures, directory)
+        return "" if directory is None else _find_earlier(problem, draws.failures, directory)
     paths: list[Path] = []
     reason = f"they take more than {_MOST_BYTES / 2**30:.3g} GiB"
-    # whatever is in the way of a file, the error that it belongs to goes first
     try:
-        for path in _write(problem, method, failures, draws, directory):
+        for path in _write_files(problem, method, failures, draws, directory):
             paths.append(path)
-    except Exception as error:
+    except Exception as error:  # must not hide why the chain broke
         reason = format(error.__cause__ or error)
     if not paths:
         return f"The last steps, which tell why, could not be written down ({reason})"
     others = f" ({paths[1].name}, ... beside it has those of others)" if len(paths) > 1 else ""
-    return _pointer(paths[0], failures[0].chain, len(draws.last_steps[failures[0].chain])) + others
+    chain = failures[0].chain
+    return _how_to_replay(paths[0], chain, len(draws.last_steps[chain])) + others
 
 
-def _written_before(problem: Problem, failures: list[Failure], directory: Path) -> str:
-    """How to see the last steps of a run that goes on, if they were written when it broke."""
+def _find_earlier(problem: Problem, failures: list[Failure], directory: Path) -> str:
+    """How to replay the steps of a resumed run, if they were written when its chain broke."""
     for failure in failures:
         path = directory / f"crash-dump-{failure.chain}"
         with contextlib.suppress(FileError):
             contents = files.read(path, "crash dump")
             if (contents["step"], contents["attrs"]["seed"]) == (failure.step, problem.seed):
-                return _pointer(path, failure.chain, len(contents["steps"]))
+                return _how_to_replay(path, failure.chain, len(contents["steps"]))
     return ""
 
 
-def _pointer(path: Path, chain: int, count: int) -> str:
+def _how_to_replay(path: Path, chain: int, count: int) -> str:
     steps = f"last {count} steps" if count > 1 else "last step"
     return f"ps.replay('{path}', model) reruns the {steps} of chain {chain} and says why it broke"
 
 
-def _write(
+def _write_files(
     problem: Problem, method: str, failures: list[Failure], draws: Draws, directory: Path | None
 ) -> Iterator[Path]:
-    """Writes a file for each, as long as there is room for it."""
-    room = _MOST_BYTES
+    """Writes a file for each failure, as long as there is room, and yields their paths."""
+    engine, density = problem.engine, problem.engine.density
+    corrected = density if isinstance(density, ControlVariates) else None
+    left = _MOST_BYTES
     for failure in failures:
-        contents = _contents(problem, method, failure, draws)
-        room -= _num_bytes(contents)
-        if room < 0:
+        contents = {
+            "method": method,
+            "kernel": type(engine.kernel).__name__,
+            "chain": failure.chain,
+            "step": failure.step,
+            "site": failure.site,
+            "attrs": facts_of(problem.log_posterior, problem.seed),
+            "num_latents": engine.num_latents,
+            "vectorized": engine.vectorized,
+            "anchor": corrected and corrected.anchor,
+            "anchor_gradient": corrected and corrected.gradient,
+            "steps": [dict(vars(step)) for step in draws.last_steps[failure.chain]],
+            **model_contents(problem.log_posterior, engine.layout, problem.data.first()),
+        }
+        leaves = pytree.tree_leaves(contents)
+        left -= sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        if left < 0:
             return
-        # in a directory of its own nobody else can read it
-        directory = directory or _temporary()
+        directory = directory or _make_directory()
         path = directory / f"crash-dump-{failure.chain}"
         files.write(path, contents, "crash dump")
         yield path
 
 
-def _temporary() -> Path:
-    """A new directory, in place of this process's oldest where it has made a few."""
+def _make_directory() -> Path:
+    """A new temporary directory that nobody else can read; the oldest one of many is deleted."""
     with exclusive:
-        while len(_made) >= _MOST_DIRECTORIES:
-            shutil.rmtree(_made.popleft(), ignore_errors=True)
-        _made.append(Path(mkdtemp(prefix="pyro-scale-")))
-        return _made[-1]
+        while len(_directories) >= _MOST_DIRECTORIES:
+            shutil.rmtree(_directories.popleft(), ignore_errors=True)
+        _directories.append(Path(mkdtemp(prefix="pyro-scale-")))
+        return _directories[-1]
 
 
-def _contents(problem: Problem, method: str, failure: Failure, draws: Draws) -> dict[str, Any]:
-    """What `replay` needs of one chain."""
-    engine, density = problem.engine, problem.engine.density
-    corrected = density if isinstance(density, ControlVariates) else None
-    return {
-        "method": method,
-        "kernel": type(engine.kernel).__name__,
-        "chain": failure.chain,
-        "step": failure.step,
-        "site": failure.site,
-        "attrs": facts_of(problem.log_posterior, problem.seed),
-        "num_latents": engine.num_latents,
-        "vectorized": engine.vectorized,
-        "anchor": corrected and corrected.anchor,
-        "anchor_gradient": corrected and corrected.gradient,
-        "steps": [dict(vars(step)) for step in draws.last_steps[failure.chain]],
-        **model_contents(problem.log_posterior, engine.layout, problem.data.first()),
-    }
+# ------------------------------------------------------------------ taken again
 
 
-def _num_bytes(contents: Any) -> int:
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(contents) if isinstance(leaf, Tensor))
+@dataclass(frozen=True)
+class Rerun:
+    """A recorded step, taken again.
+
+    Attributes:
+        number: number of the step.
+        lr: the largest step size of all sites.
+        start: position in which the step began, [D].
+        arguments: of the model.
+        indices: `[B]`, for a model that subsamples by itself.
+        position: where the kernel took the gradient, [D].
+        gradient: of the log joint over N at `position`, [D]; NaN if the model raised an error.
+        log_joint: estimate from the batch at `position`, in nats; NaN if the model raised an error.
+        error: what the model raised.
+        is_sound: whether position, gradient, log joint and next position are finite.
+        agrees: whether log joint and next state are those of the run.
+    """
+
+    number: int
+    lr: float
+    start: Tensor
+    arguments: Arguments
+    indices: Tensor | None
+    position: Tensor
+    gradient: Tensor
+    log_joint: float
+    error: Exception | None
+    is_sound: bool
+    agrees: bool
+
+
+def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[Rerun]:
+    """Takes the steps of a crash dump again, eagerly, each from the state in which it began.
+
+    Args:
+        contents: of the file.
+        log_posterior: the model, from `understood`.
+
+    Raises:
+        FileError: there is no kernel of the file's name.
+    """
+    device, layout = device_of(contents, log_posterior), layout_of(contents)
+    kernel = _find_kernel(contents["kernel"])
+
+    def on_device(values: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), values)
+
+    density: Density = log_posterior
+    if contents["anchor"] is not None:
+        anchor, gradient = on_device((contents["anchor"], contents["anchor_gradient"]))
+        density = ControlVariates(log_posterior, anchor, gradient)
+    steps = contents["steps"]
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        arguments = step["arguments"] if step["arguments"] is not None else contents["arguments"]
+        arguments = to_device(arguments, device)
+        values, noise, indices, state = on_device(
+            (step["values"], step["noise"], step["indices"], step["state"])
+        )
+        noise = torch.nn.functional.pad(noise, (0, layout.size - noise.shape[-1]))
+        position = torch.zeros(layout.size, dtype=layout.dtype, device=device)
+        before = type(kernel.init(position, values, position))(**state)
+        target = Target(density, layout, arguments, indices, contents["vectorized"])
+        watched = Watched(target, before.position)
+        after = evaluation = error = None
+        log_joint, is_sound = math.nan, False
+        agrees = step["log_joint"] is None
+        try:
+            after, evaluation = kernel.update(before, watched, values, noise)
+        except Exception as raised:  # the model may raise anything
+            error = raised
+        if after is not None and evaluation is not None:
+            log_joint, prior = float(evaluation.log_joint), float(evaluation.log_prior)
+            vectors = torch.stack([watched.position, watched.gradient, after.position])
+            is_sound = math.isfinite(log_joint) and bool(torch.isfinite(vectors).all())
+            size = abs(prior) + abs(log_joint - prior)  # of the terms, which may cancel
+            agrees = not agrees and _is_close(log_joint, step["log_joint"], size, layout)
+            if agrees and following is not None:
+                expected = on_device(following["state"])
+                agrees = _is_same_state(before, after, expected, contents["num_latents"], layout)
+        yield Rerun(
+            number=step["number"],
+            lr=float(step["values"]["lr"].max()),
+            start=before.position,
+            arguments=arguments,
+            indices=indices,
+            position=watched.position,
+            gradient=watched.gradient,
+            log_joint=log_joint,
+            error=error,
+            is_sound=is_sound,
+            agrees=agrees,
+        )
+
+
+def _find_kernel(name: str) -> Kernel:
+    """A kernel of the class with this name; each step has its own hyperparameters.
+
+    Raises:
+        FileError: there is none.
+    """
+    classes: list[type[Kernel]] = [Kernel]
+    for kind in classes:  # which grows
+        classes += kind.__subclasses__()
+    kernel = next((kind for kind in classes if kind.__name__ == name), None)
+    if kernel is None:
+        raise FileError(f"the file's kernel is {name}, which is not known here: import it first")
+    return kernel(lr=1.0)
+
+
+def _is_close(value: float, recorded: float, size: float, layout: Layout) -> bool:
+    """Whether two log joints are the same up to rounding, or both not finite."""
+    if not math.isfinite(value) or not math.isfinite(recorded):
+        return math.isfinite(value) == math.isfinite(recorded)
+    return abs(value - recorded) <= torch.finfo(layout.dtype).eps ** _SHARED_DIGITS * (1 + size)
+
+
+def _is_same_state(
+    before: Any, after: Any, expected: Mapping[str, Tensor], num_latents: int, layout: Layout
+) -> bool:
+    """Whether a step led to the expected state, up to rounding.  Point-estimated sites do not
+    count, because all chains move them together."""
+    tolerance = torch.finfo(layout.dtype).eps ** _SHARED_DIGITS
+    for name, recorded in expected.items():
+        old, new = getattr(before, name), getattr(after, name)
+        if recorded.shape == (layout.size,):
+            old, new, recorded = old[:num_latents], new[:num_latents], recorded[:num_latents]
+        size = torch.stack([old, recorded]).nan_to_num().abs().amax().clamp(min=1)
+        differs = (new - recorded).abs() > tolerance * size
+        if bool((differs | (torch.isfinite(new) != torch.isfinite(recorded))).any()):
+            return False
+    return True

@@ -1,4 +1,4 @@
-"""Messages for chains that become NaN or infinite, or are about to."""
+"""Messages about chains that became NaN or infinite, or are on their way there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyro_scale.engine.draws import Draws, Failure
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.blame import WITHIN, Broken
 
-#: What is wrong where the log joint is not finite.
+#: How messages describe a log joint that is not finite.
 NOT_A_DENSITY = "the log joint became NaN or infinite"
 
 
@@ -25,89 +25,107 @@ def message(
     replay: str = "",
     by: str = "get_samples()",
 ) -> str:
-    """Which chains stopped, where, and what to try.
+    """The message of a NonFiniteError: which chains stopped, where, and what to try.
 
     Args:
         draws: what the run kept.
-        sites: by chain, as `broken_sites` gives them.
-        lr: every step's, `[steps, ...]`.
-        replay: where their last steps are, which say why, as a sentence.
-        by: what gives the results of the others.
+        lr: of every step, `[steps, ...]`.
+        sites: what broke each chain, by chain number; see `broken_sites`.
+        replay: sentence about how to rerun the last steps; may be empty.
+        by: the call that returns the draws of the finished chains.
     """
-    failures = draws.failures
+    failures, finished = draws.failures, ", ".join(map(str, draws.finished))
+    errors = [failure.error for failure in failures if failure.error is not None]
+    is_of_state = any(map(_is_of_state, failures))
+    causes = ["the state became NaN or infinite"] if is_of_state else []
+    causes += [NOT_A_DENSITY] if any(failure.in_density for failure in failures) else []
+    causes += [f"the model raised {errors[0]}"] if errors else []
     stopped = "; ".join(
-        f"chain {each.chain} at step {each.step}" + where(each, sites) for each in failures[:5]
+        f"chain {failure.chain} at step {failure.step}{where(failure, sites)}"
+        for failure in failures[:5]
     )
     more = f" and {len(failures) - 5} more" if len(failures) > 5 else ""
-    errors = [each.error for each in failures if each.error is not None]
-    raised = f"the model raised {errors[0]}" if errors else ""
-    states = [each for each in failures if each.error is None and not each.in_density]
-    non_finite = "the state became NaN or infinite" if states else ""
-    outside = NOT_A_DENSITY if any(each.in_density for each in failures) else ""
-    what = ", or ".join(filter(None, [non_finite, outside, raised]))
-    finished = ", ".join(map(str, draws.finished))
     if len(draws.finished) > 10:
         finished = f"{len(draws.finished)} of them"
     kept = f"Finished, and in {by}: chains {finished}. " if finished else ""
-    now = float(lr[failures[0].step].max())
-    smaller = f"try lr={now / 3:.2g} instead of {now:.2g}"
-    if any(_is_of_the_batch(failure, draws, sites) for failure in failures):
-        advice = (
+    replay = replay and f"{replay}. "
+    advice = _advice(draws, float(lr[failures[0].step].max()), sites)
+    return f"{', or '.join(causes)}: {stopped}{more}. {kept}{replay}{advice}"
+
+
+def _advice(draws: Draws, lr: float, sites: Mapping[int, Broken]) -> str:
+    """What to try.
+
+    Args:
+        draws: what the run kept.
+        lr: of the step that broke the first chain.
+        sites: what broke each chain, by chain number.
+    """
+    states = [failure for failure in draws.failures if _is_of_state(failure)]
+    smaller = f"try lr={lr / 3:.2g} instead of {lr:.2g}"
+    if any(_is_due_to_batch(failure, draws, sites) for failure in draws.failures):
+        return (
             "The batch of that step holds NaN or infinite numbers: clean the data (torch.isfinite "
             "finds them)"
         )
-    elif errors:
-        advice = (
+    if any(failure.error is not None for failure in draws.failures):
+        return (
             "If the values are extreme, the step size is above the stable range: "
             f"{smaller}.  Otherwise the model fails at values that chains visit: make it stable "
             "there (add to the diagonal of its matrices), or use tighter priors"
         )
-    elif beyond_its_domain(sites):
-        advice = beyond_its_domain(sites)
-    elif not states:
-        advice = (
+    if beyond_its_domain(sites):
+        return beyond_its_domain(sites)
+    if not states:
+        return (
             "The log density is NaN or infinite where its gradient is finite: a support that "
             "depends on a latent, or the log of a negative number.  Give that latent a "
             "distribution whose own support ends there; scale data whose log density overflows"
         )
-    elif any(failure.step == 0 for failure in states):
-        advice = (
+    if any(failure.step == 0 for failure in states):
+        return (
             "At the first step, either the gradient is not finite at the start (check data and "
-            "model, or pass init_strategy=), or "
-            f"lr={now:.2g} is far too large"
+            f"model, or pass init_strategy=), or lr={lr:.2g} is far too large"
         )
-    else:
-        advice = (
-            f"The usual cause is a step size above the stable range: {smaller}.  Otherwise start "
-            "near the mode (init_strategy=), scale the data, give the site a tighter prior, or "
-            "check the model if it is NaN at moderate values"
-        )
-    return f"{what}: {stopped}{more}. {kept}{replay and replay + '. '}{advice}"
+    return (
+        f"The usual cause is a step size above the stable range: {smaller}.  Otherwise start "
+        "near the mode (init_strategy=), scale the data, give the site a tighter prior, or "
+        "check the model if it is NaN at moderate values"
+    )
 
 
-def _is_of_the_batch(failure: Failure, draws: Draws, sites: Mapping[int, Broken]) -> bool:
-    """Whether NaN in the step's batch is what stopped a chain: not where the chain has run away,
-    and has taken a step on such rows before, which a mask leaves out."""
+def _is_of_state(failure: Failure) -> bool:
+    """Whether the chain's state became not finite, without an error or a log joint that is not."""
+    return failure.error is None and not failure.in_density
+
+
+def _is_due_to_batch(failure: Failure, draws: Draws, sites: Mapping[int, Broken]) -> bool:
+    """Whether NaN in the batch of its last step stopped a chain.
+
+    It is not to blame if the chain had run away, or survived such rows before because a mask
+    leaves them out.
+    """
     if not failure.bad_batch or failure.chain in sites:
         return failure.bad_batch and not sites[failure.chain].is_far
     *before, last = draws.last_steps.get(failure.chain) or (None,)
-    if last is None or last.arguments is None:  # the same rows at every step, or not recorded
+    if last is None or last.arguments is None:  # not recorded, or the same rows at every step
         return last is None or failure.step == 0
     return all(step.arguments is None or rows.are_finite(step.arguments) for step in before)
 
 
 def where(failure: Failure, sites: Mapping[int, Broken]) -> str:
-    """At which site a chain stopped, behind a comma, if that is known."""
+    """The site at which a chain stopped, after a comma; empty if it is not known."""
     if failure.chain in sites:
         broken = sites[failure.chain]
         return f", site '{broken.site}': its log density is {broken.finding}"
-    is_known = failure.error is None and not failure.in_density
-    return f", site '{failure.site}'" if is_known else ""
+    return f", site '{failure.site}'" if _is_of_state(failure) else ""
 
 
 def beyond_its_domain(sites: Mapping[int, Broken]) -> str:
-    """What to try where a site's log density is not finite at values that chains visit; "" where
-    they are so far out that the step size may be the cause."""
+    """Advice for a site whose log density is not finite at values that chains visit.
+
+    Empty if chains were so far out that the step size may be the cause.
+    """
     site = next((broken.site for broken in sites.values() if not broken.is_far), None)
     if site is None:
         return ""
@@ -117,38 +135,39 @@ def beyond_its_domain(sites: Mapping[int, Broken]) -> str:
     )
 
 
-def all_stopped(store: Path | None, why: str) -> str:
-    """Why a run has no results of which no chain finished.
+def all_stopped(store: Path | None, reason: str) -> str:
+    """Why a run without a finished chain has no results.
 
     Args:
-        store: where draws went, if on disk.
-        why: what its NonFiniteError said.
+        store: directory of its draws; None if they were in memory.
+        reason: message of its NonFiniteError.
     """
     message = "has no draws: all chains of the run stopped"
     if store is not None:
         message += f", and their draws up to then are in the store '{store}'"
-    return f"{message} ({why})"
+    return f"{message} ({reason})"
 
 
 def explosion(result: PosteriorDraws) -> str | None:
-    """What to say of chains that have exploded, though their states are finite yet; None where
-    none has."""
+    """Description of chains that are on their way to infinity though their states are still finite,
+    with advice; None if there are none."""
     last = result.positions[torch.arange(result.num_chains), -1].abs().amax(0)
-    far, runaway = int(last.argmax()), _runaway(result)
-    site = result.layout.site_at(far)
-    if float(last[far]) >= EXPLOSION.distance:
-        message = f"site '{site}' has reached {float(last[far]):.2g}"
-        message += " in unconstrained space"
+    place, runaway = int(last.argmax()), _runaway(result)
+    site, distance = result.layout.site_at(place), float(last[place])
+    if distance >= EXPLOSION.distance:
+        finding = f"site '{site}' has reached {distance:.2g} in unconstrained space"
     elif runaway is not None:
         site, heat = runaway
-        message = (
+        finding = (
             f"site '{site}' has grown ever hotter, to {heat:.2g} times the temperature asked for"
         )
     else:
         return None
     lr, log_joint = (result.sample_stats.get(name) for name in ("lr", "lp"))
-    hint = "" if lr is None else f", {float(lr[0, -1]) / 3:.2g} instead of {float(lr[0, -1]):.2g}"
-    advice = f"The step size is most likely above the stable range: pass a smaller lr{hint}"
+    smaller = (
+        "" if lr is None else f", {float(lr[0, -1]) / 3:.2g} instead of {float(lr[0, -1]):.2g}"
+    )
+    advice = f"The step size is most likely above the stable range: pass a smaller lr{smaller}"
     if log_joint is not None and (
         float((log_joint[:, 0] - log_joint[:, -1]).max()) < EXPLOSION.fallen * result.layout.size
     ):
@@ -157,18 +176,17 @@ def explosion(result: PosteriorDraws) -> str | None:
             f"end: give site '{site}' a proper prior, or a tighter one"
         )
     return (
-        f"the chains have exploded: {message}, and no number that is made of the draws means "
+        f"the chains have exploded: {finding}, and no number that is made of the draws means "
         f"anything. {advice}"
     )
 
 
 def _runaway(result: PosteriorDraws) -> tuple[str, float] | None:
-    """(The site that has become hottest, its temperature over the one asked for in the last quarter
-    of the draws), where that is what a step above the stable range does to it.
+    """The site that becomes hottest, and its relative temperature in the last quarter of the draws,
+    if a step above the stable range explains it.
 
-    Draws that run away are pulled back to their mean, by ever more.  A chain that comes from a bad
-    start is as hot, but first and not last, and on the way from there it is pulled on, away from
-    the mean.
+    The virial temperature of chains that run away grows until the end.  Chains that come from a
+    bad start are hot first and not last.
     """
     if (virial := result.measurements.virial) is None:
         return None

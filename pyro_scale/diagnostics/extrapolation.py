@@ -1,9 +1,10 @@
-"""The order in lr of a run's bias in variance, from the kernel's exact law on a Gaussian.
+"""Extrapolation of a run's variance to lr = 0, from the runs at lr and at lr/2.
 
-Minibatch noise and a finite step act together, and how much of the noise shuffling cancels depends
-on lr.  So no single order holds.  On a Gaussian with the draws' own variances the kernel's law is
-known exactly, for batches drawn anew or shuffled (kernels/gaussian.py).  It says how much of the
-bias remains at half the step.
+A bias that falls as lr^p is 1/2^p as large at lr/2, so it is the difference of the two runs times
+2^p / (2^p - 1) (Richardson's extrapolation).  Minibatch noise and a finite step act together, and
+how much of the noise shuffling cancels depends on lr, so no single order p holds.  On a Gaussian
+the kernel's stationary variance is known exactly, for batches drawn anew or shuffled
+(kernels/gaussian.py).  It gives the fraction of the bias that remains at lr/2, and so p.
 """
 
 from __future__ import annotations
@@ -18,64 +19,109 @@ from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.run.run import RunPlan
 
-#: The variance at lr = 0 depends on the law, and that on it: so often is it put in again.
+#: Iterations of the variance at lr = 0, on which the order depends and which depends on the order.
 _ROUNDS = 20
-#: Of a variance: the least part of it that is taken for the posterior's, and what is rounding.
-LEAST_VARIANCE, _ROUNDED_GAP = 0.01, 1e-6
+#: Least variance at lr = 0, as a fraction of that at lr.
+_LEAST_VARIANCE = 0.01
+#: Relative differences of variances up to this are rounding.
+_ROUNDED_GAP = 1e-6
 
 
 class Law(NamedTuple):
-    """How variances differ between lr and lr/2, by element.
+    """How the kernel's variances on a Gaussian differ between lr and lr/2, by element.
 
     Attributes:
-        gap: 1 - the variance at lr/2 over that at lr.
-        order: p of 2^p, the bias at lr over that at lr/2; NaN where there is no such thing.
+        gap: 1 - variance at lr/2 over that at lr.
+        order: p, with 2^p the bias at lr over that at lr/2; NaN if there is none.
     """
 
     gap: Tensor
     order: Tensor
 
 
-def law_of(plan: RunPlan, noise: Tensor, own: Tensor, coupled: Tensor) -> Law:
-    """What the kernel's exact law on a Gaussian says.
+def gaussian_law(plan: RunPlan, noise: Tensor, at_lr: Tensor, at_half: Tensor) -> Law:
+    """The law of a Gaussian with the variances that the draws extrapolate to.
 
     Args:
         plan: of the run.
-        noise: the variance of the minibatch gradient of the log joint over N, `[latents]`.
-        own: unconstrained variances of the run's draws, `[latents]`.
-        coupled: of those at half the step.
+        noise: variance of the minibatch gradient of the log joint over N, `[latents]`.
+        at_lr: unconstrained variances of the draws at lr, `[latents]`.
+        at_half: unconstrained variances of the draws at lr/2, `[latents]`.
     """
-    kernel, values = plan.kernel, _mean_values(plan)
+    kernel = plan.kernel
+    means = {name: column[plan.steps.kept].mean(0) for name, column in plan.columns.items()}
+    values = plan.problem.engine.latent_values(means)
     half, temperature = {**values, "lr": values["lr"] / 2}, values["temperature"]
-    mass = values.get("mass", torch.ones((), dtype=torch.float64)) * torch.ones_like(own)
+    mass = values.get("mass", torch.ones((), dtype=torch.float64)) * torch.ones_like(at_lr)
     epoch = plan.problem.epoch(plan.sampling)
-    exact, least = coupled, LEAST_VARIANCE * own
-    gap = order = torch.full_like(own, torch.nan)
+    exact, least = at_half, _LEAST_VARIANCE * at_lr
+    gap = order = torch.full_like(at_lr, torch.nan)
     for _ in range(_ROUNDS):
         precision = temperature / (exact * mass)  # in units where the mass is 1
-        at_lr, short = (
-            _variance(kernel, v, precision, noise / mass, epoch) for v in (values, half)
+        long, short = (
+            _stationary_variance(kernel, v, precision, noise / mass, epoch) for v in (values, half)
         )
-        bias = at_lr - temperature / precision
-        gap = (at_lr - short) / at_lr
-        factor = torch.where(gap.abs() > _ROUNDED_GAP, bias / (at_lr - short), torch.nan)
+        gap = (long - short) / long
+        bias = long - temperature / precision
+        factor = torch.where(gap.abs() > _ROUNDED_GAP, bias / (long - short), torch.nan)
         order = torch.where(factor > 1, (factor / (factor - 1)).log2(), torch.nan)
-        exact = (own - factor.nan_to_num(0.0) * (own - coupled)).maximum(least)
+        exact = (at_lr - factor.nan_to_num(0.0) * (at_lr - at_half)).maximum(least)
     return Law(gap, order)
 
 
-def _mean_values(plan: RunPlan) -> dict[str, Tensor]:
-    """The run's values on average, of latents, in double precision."""
-    values = {name: column[plan.steps.kept].mean(0) for name, column in plan.columns.items()}
-    return plan.problem.engine.latent_values(values)
-
-
-def _variance(
+def _stationary_variance(
     kernel: Kernel, values: Values, precision: Tensor, noise: Tensor, epoch: int | None
 ) -> Tensor:
-    """The stationary variance of positions, NaN where there is none."""
-    assert kernel.theory is not None  # else there is no law
+    """Stationary variance of positions, `[latents]`; NaN if there is none."""
+    assert kernel.theory is not None  # otherwise there is no law
     settled = kernel.theory.linearize(kernel, values, noise)
     chain = GaussianChain.of(settled.kernel, settled.values, precision)
     variance = chain.covariance(settled.gradient_noise, epoch)[:, 0, 0]
     return torch.where(chain.stable, variance, torch.nan)
+
+
+def choose_orders(ratio: Tensor, law: Law | None, plan: RunPlan) -> tuple[Tensor, Tensor]:
+    """The order of lr by which each element is extrapolated, and whether its variance is (or
+    otherwise its precision).
+
+    The law's order if the law explains the observed ratio, to within a factor of 2.  Otherwise the
+    kernel's order, or 1 if minibatches heat and it is not known how much.
+
+    Args:
+        ratio: variance at lr over that at lr/2, of a site's elements.
+        law: of the site's unconstrained elements; None if it is not known.
+        plan: of the run.
+    """
+    theory, in_batches = plan.kernel.theory, plan.problem.data.batch_size is not None
+    is_unknown = theory is None or (in_batches and theory.heated and law is None)
+    order = 1 if theory is None or is_unknown else theory.order
+    orders = torch.full_like(ratio, order)
+    if law is None:  # heat of minibatches adds to the variance
+        return orders, torch.full_like(ratio, in_batches and order == 1, dtype=torch.bool)
+    if law.gap.shape != ratio.shape:  # constrained elements are others, as in a simplex
+        law = Law(*(x.nanmean().expand_as(ratio) for x in law))
+    explained = (1 - 1 / ratio) / law.gap
+    explains = (explained > 0.5) & (explained < 2) & law.order.isfinite()
+    return torch.where(explains, law.order, orders), explains
+
+
+def bias_factor(order: Tensor) -> Tensor:
+    """The bias at lr over its difference to that at lr/2."""
+    return 2.0**order / (2.0**order - 1)
+
+
+def extrapolate_sd(ratio: Tensor, order: Tensor, in_variance: Tensor) -> Tensor:
+    """The sd at lr over that at lr = 0.
+
+    Args:
+        ratio: variance at lr over that at lr/2.
+        order: of the bias in lr.
+        in_variance: whether the variance is linear in lr^p; otherwise the precision is.
+    """
+    factor, least = bias_factor(order), torch.full_like(ratio, _LEAST_VARIANCE)
+    of_variance = 1 - factor * (1 - 1 / ratio.maximum(least))
+    of_precision = 1 + factor * (ratio - 1)
+    inflation = torch.where(
+        in_variance, 1 / of_variance.maximum(least), of_precision.maximum(least)
+    )
+    return inflation.sqrt()

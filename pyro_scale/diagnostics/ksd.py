@@ -1,4 +1,4 @@
-"""The kernel Stein discrepancy: the distance from draws to the posterior, by its gradients."""
+"""The kernel Stein discrepancy: distance of draws from the posterior, by gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pyro_scale.model.scaling import Evaluation
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.predictive import resample_equally
 
-#: Draws that are compared, unless the user asks for others.
+#: Draws that are compared by default.
 _COMPARED_DRAWS = 1000
 
 
@@ -34,13 +34,12 @@ def ksd(result: PosteriorDraws, data: Data, num_samples: int | None, num_rows: i
     if num_samples is None:
         num_samples = min(_COMPARED_DRAWS, result.positions.shape[:2].numel())
     drawn = resample_equally(result, num_samples)
-    draws = torch.cat(list(drawn.blocks()))[
-        :, drawn.layout.places(drawn.log_posterior.latents)
-    ].double()
+    places = drawn.layout.places(drawn.log_posterior.latents)
+    draws = torch.cat(list(drawn.blocks()))[:, places].double()
     sd = draws.std(0, correction=0)
-    still = torch.nonzero(draws.amax(0) == draws.amin(0))
-    if len(still):
-        site = drawn.log_posterior.layout.site_at(int(still[0]))
+    constant = torch.nonzero(draws.amax(0) == draws.amin(0))
+    if len(constant):
+        site = drawn.log_posterior.layout.site_at(int(constant[0]))
         raise ArgumentError(
             f"ksd: site '{site}' has elements that are the same in all {len(draws)} draws, so they "
             "have no scale: take draws that spread"
@@ -52,14 +51,14 @@ def ksd(result: PosteriorDraws, data: Data, num_samples: int | None, num_rows: i
 def scores(
     result: PosteriorDraws, data: Data, num_rows: int | None = None, seed: int = 0
 ) -> Tensor:
-    """The gradient of the log joint of all rows, or of some for all, in the latents' unconstrained
-    elements, at every draw, `[chains * draws, d]`.
+    """Gradient of the log joint of all rows in the latents' unconstrained elements, at every draw,
+    `[chains * draws, d]`.
 
     Args:
-        result: of a run.
+        result: draws of a run.
         data: all rows.
-        num_rows: how many are drawn; all by default.
-        seed: which they are.
+        num_rows: rows, drawn at random, from which to estimate it; None for all.
+        seed: of the choice of rows.
     """
     places = result.layout.places(result.log_posterior.latents)
     parts = [
@@ -73,10 +72,10 @@ class _Part(NamedTuple):
     """A part of the log joint.
 
     Attributes:
-        chunk: of the data.
-        rows: which of its rows count.
-        scale: what each of them stands for.
-        share: of the log prior.
+        chunk: rows in memory.
+        rows: places in the chunk of the rows that count.
+        scale: factor on their log likelihood.
+        share: fraction of the log prior.
     """
 
     chunk: Chunk
@@ -88,42 +87,43 @@ class _Part(NamedTuple):
 def _parts(
     log_posterior: LogPosterior, data: Data, num_rows: int | None, seed: int
 ) -> Iterator[_Part]:
-    """What makes the log joint of all rows, or an estimate of it from some."""
-    total, seen = log_posterior.num_data, 0
+    """Parts that add up to the log joint of all rows, or to an estimate of it from some rows."""
+    total, read = log_posterior.num_data, 0
     count = total if num_rows is None else min(as_count("num_rows", num_rows), total)
     if count == total:
         for chunk in chunks_of(log_posterior, data):
             yield _Part(chunk, chunk.keep, 1.0, chunk.num_new / total)
-            seen += chunk.num_new
+            read += chunk.num_new
     elif not is_row_wise(log_posterior):
         raise ArgumentError("num_rows: the model takes all rows together; leave it out")
     else:
         chosen = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]
         for chunk, places in chunks_with(log_posterior, data, chosen.sort().values):
             yield _Part(chunk, places, total / count, len(places) / count)
-            seen += len(places)
-    if seen != count:
+            read += len(places)
+    if read != count:
         raise DataError(f"the data do not hold N = {total} rows: pass all of them as data=")
 
 
 def _gradient(result: PosteriorDraws, part: _Part, params: Params) -> Tensor:
-    """Of a part of the log joint at one draw, as a vector [D]."""
+    """Gradient of a part of the log joint at one draw, [D]."""
 
-    def of(params: Params) -> Evaluation:
+    def evaluate(params: Params) -> Evaluation:
         chunk = part.chunk
         evaluation = result.log_posterior(params, chunk.arguments, chunk.indices)
-        rows = evaluation.log_lik[part.rows].sum()
-        return evaluation._replace(log_joint=part.share * evaluation.log_prior + part.scale * rows)
+        log_lik = evaluation.log_lik[part.rows].sum()
+        log_joint = part.share * evaluation.log_prior + part.scale * log_lik
+        return evaluation._replace(log_joint=log_joint)
 
     try:
-        gradient, _ = derivatives.gradient(of, params)
-    except (RuntimeError, NotImplementedError):  # an autograd.Function that functorch refuses
-        gradient, _ = derivatives.plain_gradient(of, params)
+        gradient, _ = derivatives.gradient(evaluate, params)
+    except (RuntimeError, NotImplementedError):  # functorch refuses some autograd.Functions
+        gradient, _ = derivatives.plain_gradient(evaluate, params)
     return result.layout.flatten(gradient)
 
 
 def _temperature(result: PosteriorDraws) -> float:
-    """Of the run.
+    """The temperature of the run.
 
     Raises:
         ArgumentError: it is 0, or not the same for all draws.
@@ -134,7 +134,7 @@ def _temperature(result: PosteriorDraws) -> float:
     else:
         temperature = float(column.flatten()[0])
         if not bool((column == temperature).all()):
-            raise ArgumentError("ksd: the draws are of several temperatures, and of no one density")
+            raise ArgumentError("ksd: the draws have several temperatures, and no common density")
     if temperature == 0:
-        raise ArgumentError("ksd: at temperature 0 there is no density that the draws are of")
+        raise ArgumentError("ksd: at temperature 0 the draws have no density")
     return temperature

@@ -15,28 +15,31 @@ from pyro_scale.core.warn import warn
 from pyro_scale.curvature.chunks import chunks_of, chunks_with
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.divergence import explosion
-from pyro_scale.diagnostics.own_latents import own_latents
 from pyro_scale.diagnostics.policy import MIXING, WEIGHTS
 from pyro_scale.errors import ApproximationWarning, ArgumentError
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.by_rank import Readers, readers_of
 from pyro_scale.posterior.draws import PosteriorDraws
-from pyro_scale.posterior.predictive import row_log_likelihood
+from pyro_scale.posterior.predictive import log_likelihood_of_rows, row_log_likelihood
+
+#: Relative difference up to which sums over rows are equal: rounding of float32, and less than the
+#: weights of two rows differ.
+_TOL = 1e-5
 
 
 @dataclass(frozen=True)
 class Loo:
-    """What the model predicts of rows that it has not seen, each left out in turn.
+    """How well the model predicts rows that it has not seen, each left out in turn.
 
     Attributes:
-        elpd: the sum over all rows of log p(row | all others), in nats.
-        se: its standard error, were other data drawn from the same source.
-        subsampling_se: its standard error as an estimate of the sum over all rows; 0 for all.
-        num_data: N, the rows that it is a sum over.
-        rows: the places of those that were evaluated, `[m]`.
-        pointwise: of each of them, `[m]`, in nats.
-        pareto_k: the shape of the tail of each one's weights, `[m]`.
-        note: what makes it unreliable, where that is known.
+        elpd: sum over all rows of log p(row | all others), in nats.
+        se: standard error of `elpd` over data sets from the same source.
+        subsampling_se: standard error of `elpd` due to the choice of rows; 0 if all were evaluated.
+        num_data: N, the number of rows that `elpd` sums over.
+        rows: places of the evaluated rows, `[m]`.
+        pointwise: log p(row | all others) of the evaluated rows, `[m]`, in nats.
+        pareto_k: shape of the tail of each row's importance weights, `[m]`.
+        note: why the estimate is unreliable, if that is known.
     """
 
     elpd: float
@@ -49,77 +52,128 @@ class Loo:
     note: str = ""
 
     def __str__(self) -> str:
-        of = f"{len(self.rows)} of {self.num_data} rows"
-        extra = f", {self.subsampling_se:.1f} of it for the choice of rows" if self._is_part else ""
+        extra = ""
+        if len(self.rows) < self.num_data:
+            extra = f", {self.subsampling_se:.1f} of it for the choice of rows"
         error = math.hypot(self.se, self.subsampling_se)
         note = f"; {self.note}" if self.note else ""
-        return f"elpd {self.elpd:.1f} ± {error:.1f}{extra} (PSIS-LOO, {of}){note}"
-
-    @property
-    def _is_part(self) -> bool:
-        return len(self.rows) < self.num_data
+        return (
+            f"elpd {self.elpd:.1f} ± {error:.1f}{extra} (PSIS-LOO, {len(self.rows)} of "
+            f"{self.num_data} rows){note}"
+        )
 
 
 def loo(result: PosteriorDraws, data: Data, num_rows: int | None, seed: int) -> Loo:
     """PSIS-LOO (Vehtari, Gelman and Gabry 2017) of all rows, or of some drawn at random.
 
-    Of some, the sum over all is estimated by the difference to a cheap approximation of every
-    row, its log density at the mean of the draws (Magnusson et al. 2020).
+    With some rows, the sum over all is estimated by differences to an approximation that is cheap
+    for every row, its log likelihood at the mean of the draws (Magnusson et al. 2020).
 
     Args:
-        result: of a run, its draws counting alike.
+        result: draws of a run, with equal weights.
         data: all rows.
-        num_rows: how many to evaluate; all of them by default.
-        seed: which they are.
+        num_rows: rows to evaluate; None for all.
+        seed: of the choice of rows.
 
     Raises:
-        ArgumentError: no data site, one row, too few draws.
+        ArgumentError: there is no data site with a value a row, fewer than two rows, or too few
+            draws.
 
     Warns:
-        UserWarning: some rows' weights have too heavy a tail.
+        ApproximationWarning: weights of some rows have too heavy a tail.
     """
     rules = result.log_posterior.model_info.scaling.rules
     if all(rule.dim is None for rule in rules.values()):
         joint = [n for n, rule in rules.items() if rule.whole_data and rule.role == "global"]
-        why = f": site '{joint[0]}' is one joint density of all rows" if joint else ""
-        raise ArgumentError(f"loo: the model has no data site with a value a row{why}")
+        reason = f": site '{joint[0]}' is one joint density of all rows" if joint else ""
+        raise ArgumentError(f"loo: the model has no data site with a value a row{reason}")
     draws = result.positions.shape[:2].numel()
     if draws < (least := WEIGHTS.fewest_draws):
         raise ArgumentError(f"loo: {draws} draws are too few to weigh: {least} are needed")
     with readers_of(result, "loo", data, num_rows=num_rows, seed=seed) as readers:
-        near = chosen = None
+        at_mean = chosen = None
         if num_rows is None:
             chunks = chunks_of(result.log_posterior, data, share=readers.share)
             parts = [row_log_likelihood(result, chunk) for chunk in chunks]
         else:
-            near = _at_the_mean(result, data, readers)
-            total = len(near)
+            at_mean = _log_lik_at_mean(result, data, readers)
+            total = len(at_mean)
             count = min(as_count("num_rows", num_rows, least=2), total)
             source = torch.Generator().manual_seed(seed)
             chosen = torch.randperm(total, generator=source)[:count].sort().values
-            some = chunks_with(result.log_posterior, data, chosen, readers.share)
-            parts = [row_log_likelihood(result, chunk)[:, places] for chunk, places in some]
-        every = torch.cat(readers.gather(_left_out(result, parts)))
-        return _estimate(result, data, every, chosen, near)
+            pairs = chunks_with(result.log_posterior, data, chosen, readers.share)
+            parts = [row_log_likelihood(result, chunk)[:, places] for chunk, places in pairs]
+        left_out = torch.cat(readers.gather(_leave_out(result, parts)))
+        return _estimate(result, data, left_out, chosen, at_mean)
+
+
+def _log_lik_at_mean(result: PosteriorDraws, data: Data, readers: Readers) -> Tensor:
+    """Log likelihood of each row at the mean of the unconstrained draws, `[N]`."""
+    total = result.positions.shape[:2].numel()
+    mean = torch.stack([block.sum(0) / total for block in result.blocks()]).sum(0)
+    at_mean = dataclasses.replace(result, positions=mean[None, None])
+    chunks = chunks_of(result.log_posterior, data, share=readers.share)
+    parts = readers.map(lambda chunk: row_log_likelihood(at_mean, chunk)[0], chunks)
+    return torch.cat([part for part, _ in parts]).double().cpu()
+
+
+def _leave_out(result: PosteriorDraws, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Log density of each row given the others, and the shape of its weights' tail, `[rows, 2]`.
+
+    Args:
+        result: the draws.
+        parts: log likelihoods of the rows of each chunk, `[draws, rows]`.
+    """
+    if not parts:
+        return []
+    log_lik = torch.cat(list(parts), 1).double().cpu()
+    log_weights, pareto_k = arviz_api.psis(-log_lik.T, _relative_ess(result))
+    values = torch.stack([torch.logsumexp(log_weights + log_lik.T, 1), pareto_k], 1)
+    return list(values.split([part.shape[1] for part in parts]))
+
+
+def _relative_ess(result: PosteriorDraws) -> float:
+    """Effective draws over draws, at most 1: the mean over evenly spread elements."""
+    chains, draws, size = result.positions.shape
+    if draws < 4 or chains * draws < 8:
+        return 1.0
+    import xarray
+
+    every = max(1, -(-size // MIXING.elements))
+    blocks = [block[:, ::every] for block in result.blocks()]
+    chosen = torch.cat(blocks).unflatten(0, (chains, draws)).double().numpy()
+    dataset = xarray.Dataset({"x": (("chain", "draw", "element"), chosen)})
+    ess = arviz_api.ess(dataset, method="mean")
+    return min(1.0, float(ess["x"].mean()) / (chains * draws))
 
 
 def _estimate(
-    result: PosteriorDraws, data: Data, every: Tensor, chosen: Tensor | None, near: Tensor | None
+    result: PosteriorDraws,
+    data: Data,
+    left_out: Tensor,
+    chosen: Tensor | None,
+    at_mean: Tensor | None,
 ) -> Loo:
-    """The estimate from chosen rows' log densities and tails, `[m, 2]`; of all by default."""
-    pointwise, pareto_k = every.unbind(1)
-    if chosen is None:
-        chosen = torch.arange(len(pointwise))
-    if near is None:
-        near = pointwise
-    total, count = len(near), len(chosen)
+    """The estimate, with a warning of heavy tails.
+
+    Args:
+        result: the draws.
+        data: all rows.
+        left_out: log density and tail of each evaluated row, `[m, 2]`.
+        chosen: places of the evaluated rows, `[m]`; None for all.
+        at_mean: log likelihood of every row at the draws' mean, `[N]`; None if all are evaluated.
+    """
+    pointwise, pareto_k = left_out.unbind(1)
+    if chosen is None or at_mean is None:
+        chosen, at_mean = torch.arange(len(pointwise)), pointwise
+    total, count = len(at_mean), len(chosen)
     if total < 2:
         raise ArgumentError("loo: there is only one row: pass two or more")
     note = _warn_of_tails(result, data, pareto_k, chosen, total)
-    ratio, gap = total / count, pointwise - near[chosen]
-    elpd = near.sum() + ratio * gap.sum()
+    ratio, gap = total / count, pointwise - at_mean[chosen]
+    elpd = at_mean.sum() + ratio * gap.sum()
     error = total**2 * (1 - 1 / ratio) * gap.var() / count
-    squares = near.square().sum() + ratio * (pointwise.square() - near[chosen].square()).sum()
+    squares = at_mean.square().sum() + ratio * (pointwise.square() - at_mean[chosen].square()).sum()
     spread = (squares - (elpd.square() - error) / total).clamp(min=0)
     return Loo(
         elpd=float(elpd),
@@ -133,48 +187,36 @@ def _estimate(
     )
 
 
-def _left_out(result: PosteriorDraws, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Each row's log density given the others and the shape of its weights' tail, `[rows, 2]`,
-    from log likelihoods of some rows after others, `[draws, rows]`."""
-    if not parts:
-        return []
-    log_lik = torch.cat(list(parts), 1).double().cpu()
-    log_weights, pareto_k = arviz_api.psis(-log_lik.T, _relative_ess(result))
-    values = torch.stack([torch.logsumexp(log_weights + log_lik.T, 1), pareto_k], 1)
-    return list(values.split([part.shape[1] for part in parts]))
-
-
 def _warn_of_tails(
     result: PosteriorDraws, data: Data, pareto_k: Tensor, chosen: Tensor, total: int
 ) -> str:
-    """Warns of rows with heavy-tailed weights (Pareto k). Returns the cause as a sentence for the
-    user, "" where it is not known."""
+    """Warns of rows with heavy-tailed weights, and returns the cause as a sentence for users, empty
+    if it is not known."""
     draws = result.positions.shape[:2].numel()
-    most = min(WEIGHTS.pareto_k, 1 - 1 / math.log10(max(draws, 11)))
-    is_heavy = ~(pareto_k <= most)  # NaN among them
+    limit = min(WEIGHTS.pareto_k, 1 - 1 / math.log10(max(draws, 11)))
+    is_heavy = ~(pareto_k <= limit)  # NaN among them
     heavy = int(is_heavy.sum())
     if not heavy:
         return ""
-    exploded = explosion(result)
-    if exploded:
+    if exploded := explosion(result):
         warn(ApproximationWarning, exploded, code="exploded")
         return ""
-    note = _own_latents(result, data, chosen[is_heavy], total)
+    note = _explain_by_latents(result, data, chosen[is_heavy], total)
     warn(
         ApproximationWarning,
         f"LOO: the estimate may be unreliable for {heavy} of {len(pareto_k)} rows with Pareto k > "
-        f"{most:.2f}: {note or 'inspect these rows, or use a likelihood with heavier tails'}",
+        f"{limit:.2f}: {note or 'inspect these rows, or use a likelihood with heavier tails'}",
         code="pareto-k",
     )
     return note
 
 
-def _own_latents(result: PosteriorDraws, data: Data, heavy: Tensor, total: int) -> str:
-    """What to do where most of some rows have a latent of their own, else nothing."""
-    for name, is_own in own_latents(result, data, total).items():
-        count = int(is_own[heavy].sum())
-        if 2 * count > len(heavy):
-            which = "each row" if is_own.all() else f"each of {int(is_own.sum())} rows"
+def _explain_by_latents(result: PosteriorDraws, data: Data, heavy: Tensor, total: int) -> str:
+    """What to do if most of the rows at the places `heavy` have their own latent; otherwise
+    empty."""
+    for name, owners in _rows_with_own_latent(result, data, total).items():
+        if 2 * int(owners[heavy].sum()) > len(heavy):
+            which = "each row" if owners.all() else f"each of {int(owners.sum())} rows"
             return (
                 f"{which} has a latent of its own ('{name}'), of which the other rows say no more "
                 "than its prior: sum it out of the likelihood first"
@@ -182,26 +224,40 @@ def _own_latents(result: PosteriorDraws, data: Data, heavy: Tensor, total: int) 
     return ""
 
 
-def _relative_ess(result: PosteriorDraws) -> float:
-    """Draws' worth in independent ones, as a part of their number: the mean over elements."""
-    chains, draws, size = result.positions.shape
-    every = max(1, -(-size // MIXING.elements))
-    if draws < 4 or chains * draws < 8:
-        return 1.0
-    import xarray
+def _rows_with_own_latent(result: PosteriorDraws, data: Data, num_rows: int) -> dict[str, Tensor]:
+    """For each latent site with elements on which a single row depends, whether a row is one of
+    these, `[N]`.
 
-    blocks = [block[:, ::every] for block in result.blocks()]
-    chosen = torch.cat(blocks).unflatten(0, (chains, draws)).double().numpy()
-    draws_of = xarray.Dataset({"x": (("chain", "draw", "element"), chosen)})
-    ess = arviz_api.ess(draws_of, method="mean")
-    return min(1.0, float(ess["x"].mean()) / (chains * draws))
+    Each row has a different weight w.  With g the gradient of its log likelihood in an element, the
+    sums over rows obey (sum of w g)^2 = (sum of g) (sum of w^2 g) if a single row has a gradient.
+    Its weight is (sum of w g) / (sum of g).
 
-
-def _at_the_mean(result: PosteriorDraws, data: Data, readers: Readers) -> Tensor:
-    """Each row's log likelihood at the mean of the unconstrained draws, `[N]`."""
-    total = result.positions.shape[:2].numel()
-    mean = torch.stack([block.sum(0) / total for block in result.blocks()]).sum(0)
-    there = dataclasses.replace(result, positions=mean[None, None])
-    chunks = chunks_of(result.log_posterior, data, share=readers.share)
-    parts = readers.map(lambda chunk: row_log_likelihood(there, chunk)[0], chunks)
-    return torch.cat([part for part, _ in parts]).double().cpu()
+    Args:
+        result: draws of a run, the first of which is used.
+        data: all rows.
+        num_rows: N.
+    """
+    position = result.positions[0, 0].detach().clone().requires_grad_()
+    sums = torch.zeros(3, len(position), dtype=torch.float64)
+    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))
+    weights = 1 + order / num_rows
+    for chunk in chunks_of(result.log_posterior, data):
+        with torch.enable_grad():
+            log_lik = log_likelihood_of_rows(result, result.layout.unflatten(position), chunk)
+        of_chunk, weights = weights[: len(log_lik)].to(log_lik), weights[len(log_lik) :]
+        for power in range(3 if log_lik.requires_grad else 0):
+            total = log_lik @ of_chunk**power
+            (gradient,) = torch.autograd.grad(total, position, retain_graph=True)
+            sums[power] += gradient.double().cpu()
+    plain, first, second = sums
+    is_single = (plain != 0) & ((plain * second - first**2).abs() <= _TOL * first**2)
+    ranks = ((first / plain - 1) * num_rows).round().nan_to_num(0).long().clamp(0, num_rows - 1)
+    rows = order.argsort()[ranks]
+    owners = {}
+    for name in result.log_posterior.latents:
+        places = result.layout.places([name])
+        of_site = torch.zeros(num_rows, dtype=torch.bool)
+        of_site[rows[places][is_single[places]]] = True
+        if of_site.any():
+            owners[name] = of_site
+    return owners

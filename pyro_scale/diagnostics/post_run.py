@@ -1,4 +1,4 @@
-"""What is measured after the last step, on batches that the run has not seen."""
+"""Measurements after the last step of a run, on batches that the run has not used."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pyro_scale.diagnostics.kinetic_temperature import kinetic
-from pyro_scale.diagnostics.temperature import virial
+from pyro_scale.diagnostics.temperature import kinetic, virial
 from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.measurements import Measurements, VirialTemperature
@@ -21,37 +20,35 @@ from pyro_scale.tuning.policy import NOISE
 def measure(
     trajectory: Trajectory, result: PosteriorDraws, values: Mapping[str, Tensor]
 ) -> tuple[PosteriorDraws, BaseException | None]:
-    """(The result with what minibatches did and the temperatures of draws and momenta, an error in
-    reading the batches).
+    """The draws with the noise of minibatches and the temperatures of draws and momenta; and the
+    error that ended the measurements, if one did.
 
     Args:
         trajectory: of the run.
-        result: of the run.
-        values: the hyperparameters', on average over the draws.
+        result: draws of the run.
+        values: mean hyperparameters over the draws.
     """
     plan, problem, batches, draws = trajectory
-    noise = heat = error = None
+    noise = heat = temperature = error = None
     if draws.error is None and problem.has_all_rows:
         step = plan.steps.total  # the first that the run did not take
+        run = problem, result.positions, draws.finished, batches
         try:
-            known = problem, result.positions, draws.finished, batches
-            noise = gradient_noise(*known, step, values, plan.sampling)
+            noise = gradient_noise(*run, step, values, plan.sampling)
             warn_of_a_bad_anchor(noise)
             if values["temperature"] > 0:
                 variance = None if noise is None else noise.variance
-                heat = virial(*known, step + NOISE.draws, variance)
-        except (Exception, KeyboardInterrupt) as raised:
+                heat = virial(*run, step + NOISE.draws, variance)
+                elements = torch.stack([heat.of_elements, heat.errors])
+                temperature = VirialTemperature(heat.parts, elements)
+        except (Exception, KeyboardInterrupt) as raised:  # the data may be gone
             error = raised
-    temperature = None
-    if heat is not None:
-        temperature = VirialTemperature(heat.parts, torch.stack([heat.of_elements, heat.errors]))
     momenta = kinetic(problem, draws, values, noise, heat)
-    return dataclasses.replace(
-        result, measurements=Measurements(noise, temperature, momenta)
-    ), error
+    measurements = Measurements(noise, temperature, momenta)
+    return dataclasses.replace(result, measurements=measurements), error
 
 
 def as_measured_by_first(result: PosteriorDraws, ranks: Ranks) -> PosteriorDraws:
-    """The draws with what rank 0 has measured of them."""
-    measured = ranks.of_first(result.measurements, "what was measured")
-    return dataclasses.replace(result, measurements=measured)
+    """The draws with the measurements of rank 0."""
+    measurements = ranks.of_first(result.measurements, "what was measured")
+    return dataclasses.replace(result, measurements=measurements)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import matrix_or_diagonal
-from pyro_scale.core.layout import Layout
 from pyro_scale.curvature.chunks import Chunk, chunks_of, chunks_with, is_row_wise
+from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.policy import WEIGHTS
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.distributed.shares import Share
@@ -24,29 +24,28 @@ from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.gaussians import Fit
 
-#: The weights' sd in nats that is rounding.
+#: Sd of the log weights that is rounding, in nats.
 _ROUNDING_NATS = 0.01
-#: Evaluations of a row's log density that anybody who asks for weights is ready to wait for.
+#: Evaluations of a row's log density that a call of `psis()` may take.
 _MOST_EVALUATIONS = 2**28
 
 
 class Psis(NamedTuple):
-    """The importance weights of a fit's draws against the log joint.
+    """Importance weights of a fit's draws against the log joint.
 
     Attributes:
-        pareto_k: the shape of the weights' tail: up to 0.7, means under the weights, and the fit
-            itself, can be trusted; 0 where the fit is exact to rounding; NaN where it is not known.
-        log_weights: smoothed, of weights that sum to one, `[draws]`.
-        error: of the log weights, in nats, by the choice of rows; 0 for all of them.
-        num_rows: how many were evaluated.
-        shift: how far the weights move the draws' mean, at the element that they move most, in
-            the draws' sds: how far the fit's mean is from the posterior's, where k is small; 0
-            where that is within four of its standard errors.
-        spread: how many times as wide as the fit the posterior is, by the element where that is
-            most, if it is Gaussian: the weights of a fit that is too narrow are of draws that
-            have not been where they would show it.  Infinite where the log ratios grow faster
-            than the fit's density falls; NaN where it is not known (several starts, too many
-            dimensions).
+        pareto_k: shape of the weights' tail.  Up to 0.7, means under the weights, and the fit
+            itself, can be trusted; 0 if the fit is exact up to rounding; NaN if it is not known.
+        log_weights: smoothed log weights, whose exponentials sum to one, `[draws]`.
+        error: error of the log weights due to the choice of rows, in nats; 0 if all were evaluated.
+        num_rows: number of rows that were evaluated.
+        shift: how far the weights move the mean of the draws, at the element that they move most,
+            in the draws' sds; 0 within four standard errors.  If k is small, it is the distance of
+            the fit's mean from the posterior's.
+        spread: sd of the posterior over that of the fit, at the element where it is largest, if the
+            posterior is Gaussian.  It shows fits that are too narrow, whose draws do not reach
+            where their weights would be large.  Infinite if the log ratios grow faster than the
+            fit's density falls; NaN if it is not known (several starts, too many dimensions).
     """
 
     pareto_k: float
@@ -58,7 +57,7 @@ class Psis(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What the estimate rests on."""
+        """The evidence behind the weights: draws, rows and error."""
         what = f"{len(self.log_weights):,} draws, {self.num_rows:,} rows"
         if math.isnan(self.pareto_k):
             return f"not known: {what} leave an error of {self.error:.2g} nats"
@@ -72,24 +71,25 @@ def psis(
     evaluations: int = _MOST_EVALUATIONS,
     sums: Sums | None = None,
 ) -> Psis:
-    """Importance weights of draws of a fit, at its temperature.
+    """Importance weights of a fit's draws against the log joint, at the fit's temperature.
 
     Args:
-        fit: the approximation: where it has several starts, the mixture of their Gaussians.
-        drawn: from it.
-        num_rows: how many rows are evaluated; by default all of them, or, where that is too dear,
-            as many as an error of 0.2 nats takes.
-        evaluations: of a row at a draw; more are too dear.
-        sums: over the rows, of `sums_at` the draws, where ranks share them out.
+        fit: the approximation; with several starts, the mixture of their Gaussians.
+        drawn: draws of the fit.
+        num_rows: rows to evaluate; by default all, or as many as an error of 0.2 nats requires if
+            all are too expensive.
+        evaluations: most evaluations of a row at a draw.
+        sums: sums over the rows from `sums_at`, if ranks share the rows out.
 
     Raises:
-        ArgumentError: the fit has no density, or none of the model's; the data are gone; it is
-            too dear.
+        ArgumentError: the fit has no density, or is not meant to be the posterior; the data are
+            gone; the evaluations are too many; the log joint is not finite at some draws.
+        DataError: the data do not have N rows.
     """
-    data, log_posterior = fit.data, fit.log_posterior
-    check_has_density(fit)
-    if data is None:
-        raise ArgumentError("psis: the data are not there (single steps, or a file): run() again")
+    log_posterior = fit.log_posterior
+    _check_density(fit)
+    if fit.data is None:
+        raise ArgumentError("psis: single steps and files keep no data: run() again")
     draws = drawn.positions.shape[:2].numel()
     rows = num_rows or rows_for(log_posterior, len(fit.places), draws, evaluations)
     if rows is None:
@@ -98,97 +98,70 @@ def psis(
         )
     positions, sums = torch.cat(list(drawn.blocks())), sums or sums_at(fit, drawn, ALONE)
     if rows >= log_posterior.num_data or not is_row_wise(log_posterior):
-        log_joint, seen = sums.ask("log_joint")
-        if int(seen) != log_posterior.num_data:
-            raise DataError(f"the data hold {int(seen)} rows, not N = {log_posterior.num_data}")
+        log_joint, count = sums.ask("log_joint")
+        if int(count) != log_posterior.num_data:
+            raise DataError(f"the data hold {int(count)} rows, not N = {log_posterior.num_data}")
         error, rows = 0.0, log_posterior.num_data
     else:
-        log_joint, error = _from_some(fit, drawn, positions, rows, sums)
+        log_joint, error = _estimate_log_joint(fit, drawn, fit.data, rows, sums)
         error /= fit.temperature
-    log_ratios = log_joint / fit.temperature - log_density(fit, positions)
+    log_ratios = log_joint / fit.temperature - _log_density(fit, positions)
     if bool((log_ratios.isnan() | (log_ratios == torch.inf)).any()):
         raise ArgumentError("psis: the log joint is NaN or infinite at some of the draws")
-    log_weights, pareto_k = smooth(log_ratios - log_ratios.max())
+    log_weights, pareto_k = _smooth(log_ratios - log_ratios.max())
     pareto_k = pareto_k if error <= WEIGHTS.error else math.nan
-    drawn_at = positions[:, fit.places].double().cpu()
-    moved = log_weights.exp() @ drawn_at - drawn_at.mean(0)
-    shift = float((moved.abs() / drawn_at.std(0)).max())
-    if shift < 4 * float(log_weights.exp().square().sum().sqrt()):  # of the effective draws
+    elements = positions[:, fit.places].double().cpu()
+    moved = log_weights.exp() @ elements - elements.mean(0)
+    shift = float((moved.abs() / elements.std(0)).max())
+    if shift < 4 * float(log_weights.exp().square().sum().sqrt()):  # 1 / sqrt(effective draws)
         shift = 0.0
     return Psis(pareto_k, log_weights, error, rows, shift, _spread(fit, positions, log_ratios))
 
 
 def rows_for(log_posterior: LogPosterior, size: int, draws: int, evaluations: int) -> int | None:
-    """How many rows to evaluate; None where those that are needed are too dear.
+    """The number of rows to evaluate at `draws` draws; None if it takes too many evaluations.
 
-    Rows differ in the curvature that linearizations leave out, whose sum is about D nats: m of
-    them estimate it to within D/sqrt(m).
+    Rows differ in the curvature that linearizations leave out.  It adds up to about D nats, so m
+    rows estimate it to within D / sqrt(m).
+
+    Args:
+        log_posterior: the model.
+        size: dimensions of the Gaussian, D.
+        draws: number of draws.
+        evaluations: most evaluations of a row at a draw.
     """
-    if log_posterior.num_data * draws <= evaluations:
-        return log_posterior.num_data
+    total = log_posterior.num_data
+    if total * draws <= evaluations:
+        return total
     needed = math.ceil((size / WEIGHTS.error) ** 2)
-    if (
-        is_row_wise(log_posterior)
-        and needed < log_posterior.num_data
-        and needed * draws <= evaluations
-    ):
-        return max(needed, min(evaluations // draws, log_posterior.num_data // 2))
+    if is_row_wise(log_posterior) and needed < total and needed * draws <= evaluations:
+        return max(needed, min(evaluations // draws, total // 2))
     return None
 
 
-def smooth(log_ratios: Tensor) -> tuple[Tensor, float]:
-    """(Pareto-smoothed log weights of weights that sum to one, `[draws]`, their tail's shape)."""
-    if not bool(log_ratios.std() > _ROUNDING_NATS):
-        return log_ratios - torch.logsumexp(log_ratios, 0), 0.0
-    log_weights, pareto_k = arviz_api.psis(log_ratios[None], 1.0)
-    return log_weights[0], float(pareto_k[0])
-
-
-def _spread(fit: Fit, positions: Tensor, log_ratios: Tensor) -> float:
-    """See `Psis`: of the Gaussian whose log density is the fit's and a quadratic function that
-    is as near to the log ratios as possible."""
-    size = len(fit.places)
-    row, column = torch.triu_indices(size, size)
-    if fit.num_starts > 1 or 1 + size + len(row) > len(positions) // 2:
-        return math.nan
-    gaussian = fit.gaussians[0]
-    sds = gaussian.variance.double().cpu().sqrt()
-    away = (positions[:, fit.places] - gaussian.mean).double().cpu() / sds
-    terms = [torch.ones_like(away[:, :1]), away, away[:, row] * away[:, column]]
-    finite = log_ratios.isfinite()
-    solution = torch.linalg.lstsq(torch.cat(terms, 1)[finite], log_ratios[finite, None]).solution[
-        :, 0
-    ]
-    bend = away.new_zeros(size, size)
-    bend[row, column] = solution[1 + size :]
-    own = matrix_or_diagonal(gaussian.precision, dense=True).double().cpu() * sds * sds[:, None]
-    precision = own - bend - bend.T
-    if not bool((torch.linalg.eigvalsh(precision) > 0).all()):
-        return math.inf
-    return float(torch.linalg.inv(precision).diagonal().max().sqrt())
-
-
-def check_has_density(fit: Fit) -> None:
-    """Refuses fits that have no density to compare with the model's.
+def _check_density(fit: Fit) -> None:
+    """Checks that a fit has a density that can be compared with the model's.
 
     Raises:
-        ArgumentError: why.
+        ArgumentError: it has none; the message says why.
     """
+    if fit.other_target:
+        raise ArgumentError(f"psis: {fit.other_target}")
     if not fit.gaussians:
         raise ArgumentError("psis: a mode has no density: fit Laplace, VI or EKF")
     if fit.temperature == 0:
         raise ArgumentError("psis: at temperature 0 there is no density")
-    held = fit.centers.clone()
-    held[:, fit.places] = 0
-    if bool((held != held[0]).any()):
+    fixed = fit.centers.clone()
+    fixed[:, fit.places] = 0
+    if bool((fixed != fixed[0]).any()):
         raise ArgumentError(
-            "psis: starts with other values of what has no Gaussian (sites, pyro.param) are of no "
-            "one density: pass num_chains=1"
+            "psis: the starts have different values of sites without a Gaussian or of pyro.param, "
+            "so they have no common density: pass num_chains=1"
         )
 
 
-def log_density(fit: Fit, positions: Tensor) -> Tensor:
-    """The fit's own, a mixture over its starts, `[n]`, in nats."""
+def _log_density(fit: Fit, positions: Tensor) -> Tensor:
+    """Log density of the mixture of a fit's Gaussians, `[draws]`, in nats."""
     elements = positions[:, fit.places].double()
     parts = torch.stack(
         [torch.vmap(gaussian.double().log_prob)(elements) for gaussian in fit.gaussians]
@@ -196,9 +169,50 @@ def log_density(fit: Fit, positions: Tensor) -> Tensor:
     return (torch.logsumexp(parts, 0) - math.log(len(parts))).cpu()
 
 
+def _smooth(log_ratios: Tensor) -> tuple[Tensor, float]:
+    """Pareto-smoothed log weights, whose exponentials sum to one, `[draws]`; the shape of their
+    tail."""
+    if not bool(log_ratios.std() > _ROUNDING_NATS):
+        return log_ratios - torch.logsumexp(log_ratios, 0), 0.0
+    log_weights, pareto_k = arviz_api.psis(log_ratios[None], 1.0)
+    return log_weights[0], float(pareto_k[0])
+
+
+def _spread(fit: Fit, positions: Tensor, log_ratios: Tensor) -> float:
+    """See `Psis.spread`: from the Gaussian whose log density is the fit's plus the quadratic
+    function that is closest to the log ratios."""
+    size = len(fit.places)
+    row, column = torch.triu_indices(size, size)
+    if fit.num_starts > 1 or 1 + size + len(row) > len(positions) // 2:
+        return math.nan
+    gaussian = fit.gaussians[0]
+    sds = gaussian.variance.double().cpu().sqrt()
+    z = (positions[:, fit.places] - gaussian.mean).double().cpu() / sds
+    terms = torch.cat([torch.ones_like(z[:, :1]), z, z[:, row] * z[:, column]], 1)
+    finite = log_ratios.isfinite()
+    coefficients = torch.linalg.lstsq(terms[finite], log_ratios[finite, None]).solution[:, 0]
+    bend = z.new_zeros(size, size)
+    bend[row, column] = coefficients[1 + size :]
+    precision = matrix_or_diagonal(gaussian.precision, dense=True).double().cpu()
+    precision = precision * sds * sds[:, None] - bend - bend.T
+    if not bool((torch.linalg.eigvalsh(precision) > 0).all()):
+        return math.inf
+    return float(torch.linalg.inv(precision).diagonal().max().sqrt())
+
+
+# ------------------------------------------------------------------ sums over rows
+
+
 def sums_at(fit: Fit, drawn: PosteriorDraws, ranks: Ranks) -> Sums:
-    """Sums over the rows at draws of a fit, as `psis` needs them, each rank its share."""
-    terms = _Terms(fit, drawn, ranks.share)
+    """The sums over rows that `psis` takes at a fit's draws, of which each rank computes its share.
+
+    Args:
+        fit: the approximation, with its data.
+        drawn: draws of the fit.
+        ranks: the processes.
+    """
+    assert fit.data is not None
+    terms = _Terms(drawn, fit.data, ranks.share)
     named: dict[str, Terms] = {
         "log_joint": terms.log_joint,
         "gap": terms.gap,
@@ -209,113 +223,106 @@ def sums_at(fit: Fit, drawn: PosteriorDraws, ranks: Ranks) -> Sums:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Terms of sums over rows.
+    """A rank's terms of sums over rows, in double precision.
 
     Attributes:
-        fit: the approximation.
-        drawn: from it, n draws.
-        share: whose rows.
+        drawn: draws of the fit.
+        data: of the fit.
+        share: the rank's rows.
     """
 
-    fit: Fit
     drawn: PosteriorDraws
+    data: Data
     share: Share
 
     def log_joint(self) -> tuple[Tensor, Tensor]:
-        """(That of all rows at every draw, `[n]`, in nats, how many rows they are)."""
-        log_posterior, total = self.fit.log_posterior, self._nothing
-        seen = torch.zeros((), dtype=torch.float64)
-        assert self.fit.data is not None
-        for chunk in chunks_of(log_posterior, self.fit.data, share=self.share):
-            own = partial(_share, log_posterior, chunk)
-            total = total + torch.cat(list(self.drawn.chunks(own))).cpu()
-            seen += chunk.num_new
-        return total, seen
+        """The log joint of all rows at every draw, `[draws]`, in nats; the number of rows."""
+        log_posterior = self.drawn.log_posterior
+        total = torch.zeros(len(self._positions), dtype=torch.float64)
+        count = torch.zeros((), dtype=torch.float64)
+        for chunk in chunks_of(log_posterior, self.data, share=self.share):
+            share = chunk.num_new / log_posterior.num_data
+
+            def log_joint(params: Params, chunk: Chunk = chunk, share: float = share) -> Tensor:
+                evaluation = log_posterior(params, chunk.arguments, chunk.indices)
+                log_prior = share * evaluation.log_prior.double()
+                return evaluation.log_lik[chunk.keep].double().sum() + log_prior
+
+            total = total + self._at_draws(log_joint)
+            count += chunk.num_new
+        return total, count
 
     def gap(self, chosen: Tensor) -> Tensor:
-        """What is left of chosen rows' log likelihoods at every draw but for their linearizations
-        at the draws' center, `[n]`."""
-        log_posterior, data, layout = self.fit.log_posterior, self.fit.data, self.fit.layout
-        assert data is not None
-        total = self._nothing
-        for chunk, places in chunks_with(log_posterior, data, chosen, self.share):
-            rows = partial(_rows, log_posterior, chunk, places)
-            values = torch.cat(list(self.drawn.chunks(rows)))
-            total += values.cpu() - self._away @ _slope(rows, layout, self._center)
+        """Log likelihood of chosen rows at every draw less its linearization at the draws' center,
+        `[draws]`."""
+        total = torch.zeros(len(self._positions), dtype=torch.float64)
+        away = (self._positions - self._center).double().cpu()
+        for chunk, places in chunks_with(self.drawn.log_posterior, self.data, chosen, self.share):
+            log_lik = self._log_lik(chunk, places)
+            total += self._at_draws(log_lik) - away @ self._gradient(log_lik)
         return total
 
     def slope(self) -> Tensor:
-        """The gradient of all rows' log likelihood at the draws' center, [D]."""
-        log_posterior, data, layout = self.fit.log_posterior, self.fit.data, self.fit.layout
-        assert data is not None
-        total = torch.zeros_like(self._center, dtype=torch.float64, device="cpu")
-        for chunk in chunks_of(log_posterior, data, share=self.share):
+        """Gradient of the log likelihood of all rows at the draws' center, [D]."""
+        total = torch.zeros(len(self._center), dtype=torch.float64)
+        for chunk in chunks_of(self.drawn.log_posterior, self.data, share=self.share):
             every = torch.arange(chunk.num_rows)[chunk.keep]
-            total += _slope(partial(_rows, log_posterior, chunk, every), layout, self._center)
+            total += self._gradient(self._log_lik(chunk, every))
         return total
 
     @cached_property
     def _positions(self) -> Tensor:
         return torch.cat(list(self.drawn.blocks()))
 
-    @property
-    def _nothing(self) -> Tensor:
-        return torch.zeros(len(self._positions), dtype=torch.float64)
-
     @cached_property
     def _center(self) -> Tensor:
         return self._positions.mean(0)
 
-    @cached_property
-    def _away(self) -> Tensor:
-        return (self._positions - self._center).double().cpu()
+    def _log_lik(self, chunk: Chunk, places: Tensor) -> Callable[[Params], Tensor]:
+        """The log likelihood of some rows of a chunk, as a function of params."""
+
+        def log_lik(params: Params) -> Tensor:
+            of_rows = self.drawn.log_posterior(params, chunk.arguments, chunk.indices).log_lik
+            return of_rows[places.to(of_rows.device)].double().sum()
+
+        return log_lik
+
+    def _at_draws(self, function: Callable[[Params], Tensor]) -> Tensor:
+        """Values of a function of params at every draw, `[draws]`."""
+        return torch.cat(list(self.drawn.chunks(function))).cpu()
+
+    def _gradient(self, function: Callable[[Params], Tensor]) -> Tensor:
+        """Gradient of a function of params at the draws' center, [D]."""
+        position = self._center.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            # a function that depends on no param has the gradient 0
+            value = function(self.drawn.layout.unflatten(position)) + 0 * position.sum()
+            (gradient,) = torch.autograd.grad(value, position)
+        return gradient.double().cpu()
 
 
-def _from_some(
-    fit: Fit, drawn: PosteriorDraws, positions: Tensor, num_rows: int, sums: Sums
+def _estimate_log_joint(
+    fit: Fit, drawn: PosteriorDraws, data: Data, num_rows: int, sums: Sums
 ) -> tuple[Tensor, float]:
-    """(The log joint of all rows at every draw up to a constant, `[n]`, its error in nats), from
-    differences of some rows to their linearizations at the center of the draws.
+    """The log joint of all rows at every draw up to a constant, `[draws]`, and its error in nats.
 
-    All rows' linearization takes one pass.  The error is that of two halves of the rows, which say
-    the same but for the choice of rows.
+    Estimated from the differences of some rows to their linearizations at the draws' center, and
+    the linearization of all rows, which takes one pass.  The error is that between two halves of
+    the rows.
     """
-    log_posterior, data = fit.log_posterior, fit.data
-    assert data is not None
+    log_posterior, positions = fit.log_posterior, torch.cat(list(drawn.blocks()))
     away = (positions - positions.mean(0)).double().cpu()
     source = torch.Generator().manual_seed(fit.seed)
     chosen = torch.randperm(log_posterior.num_data, generator=source)[:num_rows]
-    halves = []
-    for half in chosen.tensor_split(2):
-        rest = sums.ask("gap", half.sort().values)
-        halves.append(rest * (log_posterior.num_data / len(half)))
+    one, other = (
+        sums.ask("gap", half.sort().values) * (log_posterior.num_data / len(half))
+        for half in chosen.tensor_split(2)
+    )
     linear = sums.ask("slope")
     first = next(chunks_of(log_posterior, data, 1))
 
-    def prior(params: Params) -> Tensor:
+    def log_prior(params: Params) -> Tensor:
         return log_posterior(params, first.arguments, first.indices).log_prior.double()
 
-    log_prior = torch.cat(list(drawn.chunks(prior))).cpu()
-    error = float((halves[0] - halves[1]).std()) / 2
-    return log_prior + away @ linear + (halves[0] + halves[1]) / 2, error
-
-
-def _share(log_posterior: LogPosterior, chunk: Chunk, params: Params) -> Tensor:
-    """A chunk's part of the log joint, in double precision."""
-    evaluation = log_posterior(params, chunk.arguments, chunk.indices)
-    share = chunk.num_new / log_posterior.num_data
-    return evaluation.log_lik[chunk.keep].double().sum() + share * evaluation.log_prior.double()
-
-
-def _rows(log_posterior: LogPosterior, chunk: Chunk, places: Tensor, params: Params) -> Tensor:
-    """The log likelihood of some rows, in double precision."""
-    evaluation = log_posterior(params, chunk.arguments, chunk.indices)
-    return evaluation.log_lik[places.to(evaluation.log_lik.device)].double().sum()
-
-
-def _slope(function: Callable[[Params], Tensor], layout: Layout, position: Tensor) -> Tensor:
-    """The gradient at a position, [D], in double precision."""
-    here = position.detach().clone().requires_grad_()
-    with torch.enable_grad():
-        (slope,) = torch.autograd.grad(function(layout.unflatten(here)) + 0 * here.sum(), here)
-    return slope.double().cpu()
+    prior = torch.cat(list(drawn.chunks(log_prior))).cpu()
+    return prior + away @ linear + (one + other) / 2, float((one - other).std()) / 2

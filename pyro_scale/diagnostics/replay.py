@@ -1,4 +1,4 @@
-"""Why a chain became NaN or infinite: its last steps are taken again and examined."""
+"""Why a chain became NaN or infinite, found by taking its last steps again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout, dtype_name
 from pyro_scale.core.rows import Arguments
-from pyro_scale.diagnostics.replay_steps import Rerun, rerun
+from pyro_scale.diagnostics.crash_dump import Rerun, rerun
 from pyro_scale.model.diagnose import error_in_short, find_broken_site, nan_or_infinite
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.serialization import layout_of, prepare_model
@@ -22,8 +22,8 @@ from pyro_scale.storage import files
 if TYPE_CHECKING:
     import pandas
 
-#: By how much a gradient grows within the last steps of a chain that runs away, and how much
-#: farther out than the start such a chain is.
+#: Factors of a chain that runs away: growth of its gradient within the last steps, and distance
+#: from 0 relative to that of the start.
 _GROWTH, _FAR_FROM_START = 100.0, 1e6
 
 
@@ -32,16 +32,16 @@ class Replay:
     """The last steps of a chain that broke.
 
     Attributes:
-        chain: which chain.
-        step: the step after which its state was not finite.
-        site: whose value, log density or gradient is to blame.
-        reason: why, in words.
-        steps: one row a step: its number, the largest lr, the batch's estimate of the log joint
-            in nats, and for each site the norm of its unconstrained value before the step and of
-            the gradient of the log joint over N, where the step took it.
-        params: unconstrained tensors by site, where the first number that is not finite came
-            from: `LogPosterior(model, N)(params, batch)` evaluates it again.
-        batch: the model's arguments there.
+        chain: number of the chain.
+        step: number of the step after which its state was not finite.
+        site: the site whose value, log density or gradient is to blame.
+        reason: why it broke, in words.
+        steps: DataFrame with a row for each step: its number, the largest lr, the batch's estimate
+            of the log joint in nats, and for each site the norm of its unconstrained value before
+            the step and of the gradient of the log joint over N, where the step took it.
+        params: unconstrained tensors by site at which the first number that is not finite came up:
+            `LogPosterior(model, N)(params, batch)` evaluates it again.
+        batch: the model's arguments of that step.
         indices: `[B]`, for a model that subsamples by itself: the third argument of that call.
     """
 
@@ -60,21 +60,21 @@ class Replay:
 
 
 def replay(path: files.FilePath, model: Any) -> Replay:
-    """Takes the last steps of a chain that became NaN or infinite again, and says why it did.
+    """Takes the last steps of a chain that became NaN or infinite again, and says why it broke.
 
-    A sampler's `run` writes up to 16 of them, as many as fit into 64 MiB, for the first four
-    chains that break, and its NonFiniteError names the file.  They are taken one by one,
-    eagerly, each from the state that it began in, and the one that breaks is evaluated with
-    Pyro's and torch's validation on.  Not written are single steps (`step`), approximations,
-    steps on the features of a frozen base, batches with what is neither tensor nor plain value,
-    and more than 1 GiB.
+    The `run` of a sampler writes up to 16 steps, as many as fit into 64 MiB, of each of the first
+    four chains that break.  Its NonFiniteError names the file.  `replay` takes the steps one by
+    one, eagerly, each from the state in which it began, and evaluates the one that breaks with
+    Pyro's and torch's validation on.  There is no file for single steps (`step`), approximations,
+    steps on the features of a frozen base, batches with objects other than tensors and plain
+    values, and dumps beyond 1 GiB.
 
     Args:
         path: the file.
-        model: what was run, as for the constructor.
+        model: the model of the run, as for the method's constructor.
 
     Returns:
-        The site, the reason, a table of the steps, and params and batch to go on by hand with.
+        The site, the reason, a table of the steps, and params and batch for your own evaluations.
 
     Raises:
         ArgumentError: `path` is no path, or `model` is not callable.
@@ -99,12 +99,12 @@ def replay(path: files.FilePath, model: Any) -> Replay:
     log_posterior, layout = prepare_model(contents, model), layout_of(contents)
     steps = list(rerun(contents, log_posterior))
     broken = next((step for step in steps if not step.is_sound), steps[-1])
-    site, reason = _diagnosis(contents, log_posterior, layout, steps, broken)
-    off = next((step.number for step in steps if not step.agrees), None)
-    if off is not None:
+    site, reason = _diagnose(contents, log_posterior, layout, steps, broken)
+    differing = next((step.number for step in steps if not step.agrees), None)
+    if differing is not None:
         reason += (
-            f"; but step {off} is not what it was in the run: something in the model is another "
-            "one, or not deterministic"
+            f"; but step {differing} is not what it was in the run: something in the model is "
+            "another one, or not deterministic"
         )
     return Replay(
         chain=contents["chain"],
@@ -118,82 +118,82 @@ def replay(path: files.FilePath, model: Any) -> Replay:
     )
 
 
-def _diagnosis(
+def _diagnose(
     contents: Mapping[str, Any],
     log_posterior: LogPosterior,
     layout: Layout,
     steps: Sequence[Rerun],
     broken: Rerun,
 ) -> tuple[str, str]:
-    """(The site that is to blame, why) for the first step that is not sound."""
+    """The site that is to blame and the reason, for the first step that is not sound."""
     at, failed = f"at step {broken.number}", contents["site"]
     if broken.is_sound:
         return failed, "the steps are finite when they are taken again"
     has_gradient = broken.error is None and bool(torch.isfinite(broken.gradient).all())
-    evaluated = has_gradient and math.isfinite(broken.log_joint)
-    here, what = (None, "") if evaluated else _examine(log_posterior, layout, broken)
-    told = "" if evaluated else _validate(log_posterior, layout, broken)
-    bad = _bad_argument(broken.arguments)
-    if bad is not None and not evaluated:
-        reason = f"the batch holds NaN or infinite numbers in argument {bad} {at}"
-        return here or failed, reason + told
-    ran_away = _ran_away(contents, layout, [s for s in steps if s.number <= broken.number])
-    if ran_away is not None:
-        return ran_away
+    is_evaluated = has_gradient and math.isfinite(broken.log_joint)
+    blamed, finding, validated = None, "", ""
+    if not is_evaluated:
+        blamed, finding, validated = _examine(log_posterior, layout, broken)
+        bad = _bad_argument(broken.arguments)
+        if bad is not None:
+            reason = f"the batch holds NaN or infinite numbers in argument {bad} {at}"
+            return blamed or failed, reason + validated
+    taken = [step for step in steps if step.number <= broken.number]
+    if (runaway := _find_runaway(contents, layout, taken)) is not None:
+        return runaway
     if not bool(torch.isfinite(broken.position).all()):
-        site = _first(layout, broken.position)
+        site = _first_not_finite(layout, broken.position)
         return site, f"site '{site}': its value is not finite {at}, before its gradient is taken"
     on = "on finite unconstrained values and a finite batch"
     if broken.error is not None:
-        raised = error_in_short(broken.error)
-        return here or failed, f"site '{here or failed}': the model raises {raised} {at}, {on}"
-    if here is not None:
-        return here, f"site '{here}': its log density is {what} {at}, {on}{told}"
-    if has_gradient and not evaluated:
+        site = blamed or failed
+        return site, f"site '{site}': the model raises {error_in_short(broken.error)} {at}, {on}"
+    if blamed is not None:
+        return blamed, f"site '{blamed}': its log density is {finding} {at}, {on}{validated}"
+    if is_evaluated:
+        return failed, (
+            f"site '{failed}': its value is not finite after step {broken.number}, which begins "
+            "with a finite gradient: the step size is above the stable range, or the state before "
+            "it is far out"
+        )
+    if has_gradient:
         return failed, (
             f"the log joint is not finite {at}, {on}, though every site's log density is: their "
             f"sum leaves what {dtype_name(layout.dtype)} holds, so scale the data"
         )
-    if not evaluated:
-        site = _first(layout, broken.gradient)
-        value = nan_or_infinite(broken.gradient[layout.slices()[site]])
-        return site, f"site '{site}': its gradient of the log joint is {value} {at}, {on}{told}"
-    return failed, (
-        f"site '{failed}': its value is not finite after step {broken.number}, which begins with "
-        "a finite gradient: the step size is above the stable range, or the state before it is "
-        "far out"
-    )
+    site = _first_not_finite(layout, broken.gradient)
+    value = nan_or_infinite(broken.gradient[layout.slices()[site]])
+    return site, f"site '{site}': its gradient of the log joint is {value} {at}, {on}{validated}"
 
 
 def _examine(
-    log_posterior: LogPosterior, layout: Layout, step: Rerun, validate: bool = False
-) -> tuple[str | None, str]:
+    log_posterior: LogPosterior, layout: Layout, step: Rerun
+) -> tuple[str | None, str, str]:
+    """The first site whose log density is not finite, what it is, and what validation adds to
+    that."""
     params = layout.unflatten(step.position)
-    return find_broken_site(log_posterior, params, step.arguments, step.indices, validate)
+    site, finding = find_broken_site(log_posterior, params, step.arguments, step.indices)
+    raising, raised = find_broken_site(
+        log_posterior, params, step.arguments, step.indices, validate=True
+    )
+    if raising is None or raised == finding:
+        return site, finding, ""
+    return site, finding, f"; with validation on, site '{raising}' raises {raised}"
 
 
-def _validate(log_posterior: LogPosterior, layout: Layout, step: Rerun) -> str:
-    """What validation says that comes without it as a number, if anything."""
-    _, without = _examine(log_posterior, layout, step)
-    site, finding = _examine(log_posterior, layout, step, validate=True)
-    if site is None or finding == without:
-        return ""
-    return f"; with validation on, site '{site}' raises {finding}"
-
-
-def _ran_away(
+def _find_runaway(
     contents: Mapping[str, Any], layout: Layout, steps: Sequence[Rerun]
 ) -> tuple[str, str] | None:
-    """(The site, why), where the step size is above the stable range: gradients grow from step to
-    step, or the chain is far out."""
+    """The site and the reason if the step size is above the stable range: gradients grow from step
+    to step, or the chain is far out.  None if not."""
     finite = [step for step in steps if bool(torch.isfinite(step.gradient).all())]
     if len(finite) < 2:
         return None
-    growth, earlier = {}, finite[: len(finite) // 2]
+    growth = {}
     for name, place in layout.slices().items():
         sizes = [float(step.gradient[place].double().abs().amax()) for step in finite]
-        # above all of the first half: a gradient that passes zero grows as much by chance
-        before = max(sizes[: len(earlier)])
+        # beyond the first half's largest: a gradient that passes zero grows as much by chance
+        before = max(sizes[: len(finite) // 2])
         growth[name] = sizes[-1] / before if before > 0 else 0.0
     start = max(float(value.abs().max()) for value in contents["start"].values())
     is_far = float(finite[-1].position.double().abs().amax()) > _FAR_FROM_START * (1 + start)
@@ -210,36 +210,32 @@ def _ran_away(
 
 
 def _bad_argument(arguments: Arguments) -> str | None:
-    """The first argument that holds NaN or an infinite number."""
+    """Name of the first argument with NaN or infinite numbers."""
     named = rows.named_leaves(arguments)
     bad = (n for n, leaf in named if rows.is_rows(leaf) and not bool(leaf.isfinite().all()))
     return next(bad, None)
 
 
-def _first(layout: Layout, vector: Tensor) -> str:
+def _first_not_finite(layout: Layout, vector: Tensor) -> str:
     """The site of the first element that is not finite."""
     return layout.site_at(int(torch.nonzero(~torch.isfinite(vector))[0]))
 
 
 def _norm(values: Tensor) -> float:
-    """The Euclidean norm, of values too large to be squared as well."""
+    """The Euclidean norm, also of values whose squares overflow."""
     largest = values.abs().amax()
     return float(largest * torch.linalg.vector_norm(values / largest)) if largest > 0 else 0.0
 
 
 def _table(steps: Sequence[Rerun], layout: Layout) -> pandas.DataFrame:
-    """One row a step."""
+    """A row for each step; see `Replay.steps`."""
     import pandas
-
-    def norms(vector: Tensor) -> dict[str, float]:
-        parts = layout.unflatten(vector.double())
-        return {name: _norm(part) for name, part in parts.items()}
 
     table = []
     for step in steps:
         row = {"step": step.number, "lr": step.lr, "log_joint": step.log_joint}
-        gradients = norms(step.gradient)
-        for name, value in norms(step.before.position).items():
-            row |= {f"{name} value": value, f"{name} gradient": gradients[name]}
+        gradients = layout.unflatten(step.gradient.double())
+        for name, value in layout.unflatten(step.start.double()).items():
+            row |= {f"{name} value": _norm(value), f"{name} gradient": _norm(gradients[name])}
         table.append(row)
     return pandas.DataFrame(table)

@@ -1,18 +1,19 @@
-"""The bias of a finite step size, from the coupled run at half the step.
+"""The bias of a finite step size, from a coupled run at half the step.
 
-A bias that falls as lr^p is 1/2^p as large in the coupled run.  So it is the difference of the two
-runs times 2^p / (2^p - 1) (Richardson's extrapolation).  With minibatches, p comes from the
-kernel's exact law on a Gaussian, with the draws' variances and the gradients' noise, wherever that
-law explains the difference.  Otherwise p is the kernel's order, and the precision is taken as
+The coupled run starts at the same positions and takes twice as many steps on the same path of noise
+(each normal is split in two), with its own batches, drawn by the same rule.  The two runs stay
+close, so their difference has less variance than either.  `extrapolation.py` derives the bias from
+it.  With minibatches, the order of the bias in lr is that of the kernel on a Gaussian, wherever
+that law explains the difference.  Otherwise it is the kernel's order, and the precision is taken as
 linear in lr^p (on Gaussians exact for SGLD, nearly so for SGHMC).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,78 +21,88 @@ from torch import Tensor
 
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.core.warn import warn
-from pyro_scale.diagnostics.coupled_run import run_coupled
-from pyro_scale.diagnostics.divergence import explosion
-from pyro_scale.diagnostics.extrapolation import LEAST_VARIANCE, Law, law_of
-from pyro_scale.diagnostics.report import errors_of_the_worst, lower_lr, standard_error
-from pyro_scale.errors import ArgumentError, BiasWarning
+from pyro_scale.diagnostics.convergence import standard_error
+from pyro_scale.diagnostics.divergence import explosion, message
+from pyro_scale.diagnostics.extrapolation import (
+    Law,
+    bias_factor,
+    choose_orders,
+    extrapolate_sd,
+    gaussian_law,
+)
+from pyro_scale.diagnostics.policy import TEMPERATURE, errors_by_chance
+from pyro_scale.diagnostics.table import lower_lr
+from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.errors import ArgumentError, BiasWarning, NonFiniteError
 from pyro_scale.posterior.draws import PosteriorDraws
+from pyro_scale.rng.seeds import Purpose, derived_seed
+from pyro_scale.rng.streams import RefinedNoise
+from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning.policy import TOLERANCE
 
-#: Places in an epoch from which on draws see enough of what shuffled batches heat on average: of 4
-#: a bias comes out 6% too large, of 2 about 30%.
+#: Places in an epoch that draws must fall at to see the average heat of shuffled batches: with 4
+#: places a bias comes out 6% too large, with 2 about 30%.
 _ENOUGH_PLACES = 3
 
 
-class Bias(NamedTuple):
-    """What is known of one element: values, and the order of lr that they are extrapolated by.
+class _SiteBias(NamedTuple):
+    """The bias of a site's worst elements.
 
     Attributes:
-        mean: what is too much in the mean, in posterior sds.
-        mean_error: its standard error.
-        sd: by what the standard deviation is multiplied.
-        sd_error: its standard error.
-        sd_range: what it is within as many standard errors as the worst of its site's elements
-            may be off by chance.
-        mean_range: so many standard errors of the mean.
-        orders: of the mean, of the standard deviation.
+        mean: excess of the mean, in posterior sds.
+        mean_mcse: standard error of `mean`.
+        sd: factor on the sd.
+        sd_mcse: standard error of `sd`.
+        sd_order: order of lr with which `sd` - 1 falls.
+        excess: the larger of the two biases over its tolerance; 0 if neither is significantly above
+            it.
+        excess_order: order of lr with which that bias falls.
     """
 
     mean: float
-    mean_error: float
+    mean_mcse: float
     sd: float
-    sd_error: float
-    sd_range: tuple[float, float]
-    mean_range: float
-    orders: tuple[float, float]
+    sd_mcse: float
+    sd_order: float
+    excess: float
+    excess_order: float
 
 
 def step_size_bias(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -> Any:
-    """A table, one row a latent site; see `Sampler.step_size_bias`."""
+    """A DataFrame with a row for each latent site; see `Sampler.step_size_bias`."""
     import pandas
 
-    _check(plan, result, num_samples)
+    _check_run(plan, result, num_samples)
     started = time.perf_counter()
     count = num_samples or result.positions.shape[1]
     short, coupled = run_coupled(plan, result, count)
-    laws = _laws(plan, result, short, coupled)
+    laws = _gaussian_laws(plan, result, short, coupled)
     biases = {
-        name: _bias(
-            _elements(short.samples[name]),
-            _elements(coupled.samples[name]),
-            short.weights,
-            laws.get(name),
-            plan,
+        name: _bias_of_site(
+            short.samples[name], coupled.samples[name], short.weights, laws.get(name), plan
         )
         for name in result.log_posterior.latents
     }
     table = pandas.DataFrame(
-        [(bias.mean, bias.mean_error, bias.sd, bias.sd_error) for bias in biases.values()],
+        [(bias.mean, bias.mean_mcse, bias.sd, bias.sd_mcse) for bias in biases.values()],
         columns=["mean_bias", "mean_bias_mcse", "sd_inflation", "sd_inflation_mcse"],
         index=pandas.Index([*biases], name="site"),
     )
-    table.attrs["order"] = {name: bias.orders[1] for name, bias in biases.items()}
+    table.attrs["order"] = {name: bias.sd_order for name, bias in biases.items()}
     table.attrs["seconds"] = time.perf_counter() - started
-    _warn_of_the_worst(biases, result, plan)
+    worst = max(biases, key=lambda name: biases[name].excess)
+    if biases[worst].excess > 0:
+        _warn_of_bias(worst, biases[worst], result, plan)
     return table
 
 
-def _check(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -> None:
-    """Refuses what has no bias to be found this way.
+def _check_run(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -> None:
+    """Checks that a coupled run can show the bias.
 
     Raises:
-        ArgumentError: it says why.
+        ArgumentError: a Cyclical lr, temperature 0, chains that have exploded, draws that fall at
+            too few places of an epoch, or more draws than the run has.
     """
     if isinstance(plan.kernel.lr, Cyclical):
         raise ArgumentError(
@@ -100,10 +111,10 @@ def _check(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -> No
         )
     if float(result.sample_stats["temperature"].max()) == 0:
         raise ArgumentError(
-            "step_size_bias: temperature 0 is an optimizer, which has no posterior to be off from"
+            "step_size_bias: at temperature 0 a run is an optimizer, whose draws have no posterior"
         )
-    if message := explosion(result):
-        raise ArgumentError(f"step_size_bias: {message}")
+    if exploded := explosion(result):
+        raise ArgumentError(f"step_size_bias: {exploded}")
     epoch, thinning = plan.problem.epoch(plan.sampling), plan.steps.thinning
     if epoch is not None:
         places = epoch // math.gcd(epoch, thinning)
@@ -119,130 +130,135 @@ def _check(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -> No
         raise ArgumentError(f"num_samples={num_samples}: the run has {kept} draws a chain")
 
 
-def _laws(
+# ------------------------------------------------------------------ the coupled run
+
+
+def run_coupled(
+    plan: RunPlan, result: PosteriorDraws, count: int
+) -> tuple[PosteriorDraws, PosteriorDraws]:
+    """The first `count` draws of the run, and those of the coupled run, of the chains that finished
+    in both.
+
+    Raises:
+        NonFiniteError: all chains of the coupled run became NaN or infinite.
+    """
+    draws = _run_at_half_step(plan, count)
+    places = [i for i, chain in enumerate(plan.finished) if chain in draws.finished]
+    chains = [plan.finished[place] for place in places]
+    short = dataclasses.replace(
+        result,
+        positions=result.positions[torch.tensor(places)[:, None], torch.arange(count)],
+        sample_stats={k: v[places, :count] for k, v in result.sample_stats.items()},
+    )
+    return short, dataclasses.replace(short, positions=draws.positions[chains])
+
+
+def _run_at_half_step(plan: RunPlan, count: int) -> Draws:
+    """`count` draws of each chain of the coupled run."""
+    problem, kernel, positions = plan.problem, plan.kernel, plan.problem.positions
+    steps = Steps(count, 2 * plan.steps.warmup_steps, 2 * plan.steps.thinning)
+    columns = {
+        name: column.repeat_interleave(2, 0)[: steps.total] for name, column in plan.columns.items()
+    }
+    columns["lr"] = columns["lr"] / 2
+    chains, shape = range(len(positions)), (kernel.normals, problem.engine.num_latents)
+    noise = RefinedNoise(problem.seed, chains, shape, positions.dtype, positions.device)
+    # another seed for batches; momenta start as those of the run
+    other = dataclasses.replace(problem, seed=derived_seed(problem.seed, 0, Purpose.SHADOW))
+    coupled = dataclasses.replace(plan, problem=other, columns=columns, steps=steps)
+    title = f"{type(kernel).__name__} at half the step"
+    draws = coupled.execute(title, seed=problem.seed, noise=noise).draws
+    if draws.error is not None:
+        raise draws.error
+    if not set(draws.finished) & set(plan.finished):
+        raise NonFiniteError(message(draws, columns["lr"], broken_sites(other, draws)))
+    return draws
+
+
+# ------------------------------------------------------------------ the bias
+
+
+def _gaussian_laws(
     plan: RunPlan, result: PosteriorDraws, short: PosteriorDraws, coupled: PosteriorDraws
 ) -> dict[str, Law]:
-    """The law of every latent site's unconstrained elements, where there is one."""
+    """The law of each latent site's unconstrained elements; empty if minibatches do not heat, or
+    their noise is not known."""
     noise, problem = result.measurements.gradient_noise, plan.problem
     theory, in_batches = plan.kernel.theory, problem.data.batch_size is not None
     is_heated = in_batches and theory is not None and theory.heated
     if noise is None or not is_heated or problem.engine.known_noise is not None:
         return {}
     count = len(noise.variance)
-    own, half = (
-        torch.cat(list(each.blocks()))[:, :count].double().var(0) for each in (short, coupled)
+    at_lr, at_half = (
+        torch.cat(list(draws.blocks()))[:, :count].double().var(0) for draws in (short, coupled)
     )
-    law = law_of(plan, noise.variance.double(), own, half)
+    law = gaussian_law(plan, noise.variance.double(), at_lr, at_half)
     slices = result.layout.slices()
     return {name: Law(*(x[slices[name]] for x in law)) for name in result.log_posterior.latents}
 
 
-def _elements(samples: Tensor) -> Tensor:
-    """Draws `[chains, draws, ...]` as `[chains, draws, elements]`."""
-    return samples.reshape(*samples.shape[:2], -1).double()
-
-
-def _bias(
-    own: Tensor, coupled: Tensor, weights: Tensor | None, law: Law | None, plan: RunPlan
-) -> Bias:
-    """The bias of a site's worst elements.
+def _bias_of_site(
+    at_lr: Tensor, at_half: Tensor, weights: Tensor | None, law: Law | None, plan: RunPlan
+) -> _SiteBias:
+    """The bias of the element of a site whose mean, and of the one whose sd, is furthest off.
 
     Args:
-        own: the run's draws, `[chains, draws, elements]`.
-        coupled: the coupled run's.
-        weights: of draws, `[chains, draws]`.
-        law: of its unconstrained elements, if there is one.
+        at_lr: constrained draws at lr, `[chains, draws, ...]`.
+        at_half: constrained draws at lr/2.
+        weights: of draws, `[chains, draws]`; None if all count alike.
+        law: of the site's unconstrained elements, if it is known.
         plan: of the run.
     """
+    at_lr, at_half = (x.reshape(*x.shape[:2], -1).double() for x in (at_lr, at_half))
     share = torch.ones(1, 1, 1) if weights is None else (weights / weights.mean())[..., None]
-    gaps = share * (own - coupled)
-    center = (share * (own + coupled)).mean((0, 1)) / 2
-    squares = [share * (draws - center).square() for draws in (own, coupled)]
+    gaps = share * (at_lr - at_half)
+    center = (share * (at_lr + at_half)).mean((0, 1)) / 2
+    squares = [share * (draws - center).square() for draws in (at_lr, at_half)]
     variances = [square.mean((0, 1)) for square in squares]
-    moves = variances[1] > 0  # what never does, such as a triangle of zeros, has no bias
-    ratio = torch.where(moves, variances[0] / variances[1], 1)
-    orders, in_variance = _orders(ratio, law, plan)
-
-    def inflate(ratio: Tensor) -> Tensor:
-        return _extrapolate(ratio, orders, in_variance)
-
-    inflation = inflate(ratio)
-    sd = torch.where(moves, (variances[0] / inflation.square()).sqrt(), 1)
-    means = gaps.mean((0, 1)) * _factor(orders) / sd
+    varies = variances[1] > 0  # constants, such as a triangle of zeros, have no bias
+    ratio = torch.where(varies, variances[0] / variances[1], 1)
+    orders, in_variance = choose_orders(ratio, law, plan)
+    inflation = extrapolate_sd(ratio, orders, in_variance)
+    sd = torch.where(varies, (variances[0] / inflation.square()).sqrt(), 1)
+    scale = bias_factor(orders) / sd
+    means = gaps.mean((0, 1)) * scale
     mean, spread = int(means.abs().argmax()), int((inflation - 1).abs().argmax())
-    scale = float(_factor(orders)[mean] / sd[mean])
-    line = (squares[0] - ratio * squares[1])[..., spread] / variances[1][spread]
-    error = standard_error(line)
-    most = errors_of_the_worst(len(means))
-    around = {far: inflate(ratio + far * error)[spread].item() for far in (-most, -1, 1, most)}
-    return Bias(
-        mean=float(means[mean]),
-        mean_error=scale * standard_error(gaps[..., mean]),
-        sd=float(inflation[spread]),
-        sd_error=(around[1] - around[-1]) / 2 or math.nan,  # beyond the bound
-        sd_range=(around[-most], around[most]),
-        mean_range=most * scale * standard_error(gaps[..., mean]),
-        orders=(float(orders[mean]), float(orders[spread])),
+    mean_bias, mean_mcse = float(means[mean]), float(scale[mean]) * standard_error(gaps[..., mean])
+    ratio_mcse = standard_error(
+        (squares[0] - ratio * squares[1])[..., spread] / variances[1][spread]
+    )
+    # the worst of so many elements may be off by chance
+    errors = errors_by_chance(TEMPERATURE.one_sided, len(means))
+    low, below, above, high = (
+        extrapolate_sd(ratio + far * ratio_mcse, orders, in_variance)[spread].item()
+        for far in (-errors, -1, 1, errors)
+    )
+    factor, of_sd, of_mean = float(inflation[spread]), 0.0, 0.0
+    if low > 1 + TOLERANCE.sd or high < 1 - TOLERANCE.sd:
+        of_sd = abs(factor - 1) / TOLERANCE.sd
+    if abs(mean_bias) - errors * mean_mcse > TOLERANCE.mean:
+        of_mean = abs(mean_bias) / TOLERANCE.mean
+    excess, order = max((of_sd, float(orders[spread])), (of_mean, float(orders[mean])))
+    return _SiteBias(
+        mean=mean_bias,
+        mean_mcse=mean_mcse,
+        sd=factor,
+        sd_mcse=(above - below) / 2 or math.nan,  # 0 where both are clamped
+        sd_order=float(orders[spread]),
+        excess=excess,
+        excess_order=order,
     )
 
 
-def _orders(ratio: Tensor, law: Law | None, plan: RunPlan) -> tuple[Tensor, Tensor]:
-    """(By which order of lr each element is extrapolated, whether in its variance): the law's on a
-    Gaussian, where that explains what is seen, by between half and twice of it; else the kernel's,
-    and 1 where minibatches heat by nobody knows what."""
-    theory, in_batches = plan.kernel.theory, plan.problem.data.batch_size is not None
-    unknown = theory is None or (in_batches and theory.heated and law is None)
-    order = 1 if theory is None or unknown else theory.order
-    orders = torch.full_like(ratio, order)
-    if law is None:  # heat of minibatches adds to the variance
-        is_heat = in_batches and order == 1
-        return orders, torch.full_like(ratio, is_heat, dtype=torch.bool)
-    if law.gap.shape != ratio.shape:  # as of a simplex
-        law = Law(*(x.nanmean().expand_as(ratio) for x in law))
-    part = (1 - 1 / ratio) / law.gap
-    explains = (part > 0.5) & (part < 2) & law.order.isfinite()
-    return torch.where(explains, law.order, orders), explains
-
-
-def _factor(order: Tensor) -> Tensor:
-    """The bias over its difference to that at half the step."""
-    return 2.0**order / (2.0**order - 1)
-
-
-def _extrapolate(ratio: Tensor, order: Tensor, in_variance: Tensor) -> Tensor:
-    """A standard deviation over that at lr = 0, from the ratio of the variances at lr and lr/2;
-    linear in the variance, or else in the precision."""
-    linear = 1 - _factor(order) * (1 - 1 / ratio.clamp(min=LEAST_VARIANCE))
-    in_precision = 1 + _factor(order) * (ratio - 1)
-    least = torch.full_like(ratio, LEAST_VARIANCE)
-    inflation = torch.where(in_variance, 1 / linear.maximum(least), in_precision.maximum(least))
-    return inflation.sqrt()
-
-
-def _warn_of_the_worst(biases: Mapping[str, Bias], result: PosteriorDraws, plan: RunPlan) -> None:
-    """Warns where a bias is known to be large."""
-
-    def excess(bias: Bias) -> tuple[float, float]:
-        """(How many times too large what is known to be, order of lr that it falls with)."""
-        low, high = bias.sd_range
-        of_sd = of_mean = 0.0
-        if low > 1 + TOLERANCE.sd or high < 1 - TOLERANCE.sd:
-            of_sd = abs(bias.sd - 1) / TOLERANCE.sd
-        if abs(bias.mean) - bias.mean_range > TOLERANCE.mean:
-            of_mean = abs(bias.mean) / TOLERANCE.mean
-        return max((of_sd, bias.orders[1]), (of_mean, bias.orders[0]))
-
-    worst = max(biases, key=lambda name: excess(biases[name])[0])
-    (times, order), bias = excess(biases[worst]), biases[worst]
-    if times == 0:
-        return
-    in_batches = plan.problem.data.batch_size is not None
-    others = "; where minibatches heat, raise batch_size or pass control_variates=True"
+def _warn_of_bias(site: str, bias: _SiteBias, result: PosteriorDraws, plan: RunPlan) -> None:
+    """Warns of a site with a significant bias."""
+    advice = lower_lr(result, bias.excess ** (-1 / bias.excess_order))
+    if plan.problem.data.batch_size is not None:
+        advice += "; where minibatches heat, raise batch_size or pass control_variates=True"
     warn(
         BiasWarning,
-        f"site '{worst}' is off because its step is finite: its standard deviations are up to "
-        f"{bias.sd:.3g} ± {bias.sd_error:.2g} times what they would be at ever smaller steps, its "
-        f"means up to {bias.mean:.2g} ± {bias.mean_error:.2g} posterior sds away: "
-        f"{lower_lr(result, times ** (-1 / order))}{others if in_batches else ''}",
+        f"site '{site}' is off because its step is finite: its standard deviations are up to "
+        f"{bias.sd:.3g} ± {bias.sd_mcse:.2g} times what they would be at ever smaller steps, its "
+        f"means up to {bias.mean:.2g} ± {bias.mean_mcse:.2g} posterior sds away: {advice}",
         code="step-size",
     )

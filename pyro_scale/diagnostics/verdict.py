@@ -1,9 +1,9 @@
-"""How far to trust a run: evidence by site, and a verdict in one line."""
+"""The checks behind `report()`: from the evidence of a run to findings by site."""
 
 from __future__ import annotations
 
 import dataclasses
-from statistics import NormalDist
+import math
 
 import torch
 from torch import Tensor
@@ -16,136 +16,132 @@ from pyro_scale.diagnostics.convergence import (
     APART,
     are_apart,
     mixing_of_predictions,
-    some_elements,
+    select_elements,
 )
 from pyro_scale.diagnostics.divergence import explosion
-from pyro_scale.diagnostics.modes_seen import modes_seen
-from pyro_scale.diagnostics.policy import MIXING, TEMPERATURE
+from pyro_scale.diagnostics.modes import check_modes
+from pyro_scale.diagnostics.policy import MIXING, TEMPERATURE, errors_by_chance
+from pyro_scale.diagnostics.report import Finding, Report, Verdict
 from pyro_scale.diagnostics.resolution import resolution
-from pyro_scale.diagnostics.run_report import Finding, Report, Verdict
 from pyro_scale.model.diagnose import centered_latents, how_to_non_center
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.blame import WITHIN
 from pyro_scale.tuning.choice import Choice
-from pyro_scale.tuning.policy import TOLERANCE
+from pyro_scale.tuning.policy import TOLERANCE, WARM_UP
 
-#: Of the temperature, where sds are within 5%.
-_TEMPERATURE = ((1 - TOLERANCE.sd) ** 2, (1 + TOLERANCE.sd) ** 2)
+#: Temperatures between which sds are within tolerance.
+_LOWEST, _HIGHEST = (1 - TOLERANCE.sd) ** 2, (1 + TOLERANCE.sd) ** 2
 
 
 def report(result: PosteriorDraws, choice: Choice | None, num_samples: int) -> Report:
-    """What is known of a run.
+    """The report of a sampler's run.
 
     Args:
-        result: of the run.
-        choice: what was chosen before it; None where everything was set.
-        num_samples: draws of each chain that were asked for.
+        result: draws of the run.
+        choice: what tuning chose; None if everything was set.
+        num_samples: requested draws of each chain.
     """
     trained = None if choice is None else choice.trained
     choices = {} if choice is None else choice.reasons_at(result.attrs["thinning"])
-    if "temperature" in result.attrs and result.attrs["temperature"] == 0:
+    if result.attrs.get("temperature") == 0:
         what = "points, one a chain," if result.positions.shape[1] == 1 else "optimizers"
-        told = f"{result.num_chains} {what} at temperature 0"
-        told += "" if trained is None else f", after {trained:,} steps of training"
-        finding = Finding("", "temperature", "ensemble", told)
-        return Report("ensemble", (finding,), choices)
+        text = f"{result.num_chains} {what} at temperature 0"
+        text += "" if trained is None else f", after {trained:,} steps of training"
+        return Report.from_findings([Finding("", "temperature", "ensemble", text)], choices)
     if exploded := explosion(result):
-        return Report("no", (Finding("", "explosion", "no", exploded),), choices)
+        return Report.from_findings([Finding("", "explosion", "no", exploded)], choices)
+    if trained is None:
+        # thinning is chosen so that most draws are effective
+        enough = MIXING.effective * result.num_chains * result.positions.shape[1]
+        findings = _check_mixing(result, enough, enough / 2, "a larger max_rows=")
+        findings += resolution(result)
+    else:
+        findings = _check_predictions(result)
     findings = [
-        *_length(result, num_samples),
-        *(_thinned_mixing(result) if trained is None else _agreement(result)),
-        *(resolution(result) if trained is None else []),
-        *_temperatures(result),
-        *_heating(result, choice),
-        *_bias(result, choice),
-        *_warmup(result, choice),
+        *_check_length(result, num_samples),
+        *findings,
+        *_check_temperatures(result),
+        *_check_heating(result, choice),
+        *_check_bias(result, choice),
+        *_check_warm_up(result, choice),
     ]
-    return Report.of(_with_advice(result, findings), choices)
+    return Report.from_findings(_with_advice(result, findings), choices)
 
 
 def report_on_exact(result: PosteriorDraws, num_samples: int) -> Report:
-    """What is known of a run of an exact sampler, whose draws are right once chains have mixed and
-    nothing has diverged.
+    """The report of a run of NUTS, whose draws are right if chains mix and nothing diverges.
 
     Args:
-        result: of the run.
-        num_samples: draws of each chain that were asked for.
+        result: draws of the run.
+        num_samples: requested draws of each chain.
     """
-    exact = "exact on all rows, up to Monte Carlo error"
     findings = [
-        *_length(result, num_samples),
-        *_mixing(result, MIXING.many_draws, 0.0, "a larger num_samples="),
+        *_check_length(result, num_samples),
+        *_check_mixing(result, MIXING.many_draws, 0.0, "a larger num_samples="),
         *resolution(result),
-        *_divergences(result),
+        *_check_divergences(result),
     ]
-    return Report.of(
-        _with_advice(result, findings), {"method": f"{result.attrs['method']}, {exact}"}
-    )
-
-
-def _divergences(result: PosteriorDraws) -> list[Finding]:
-    """Whether trajectories diverged, which leaves out where the posterior is narrow."""
-    diverged = result.sample_stats["diverging"]
-    count, advice = int(diverged.sum()), "target_accept=0.95, or another parametrization"
-    where = result.attrs.get("diverged_where", "")
-    if where:
-        advice = WITHIN
-    verdict: Verdict = "unknown" if count else "yes"
-    told = f"{count} of {diverged.numel()} trajectories diverged{where}"
-    return [Finding("", "divergences", verdict, told, advice)]
-
-
-def _length(result: PosteriorDraws, num_samples: int) -> list[Finding]:
-    """Whether the run has come to its end."""
-    kept = result.sample_stats["lp"].shape[1]
-    if kept == num_samples:
-        return []
-    told = f"it ended after {kept:,} of {num_samples:,} draws a chain"
-    return [Finding("", "length", "unknown", told, "more max_seconds=, or resume=")]
+    method = f"{result.attrs['method']}, exact on all rows, up to Monte Carlo error"
+    return Report.from_findings(_with_advice(result, findings), {"method": method})
 
 
 def _with_advice(result: PosteriorDraws, findings: list[Finding]) -> list[Finding]:
-    """The findings; where a latent is centered, they say so, and what to do."""
+    """The findings, with the advice to non-center on those that a centered latent explains."""
     if result.data is None or all(finding.verdict == "yes" for finding in findings):
         return findings
     params = result.layout.unflatten(result.positions[0, -1])
     centered = centered_latents(result.log_posterior, params, result.data.first())
-    involved = {name: site for site, parents in centered.items() for name in (site, *parents)}
+    if not centered:
+        return findings
+    causes = {name: site for site, parents in centered.items() for name in (site, *parents)}
 
-    def advised(finding: Finding) -> Finding:
-        site = involved.get(finding.site) or next(iter(centered), None)
-        if site is None or finding.verdict == "yes" or (finding.site and not involved):
+    def advise(finding: Finding) -> Finding:
+        site = causes.get(finding.site, next(iter(centered)))
+        if finding.verdict == "yes":
             return finding
-        advice = how_to_non_center(site, centered[site])
-        return dataclasses.replace(finding, advice=advice)
+        return dataclasses.replace(finding, advice=how_to_non_center(site, centered[site]))
 
-    return [advised(finding) for finding in findings]
-
-
-def _thinned_mixing(result: PosteriorDraws) -> list[Finding]:
-    """That of draws whose thinning was chosen so that most of them are effective."""
-    enough = MIXING.effective * result.num_chains * result.positions.shape[1]
-    return _mixing(result, enough, enough / 2)
+    return [advise(finding) for finding in findings]
 
 
-def _mixing(
-    result: PosteriorDraws, enough: float, too_few: float, more: str = "a larger max_rows="
+# ------------------------------------------------------------------ of all runs
+
+
+def _check_length(result: PosteriorDraws, num_samples: int) -> list[Finding]:
+    """Whether the run reached its end."""
+    kept = result.sample_stats["lp"].shape[1]
+    if kept == num_samples:
+        return []
+    text = f"it ended after {kept:,} of {num_samples:,} draws a chain"
+    advice = "more max_seconds=, or resume="
+    return [Finding("", "length", "unknown", text, advice, num_samples / max(1, kept))]
+
+
+def _check_mixing(
+    result: PosteriorDraws, enough: float, too_few: float, more: str
 ) -> list[Finding]:
-    """Whether chains agree, and how many draws they are worth: enough, or surely too few; `more`
-    gets more of them."""
-    sites = list(result.log_posterior.latents)
+    """Whether chains agree, and have enough effective draws.
+
+    Args:
+        result: draws of a run.
+        enough: effective draws below which the verdict is unknown.
+        too_few: effective draws below which it is no.
+        more: argument that gives more effective draws.
+    """
     chains, draws = result.positions.shape[:2]
-    if draws < MIXING.fewest_each:
-        return [Finding("", "mixing", "unknown", f"{draws} draws a chain say nothing of it")]
-    found = []
-    for name in sites:
-        some = some_elements(result, name)
-        some = some[..., some.amin((0, 1)) != some.amax((0, 1))]  # `resolution` tells of the others
-        if not some.shape[-1]:
+    if draws < MIXING.fewest_per_chain:
+        text = f"{draws} draws a chain are too few to check it"
+        severity = MIXING.fewest_per_chain / max(1, draws)
+        return [Finding("", "mixing", "unknown", text, severity=severity)]
+    findings = []
+    for name in result.log_posterior.latents:
+        values = select_elements(result, name)
+        values = values[..., values.amin((0, 1)) != values.amax((0, 1))]  # see `resolution`
+        if not values.shape[-1]:
             continue
-        r_hats, bulk, tail = mixing_of(some)
+        r_hats, bulk, tail = mixing_of(values)
         r_hat, ess = float(r_hats.max()), float(torch.minimum(bulk, tail).min())
-        told = f"R-hat {r_hat:.3f}, {ess:.0f} effective draws of {chains * draws}"
+        text = f"R-hat {r_hat:.3f}, {ess:.0f} effective draws of {chains * draws}"
         advice = f"{more}, or another parametrization (poutine.reparam)"
         verdict: Verdict = "yes"
         if are_apart(result, name, r_hat):
@@ -153,163 +149,182 @@ def _mixing(
         if chains < 2:
             verdict, advice = "unknown", "num_chains=4: one chain alone cannot tell"
         elif not r_hat <= MIXING.disagree or not ess >= too_few:
-            # of few, it may be chance
+            # of few draws, it may be chance
             verdict = "no" if chains * draws >= MIXING.many_draws else "unknown"
         elif r_hat > MIXING.agree or ess < enough:
             verdict = "unknown"
-        found.append(Finding(name, "mixing", verdict, told, advice))
-        found += _tails(name, some)
-    return found
+        severity = max((r_hat - 1) / (MIXING.agree - 1), enough / ess)
+        findings.append(Finding(name, "mixing", verdict, text, advice, severity))
+        findings += _check_tails(name, values)
+    return findings
 
 
-def _tails(name: str, draws: Tensor) -> list[Finding]:
-    """Whether tails are so heavy that so many draws do not tell an sd, `[chains, draws, some]`."""
+def _check_tails(name: str, draws: Tensor) -> list[Finding]:
+    """A finding if tails are so heavy that the draws do not determine an sd.
+
+    Args:
+        name: of the site.
+        draws: of its elements, `[chains, draws, elements]`.
+    """
     squares = (draws.double() - draws.double().mean((0, 1))).square()
     variance, scatter = squares.mean((0, 1)), squares.flatten(0, 1).std(0)
     count = squares.shape[0] * squares.shape[1] / autocorrelation_time(squares)
-    heaviness = scatter / (2**0.5 * variance.clamp(min=1e-300))  # 1 of a normal
+    heaviness = scatter / (2**0.5 * variance.clamp(min=1e-300))  # 1 for a normal
     error = heaviness / (2 * count) ** 0.5
     heavy = (error > TOLERANCE.sd) & (heaviness > TEMPERATURE.heavy)
     if not bool(heavy.any()):
         return []
-    most = 100 * float(error[heavy].max())
-    told = f"tails are so heavy that the sd has a Monte Carlo error of {most:.0f}%"
-    advice = "more num_samples=, or quantiles in the place of sds"
-    return [Finding(name, "tails", "unknown", told, advice)]
+    worst = float(error[heavy].max())
+    text = f"tails are so heavy that the sd has a Monte Carlo error of {100 * worst:.0f}%"
+    advice = "more num_samples=, or quantiles instead of sds"
+    return [Finding(name, "tails", "unknown", text, advice, worst / TOLERANCE.sd)]
 
 
-def _agreement(result: PosteriorDraws) -> list[Finding]:
-    """Whether a network's chains agree in what they predict for some of their rows: weights have
-    equivalent modes."""
+def _check_divergences(result: PosteriorDraws) -> list[Finding]:
+    """Whether trajectories diverged, so that draws leave out where the posterior is narrow."""
+    diverging = result.sample_stats["diverging"]
+    count, where = int(diverging.sum()), result.attrs.get("diverged_where", "")
+    advice = WITHIN if where else "target_accept=0.95, or another parametrization"
+    text = f"{count} of {diverging.numel()} trajectories diverged{where}"
+    return [Finding("", "divergences", "unknown" if count else "yes", text, advice, float(count))]
+
+
+def _check_predictions(result: PosteriorDraws) -> list[Finding]:
+    """Whether a network's chains agree in their predictions for some training rows.  Its weights
+    have equivalent modes."""
     advice = "nothing, if an ensemble will do; a larger warmup_steps= and thinning="
-    check, arguments = "predictions", None if result.data is None else result.data.first()
-    if result.num_chains < 2 or result.positions.shape[1] < MIXING.fewest_each or arguments is None:
-        return [Finding("", check, "ensemble", "too few chains or draws to tell more", advice)]
+    arguments = None if result.data is None else result.data.first()
+    is_short = result.num_chains < 2 or result.positions.shape[1] < MIXING.fewest_per_chain
+    if is_short or arguments is None:
+        text = "too few chains or draws to compare predictions"
+        return [Finding("", "predictions", "ensemble", text, advice)]
     if isinstance(result.data, TensorData):
         arguments = result.data.arguments
     places = evenly(rows.count(arguments) or 0, MIXING.predicted_rows)
     r_hat = float(mixing_of_predictions(result, rows.take(arguments, places)).r_hat.max())
-    told = f"R-hat of {len(places)} training rows' predictions is {r_hat:.3f}"
+    text = f"R-hat of {len(places)} training rows' predictions is {r_hat:.3f}"
     verdict: Verdict = "yes" if r_hat < MIXING.disagree else "ensemble"
-    return [Finding("", check, verdict, told, advice)]
+    return [Finding("", "predictions", verdict, text, advice)]
 
 
-def _family_wise(count: int) -> float:
-    """Standard errors that no element of so many goes beyond by chance."""
-    return -NormalDist().inv_cdf(TEMPERATURE.family_wise / 2 / max(1, count))
+# ------------------------------------------------------------------ of steps and minibatches
 
 
-def _temperatures(result: PosteriorDraws) -> list[Finding]:
-    """The virial temperature of each site's element that is furthest off."""
+def _check_temperatures(result: PosteriorDraws) -> list[Finding]:
+    """Whether the virial temperature of every element is right, by site."""
     virial = result.measurements.virial
     if virial is None or virial.elements is None:
         return []
-    column = result.sample_stats.get("temperature")
-    asked = 1.0 if column is None else float(column.mean())
-    if asked == 0:
-        return []
-    means, errors = (each / asked for each in virial.elements)
-    slices = result.layout.slices()
-    latents = list(result.log_posterior.latents)
-    far = _family_wise(sum(slices[n].stop - slices[n].start for n in latents))
-    # a bar that is wider than the tolerance tells nothing, unless draws are but few
+    means, mcses = virial.elements / result.sample_stats["temperature"].mean()
+    slices, latents = result.layout.slices(), result.log_posterior.latents
+    count = sum(slices[name].stop - slices[name].start for name in latents)
+    errors = errors_by_chance(TEMPERATURE.family_wise / 2, count)
+    # a standard error above the tolerance is inconclusive, unless it is that of so few draws
     draws = virial.parts.shape[0] * virial.parts.shape[1]
-    too_wide = max((_TEMPERATURE[1] - 1) / 2, TEMPERATURE.wide * (2 / draws) ** 0.5)
-    found = []
+    widest = max((_HIGHEST - 1) / 2, TEMPERATURE.wide * (2 / draws) ** 0.5)
+    findings = []
     for name in latents:
-        mean, error = means[slices[name]], errors[slices[name]]
-        low, high = mean - far * error, mean + far * error
-        outside = (low > _TEMPERATURE[1]) | (high < _TEMPERATURE[0])
-        place = int(((mean - 1).abs() - far * error).argmax())
-        told = (
-            f"virial temperature {float(mean[place]):.3f} +- {float(error[place]):.2g} at its "
+        mean, mcse = means[slices[name]], mcses[slices[name]]
+        surely_off = (mean - 1).abs() - errors * mcse
+        is_outside = (mean - errors * mcse > _HIGHEST) | (mean + errors * mcse < _LOWEST)
+        place = int(surely_off.argmax())
+        severity = float(surely_off[place]) / (_HIGHEST - 1)
+        text = (
+            f"virial temperature {float(mean[place]):.3f} +- {float(mcse[place]):.2g} at its "
             "element that is furthest off (1 is right)"
         )
         advice = "smaller steps (lr=), or larger batches"
-        verdict: Verdict = "no" if bool(outside.any()) else "yes"
-        if verdict == "yes" and bool((error > too_wide).any()):
+        verdict: Verdict = "no" if bool(is_outside.any()) else "yes"
+        if verdict == "yes" and bool((mcse > widest).any()):
             verdict, advice = "unknown", "more num_samples=, or larger batches (batch_size=)"
-            told = (
-                f"the virial temperature of some element has an error of {float(error.max()):.2g}"
-            )
-        found.append(Finding(name, "temperature", verdict, told, advice))
-    return found
+            error = float(mcse.max())
+            text = f"the virial temperature of some element has an error of {error:.2g}"
+            severity = error / widest
+        findings.append(Finding(name, "temperature", verdict, text, advice, severity))
+    return findings
 
 
-def _heating(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
-    """What minibatches add to the temperature, to first order in the step size: by the gradients of
-    all rows where these were looked at, else by those of some batches."""
+def _check_heating(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
+    """The predicted factor of minibatches on the temperature, to first order in the step size: from
+    gradients of all rows if tuning took them, otherwise by site from some batches."""
     if int(result.attrs.get("batch_size", 0)) >= int(result.attrs["num_data"]):
         return []
+    check, limit = "minibatch heat", TEMPERATURE.hot - 1
     if choice is not None and choice.heat is not None:
-        told = f"minibatches multiply the temperature by {1 + choice.heat:.3g} at most, by all rows"
-        verdict: Verdict = "yes" if 1 + choice.heat <= TEMPERATURE.hot else "no"
-        return [Finding("", "minibatch heat", verdict, told, "larger batches (batch_size=)")]
+        text = f"minibatches multiply the temperature by at most {1 + choice.heat:.3g} (all rows)"
+        verdict: Verdict = "yes" if choice.heat <= limit else "no"
+        advice = "larger batches (batch_size=)"
+        return [Finding("", check, verdict, text, advice, choice.heat / limit)]
     noise = result.measurements.gradient_noise
     if noise is None or noise.inflation is None:
-        told = "the noise of minibatches is not known for this model or method"
-        return [Finding("", "minibatch heat", "unknown", told, "batch_size=None")]
-    found, slices = [], result.layout.slices()
+        text = "the noise of minibatches is not known for this model or method"
+        return [Finding("", check, "unknown", text, "batch_size=None")]
+    findings, slices = [], result.layout.slices()
     more = "" if noise.reduction is not None else "control_variates=True, "
     advice = f"larger batches (batch_size=), {more}or a smaller lr"
     for name in result.log_posterior.latents:
-        most = float(noise.inflation[slices[name]].max())
-        told = f"minibatches multiply the temperature by up to {most:.3g}"
-        verdict = "yes" if most <= TEMPERATURE.hot else "unknown"
-        verdict = verdict if most <= TEMPERATURE.surely_hot else "no"
-        found.append(Finding(name, "minibatch heat", verdict, told, advice))
-    return found
+        factor = float(noise.inflation[slices[name]].max())
+        text = f"minibatches multiply the temperature by up to {factor:.3g}"
+        verdict = "yes" if factor <= TEMPERATURE.hot else "unknown"
+        verdict = verdict if factor <= TEMPERATURE.surely_hot else "no"
+        findings.append(Finding(name, check, verdict, text, advice, (factor - 1) / limit))
+    return findings
 
 
-def _bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
-    """What the step size does to means and sds, by the coupled run."""
+def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
+    """The bias of means and sds due to the step size, as the coupled run measured it."""
     if "acceptance_rate" in result.attrs:
         rate = float(result.attrs["acceptance_rate"])
-        told = f"no step size biases the draws: {rate:.0%} of proposals were accepted"
-        return [Finding("", "step size", "yes", told)]
+        text = f"no step size biases the draws: {rate:.0%} of proposals were accepted"
+        return [Finding("", "step size", "yes", text)]
     if choice is not None and choice.trained is not None:
-        told = "the bias of the step size is not measured for networks"
-        return [Finding("", "step size", "unknown", told)]
+        text = "the bias of the step size is not measured for networks"
+        return [Finding("", "step size", "unknown", text)]
     if choice is None or choice.pilot is None:
-        told = "the bias of this step size was not measured: step_size_bias() does"
-        return [Finding("", "step size", "unknown", told, "lr='auto', or step_size_bias()")]
-    bias = choice.pilot.bias
-    if bias is None:
-        told = "every coupled run became NaN or infinite"
-        return [Finding("", "step size", "unknown", told, "another parametrization")]
-    found, slices = [], result.layout.slices()
+        text = "the bias of this step size was not measured: step_size_bias() does"
+        return [Finding("", "step size", "unknown", text, "lr='auto', or step_size_bias()")]
+    advice = "another parametrization"
+    if (bias := choice.pilot.bias) is None:
+        text = "every coupled run became NaN or infinite"
+        return [Finding("", "step size", "unknown", text, advice, math.inf)]
+    findings, slices = [], result.layout.slices()
+    errors = errors_by_chance(TEMPERATURE.family_wise / 2, len(bias.mean))
     for name in result.log_posterior.latents:
-        mean, mean_mcse, log_sd, log_sd_mcse = (each[slices[name]] for each in bias)
-        far = _family_wise(len(bias.mean))
-        surely = (mean.abs() - far * mean_mcse > TOLERANCE.mean) | (
-            log_sd.abs() - far * log_sd_mcse > TOLERANCE.sd
+        mean, mean_mcse, log_sd, log_sd_mcse = (values[slices[name]] for values in bias)
+        is_biased = (mean.abs() - errors * mean_mcse > TOLERANCE.mean) | (
+            log_sd.abs() - errors * log_sd_mcse > TOLERANCE.sd
         )
-        known = bias.is_known[slices[name]]
         place = int((log_sd.abs() + log_sd_mcse).argmax())
-        told = (
-            f"bias of means up to {float(mean.abs().max()):.2g} sds, of sds "
-            f"{100 * float(log_sd[place].abs()):.2g} +- {100 * float(log_sd_mcse[place]):.2g}%"
+        mean_bias, sd_bias = float(mean.abs().max()), float(log_sd[place].abs())
+        text = (
+            f"bias of means up to {mean_bias:.2g} sds, of sds {100 * sd_bias:.2g} +- "
+            f"{100 * float(log_sd_mcse[place]):.2g}%"
         )
         verdict: Verdict = "yes"
-        if bool(surely.any()):
+        if bool(is_biased.any()):
             verdict = "no"
-        elif not bool(known.all()):
+        elif not bool(bias.is_known[slices[name]].all()):
             verdict = "unknown"
-        found.append(Finding(name, "step size", verdict, told, "another parametrization"))
-    return found
+        severity = max(mean_bias / TOLERANCE.mean, sd_bias / TOLERANCE.sd)
+        findings.append(Finding(name, "step size", verdict, text, advice, severity))
+    return findings
 
 
-def _warmup(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
-    """Whether warm-up settled, and whether draws are at all modes that were found."""
+def _check_warm_up(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
+    """Whether warm-up settled, and whether draws cover all modes that were found."""
     if choice is None or choice.window is None:
         return []
     window = choice.window
     change = "by no more than chance"
     if window.change > 1:
         change = f"{window.change:.2f} times more in some direction's sd than by chance"
-    told = (
+    text = (
         f"after {window.steps:,} steps R-hat is {window.r_hat:.3f}, the geometry changes {change}"
     )
+    severity = max(
+        (window.r_hat - 1) / (WARM_UP.most_r_hat - 1),
+        (window.change - 1) / (WARM_UP.most_change - 1),
+    )
     verdict: Verdict = "yes" if window.agrees else "unknown"
-    found = [Finding("", "warm-up", verdict, told, "another parametrization")]
-    return found if choice.modes is None else [*found, *modes_seen(result, choice.modes)]
+    finding = Finding("", "warm-up", verdict, text, "another parametrization", severity)
+    return [finding] if choice.modes is None else [finding, *check_modes(result, choice.modes)]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from pyro_scale.curvature.chunks import chunks_of
-from pyro_scale.diagnostics.convergence import mixing, some_elements
+from pyro_scale.diagnostics.convergence import mixing, select_elements
 from pyro_scale.diagnostics.policy import MIXING
-from pyro_scale.diagnostics.report import is_off
 from pyro_scale.diagnostics.summary import weighted_moments
+from pyro_scale.diagnostics.table import has_wrong_temperature
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.infer.method import Method
 from pyro_scale.metrics.regression import log_predictive_density
@@ -191,7 +191,7 @@ def _costs(posterior: Posterior) -> dict[str, float]:
     ess = r_hat = math.nan
     if not isinstance(posterior, GaussianPosterior | ParticlePosterior):
         latents = result.log_posterior.latents
-        table = mixing({name: some_elements(result, name) for name in latents})
+        table = mixing({name: select_elements(result, name) for name in latents})
         ess, r_hat = float(table.ess_bulk.min()), float(table.r_hat.max())
     return {
         "seconds": seconds,
@@ -219,7 +219,7 @@ def _most_trusted(
                 result.sample_stats["diverging"].any()
             )
             return (-1, -row["ess"]) if is_exact and r_hat < MIXING.agree else (4, r_hat)
-        if not _is_at_temperature_1(result) or is_off(result):
+        if not _is_at_temperature_1(result) or has_wrong_temperature(result):
             return 3, r_hat
         return (0, -row["ess"]) if r_hat < MIXING.disagree else (1, r_hat)
 

@@ -33,7 +33,7 @@ from pyro_scale.errors import ArgumentError, FileError, NotRunError
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.call_errors import check_model
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.results.call_checks import ATTRIBUTES, check_calls
+from pyro_scale.results.call_checks import OF_METHOD, check_calls, missing_attribute
 from pyro_scale.results.files import check_contents, posterior_of, read
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
@@ -163,10 +163,8 @@ class Method:
                 setattr(cls, name, check_calls(vars(cls)[name], base))
 
     def __getattr__(self, name: str) -> Any:
-        """Raises an error that says what to call instead of attributes of other libraries."""
-        method = type(self).__name__
-        missing = f"'{method}' object has no attribute '{name}'"
-        raise AttributeError(ATTRIBUTES.get(name, missing).format(name=method))
+        """Says what to call instead of what other libraries look for."""
+        raise missing_attribute(self, name, OF_METHOD)
 
     def __repr__(self) -> str:
         posterior = None

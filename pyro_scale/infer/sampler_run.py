@@ -14,7 +14,7 @@ from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics import crash_dump
 from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
 from pyro_scale.diagnostics.post_run import as_measured_by_first, measure
-from pyro_scale.diagnostics.run_report import Report
+from pyro_scale.diagnostics.report import Report
 from pyro_scale.diagnostics.verdict import report
 from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.engine.draws import Draws
@@ -219,7 +219,7 @@ def _broken_chains(
 ) -> str:
     """The error message for chains that broke.  Writes a file for `ps.replay`."""
     plan, problem, _, draws = trajectory
-    replay = crash_dump.written(problem, name, draws, journal.path)
+    replay = crash_dump.write(problem, name, draws, journal.path)
     sites = broken_sites(problem, draws)
     return message(draws, plan.columns["lr"], sites, replay, _held_by(result))
 

@@ -1,8 +1,7 @@
-"""What predictions are worth: uncertainty taken apart, scores, calibration, and their plots; and
-what draws are worth.
+"""Metrics of predictions (uncertainty, scores, calibration, plots) and of draws.
 
-Functions of tensors, which know no model: what a posterior predicts may come from any method of
-this library, or from another.  Draws are always the first dimension.
+All are functions of tensors, independent of models: predictions may come from any method of this
+library, or from another one.  Draws are always the first dimension.
 """
 
 from pyro_scale.metrics.calibration import coverage, pit

@@ -11,31 +11,30 @@ from pyro_scale.metrics.conformal import Interval
 
 
 def pit(draws: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """The probability integral transform: where each observation lies among its draws.
+    """The probability integral transform: the rank of each observation among its draws, in (0, 1).
 
         (draws below y + 1/2) / (draws + 1)
 
-    If y is one more draw from the prediction then it has each of the draws + 1 ranks with the same
-    probability, so these values are uniform on the middles of as many equal cells of (0, 1),
-    exactly and for any number of draws.  A histogram that is high at both ends says that
-    predictions are too narrow, one that is high in the middle that they are too wide (Gneiting,
-    Balabdaoui and Raftery 2007).
+    If y is another draw from the prediction, its draws + 1 possible ranks are equally likely.  So
+    the values are uniform on the centers of draws + 1 equal cells of (0, 1), exactly and for any
+    number of draws.  A histogram that is high at both ends shows that predictions are too narrow;
+    one that is high in the middle, that they are too wide (Gneiting, Balabdaoui and Raftery 2007).
 
-    Draws equal to y, as counts have them, count half.  That keeps the mean at 1/2 but not the
-    distribution uniform; with a `generator` y takes a random place among them, which does (Czado,
-    Gneiting and Held 2009).
+    Draws equal to y, as with counts, count half.  That keeps the mean at 1/2, but the values are
+    not uniform.  With a `generator`, y gets a random rank among them, and the values are uniform
+    (Czado, Gneiting and Held 2009).
 
     Args:
-        draws: from the predictive distribution, noise included, `[draws, rows]`, or with more
+        draws: of the predictive distribution, noise included, `[draws, rows]`, or with more
             dimensions.
-        y: what was observed, `[rows]`.
-        generator: breaks ties at random; on the draws' device.
+        y: observations, `[rows]`.
+        generator: to break ties at random; on the draws' device.
 
     Returns:
         `[rows]`, in (0, 1).
 
     Raises:
-        ArgumentError: shapes that do not fit, nothing in them, or values that are not finite.
+        ArgumentError: shapes that do not match, empty tensors, or values that are not finite.
 
     Examples:
         >>> import torch, pyro_scale as ps
@@ -56,25 +55,26 @@ def pit(draws: Tensor, y: Tensor, generator: torch.Generator | None = None) -> T
 def coverage(draws: Tensor, y: Tensor, level: float | Tensor = 0.9) -> Tensor:
     """The fraction of observations inside the central interval of their draws.
 
-    The interval's ends are the draws' quantiles at (1 - level)/2 and (1 + level)/2, where the
-    k-th smallest of S draws is the quantile at k/(S + 1) (Hyndman and Fan's 6th definition, 1996),
-    straight lines between.  If y is one more draw, it is below the k-th with that probability, so
-    a calibrated prediction's coverage of a y without ties is `level` in expectation: exactly if
-    (S + 1)(1 - level)/2 is a whole number.  numpy's and torch's own quantiles are too narrow.
+    The interval's ends are the draws' quantiles at (1 - level)/2 and (1 + level)/2.  The k-th
+    smallest of S draws is the quantile at k/(S + 1) (Hyndman and Fan's 6th definition, 1996), with
+    linear interpolation.  If y is another draw, it is below the k-th with that probability, so the
+    expected coverage of a calibrated prediction of a y without ties is `level` (exactly if
+    (S + 1)(1 - level)/2 is a whole number).  The default quantiles of NumPy and torch are too
+    narrow.
 
     Args:
-        draws: from the predictive distribution, noise included, `[draws, rows]`, or with more
+        draws: of the predictive distribution, noise included, `[draws, rows]`, or with more
             dimensions.
-        y: what was observed, `[rows]`.
-        level: the interval's probability, in (0, 1), or a tensor of them; 0.9 can be told from
+        y: observations, `[rows]`.
+        level: probability of the interval, in (0, 1), or a tensor of probabilities.  0.9 needs
             fewer rows and draws than 0.95.
 
     Returns:
         Fractions in the shape of `level`, a scalar for a number.
 
     Raises:
-        ArgumentError: as `pit`; a level out of its range, or too near 1 for the number of draws,
-            of which the outermost two have the level 1 - 2/(S + 1).
+        ArgumentError: as `pit`; a level out of range, or above 1 - 2/(S + 1), that of the
+            outermost two draws.
 
     Examples:
         >>> import torch, pyro_scale as ps
@@ -97,30 +97,36 @@ def coverage(draws: Tensor, y: Tensor, level: float | Tensor = 0.9) -> Tensor:
 
 
 def central(draws: Tensor, levels: Tensor) -> Interval:
-    """The central intervals of draws `[draws, ...]`, `[levels, ...]`, as `coverage` has them.
+    """Central intervals of draws, with ends `[levels, ...]`, by the quantiles of `coverage`.
 
     Args:
-        draws: from the predictive distribution.
-        levels: in float64; at most 1 - 2/(draws + 1).
+        draws: of the predictive distribution, `[draws, ...]`.
+        levels: probabilities in float64, `[levels]`, at most 1 - 2/(draws + 1).
     """
     ordered, position = draws.sort(0).values, _position(levels, len(draws))
     return Interval(_at(ordered, position), _at(ordered.flip(0), position))
 
 
 def _position(levels: Tensor, count: int) -> Tensor:
-    """Where the lower ends are among so many ordered draws, counted from 1."""
-    levels = levels.round(decimals=6)  # the digits that a float32 has: its 0.9 is meant to be 0.9
+    """Positions of the lower ends among `count` ordered draws, from 1 on."""
+    levels = levels.round(decimals=6)  # the digits of a float32, so that 0.9 is 0.9
     return ((1 - levels) / 2 * (count + 1)).round(decimals=9)
 
 
 def _at(ordered: Tensor, position: Tensor) -> Tensor:
-    """Ordered draws `[draws, ...]` at positions `[levels]`, counted from 1: `[levels, ...]`."""
+    """Ordered draws `[draws, ...]` interpolated at positions `[levels]`, from 1 on; `[levels,
+    ...]`."""
     before = position.long()
     weight = (position - before).to(ordered.dtype).reshape(-1, *[1] * (ordered.dim() - 1))
     return torch.lerp(ordered[before - 1], ordered[before.clamp(max=len(ordered) - 1)], weight)
 
 
 def _check(draws: Tensor, y: Tensor) -> None:
+    """Checks draws and observations.
+
+    Raises:
+        ArgumentError: see `pit`.
+    """
     checks.floating(draws=draws)
     if not isinstance(y, Tensor) or draws.dim() < 2 or draws.shape[1:] != y.shape:
         description = checks.shape(y) if isinstance(y, Tensor) else type(y).__name__

@@ -1,4 +1,4 @@
-"""Checks of what users pass to metrics, by argument name."""
+"""Checks of the arguments of metrics, which raise an ArgumentError that names the argument."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 from pyro_scale.errors import ArgumentError
 
-#: How far from 1 probabilities may sum: the root of float32's precision, also for float64, which
-#: often holds what float32 has computed.  Logits are much further away.
+#: Largest distance of a sum of probabilities from 1: the root of float32's precision, because
+#: float64 often holds results of float32.  Logits are much further from 1.
 _SUM_TOLERANCE = 3e-4
 
 
 def floating(**tensors: Tensor) -> None:
-    """float32 or float64: halves would lose differences of entropies, and integers are no
-    probabilities."""
+    """Checks that arguments are tensors of float32 or float64: half precision would lose
+    differences of entropies, and integers are no probabilities."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise ArgumentError(
@@ -25,7 +25,7 @@ def floating(**tensors: Tensor) -> None:
 
 
 def finite(**tensors: Tensor) -> None:
-    """Neither NaN nor infinite, and not empty."""
+    """Checks that arguments are not empty, and neither NaN nor infinite."""
     for name, value in tensors.items():
         if value.numel() == 0:
             raise ArgumentError(f"{name} is empty, {shape(value)}: pass at least one row")
@@ -34,7 +34,7 @@ def finite(**tensors: Tensor) -> None:
 
 
 def distributions(probs: Tensor) -> None:
-    """The last dimension holds classes' probabilities."""
+    """Checks that the last dimension contains probabilities of classes."""
     floating(probs=probs)
     totals = probs.sum(-1)
     if not ((totals - 1).abs() <= _SUM_TOLERANCE).all() or (probs < 0).any():
@@ -46,7 +46,8 @@ def distributions(probs: Tensor) -> None:
 
 
 def classes(probs: Tensor, labels: Tensor) -> Tensor:
-    """Labels that fit the predictive probabilities `[rows, classes]`, as int64 `[rows]`."""
+    """Checks predictive probabilities `[rows, classes]` and labels, and returns the labels as int64
+    `[rows]`."""
     floating(probs=probs)
     if probs.dim() == 3:
         raise ArgumentError(
@@ -76,5 +77,5 @@ def classes(probs: Tensor, labels: Tensor) -> Tensor:
 
 
 def shape(value: Tensor) -> list[int]:
-    """As messages show it."""
+    """The shape of a tensor as messages show it."""
     return list(value.shape)

@@ -9,7 +9,7 @@ from pyro_scale.metrics import checks
 
 
 def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
-    """The fraction of rows whose most probable class is theirs; of equal ones the first counts.
+    """The fraction of rows whose most probable class (the first, with ties) is their label.
 
     Args:
         probs: posterior predictive probabilities, the mean over draws, `[rows, classes]`.
@@ -19,8 +19,8 @@ def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
         A scalar in [0, 1].
 
     Raises:
-        ArgumentError: probabilities by draw, or that do not sum to 1; labels that are no integers,
-            out of range, or not one a row.
+        ArgumentError: probabilities that have a draws dimension or do not sum to 1; labels that are
+            not integers, out of range, or not one for each row.
 
     Examples:
         >>> import torch, pyro_scale as ps
@@ -33,9 +33,8 @@ def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
 
 
 def nll(probs: Tensor, labels: Tensor) -> Tensor:
-    """The mean negative log predictive probability of the rows' classes, in nats per row.
-
-    It is infinite where a class came that had probability 0.
+    """The mean negative log predictive probability of the labels, in nats per row; infinite if a
+    label has probability 0.
 
     Args:
         probs: posterior predictive probabilities, the mean over draws, `[rows, classes]`.
@@ -57,10 +56,10 @@ def nll(probs: Tensor, labels: Tensor) -> Tensor:
 
 
 def brier(probs: Tensor, labels: Tensor) -> Tensor:
-    """The mean over rows of the squared distance between probabilities and the class that came.
+    """The mean over rows of the squared distance between probabilities and the one-hot label.
 
-    Summed over all classes, as Brier (1950) did: between 0 and 2, and for two classes twice the
-    squared error of the one probability.
+    Summed over all classes, as in Brier (1950): between 0 and 2, and for two classes twice the
+    squared error of one probability.
 
     Args:
         probs: posterior predictive probabilities, the mean over draws, `[rows, classes]`.

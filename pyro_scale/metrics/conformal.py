@@ -1,4 +1,4 @@
-"""Split conformal prediction: the threshold that held-out scores give."""
+"""Split conformal prediction: the threshold on scores, from held-out rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyro_scale.metrics import checks
 
 
 class Interval(NamedTuple):
-    """An interval for each observation, both ends in it, tensors of one shape.
+    """An interval for each observation, which contains both ends; tensors of one shape.
 
     Attributes:
         lower: the lower end.
@@ -25,30 +25,30 @@ class Interval(NamedTuple):
 
 
 def conformal(scores: Tensor, alpha: float) -> Tensor:
-    """The split-conformal threshold: a new row's score is above it with a probability of at most
+    """The split-conformal threshold, which a new row's score exceeds with a probability of at most
     `alpha`.
 
-    It is the k-th smallest of n scores, k = ceil((n + 1)(1 - alpha)), and infinite where k > n.
-    If the new row is exchangeable with the n calibration rows, its score is at most the threshold
-    with a probability of at least 1 - alpha, and without ties of exactly k/(n + 1), which is less
-    than 1 - alpha + 1/(n + 1).  That holds for any n and for any score, if the score is a function
-    that has not seen these rows; the probability is over the calibration rows and the new one
-    together.  Given the calibration rows it varies: of continuous scores it is Beta(k, n + 1 - k)
-    (Vovk, Gammerman and Shafer 2005; Lei et al. 2018; Angelopoulos and Bates 2023, section 3.2).
+    It is the k-th smallest of n scores, k = ceil((n + 1)(1 - alpha)), and infinite if k > n.  If
+    the new row is exchangeable with the n calibration rows, its score is at most the threshold with
+    a probability of at least 1 - alpha; without ties it is exactly k/(n + 1), which is less than
+    1 - alpha + 1/(n + 1).  This holds for any n and any score, if the score does not depend on
+    these rows.  The probability is over the calibration rows and the new row together.  Given the
+    calibration rows it varies: for continuous scores its distribution is Beta(k, n + 1 - k) (Vovk,
+    Gammerman and Shafer 2005; Lei et al. 2018; Angelopoulos and Bates 2023, section 3.2).
 
     Args:
-        scores: of the calibration rows, `[n]`: how badly each observation agrees with what was
-            predicted, such as the residual's size over the predictive sd.  They may be infinite.
-        alpha: the probability to miss, in (0, 1).
+        scores: of the calibration rows, `[n]`: how badly an observation agrees with its prediction,
+            such as the absolute residual over the predictive sd.  They may be infinite.
+        alpha: the probability of a miss, in (0, 1).
 
     Returns:
-        A scalar, of the scores' type.
+        A scalar of the scores' dtype.
 
     Raises:
-        ArgumentError: scores that are no vector of at least one, or NaN; an alpha out of range.
+        ArgumentError: scores that are not a vector, empty, or NaN; an alpha out of range.
 
     Examples:
-        Nine rows are the fewest that tell 90%: their largest score is the threshold.
+        Nine rows are the fewest for 90%: their largest score is the threshold.
 
         >>> import torch, pyro_scale as ps
         >>> ps.metrics.conformal(torch.arange(1.0, 10.0), alpha=0.1)
@@ -72,6 +72,6 @@ def conformal(scores: Tensor, alpha: float) -> Tensor:
 
 
 def rank_of(count: int, level: float) -> int:
-    """Which of so many scores, from the smallest, is the threshold of a level: above `count` where
-    none is."""
+    """The rank, from the smallest, of the threshold among `count` scores at a level; above `count`
+    if there are too few scores."""
     return math.ceil(round((count + 1) * level, 9))  # 10 * (1 - 0.1) is meant to be 9

@@ -1,4 +1,4 @@
-"""Predictive uncertainty, split into noise of the data and doubt of the posterior."""
+"""Predictive uncertainty, split into aleatoric and epistemic parts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pyro_scale.metrics import checks
 
 
 class Uncertainty(NamedTuple):
-    """A predictive uncertainty and its two parts, tensors of one shape.
+    """Predictive uncertainty and its two parts, tensors of one shape.
 
     Attributes:
-        total: of the posterior predictive distribution; the sum of the parts.
-        aleatoric: the part that stays when the parameters are known.
-        epistemic: the part that comes from not knowing the parameters.
+        total: uncertainty of the posterior predictive distribution, the sum of the parts.
+        aleatoric: the part that remains if the parameters are known.
+        epistemic: the part due to unknown parameters.
     """
 
     total: Tensor
@@ -26,26 +26,27 @@ class Uncertainty(NamedTuple):
 
 
 def uncertainty(probs: Tensor) -> Uncertainty:
-    """Entropies of a classifier's predictions, in nats.
+    """The uncertainty of a classifier's predictions, by entropies in nats.
 
         total      H(E p), the entropy of the mean over draws
         aleatoric  E H(p), the mean over draws of the entropies
         epistemic  H(E p) - E H(p), the mutual information of label and parameters
 
-    as in Depeweg et al. (2018) and Duffield et al. (2025), equation 2.  All are at least 0 and at
-    most the log of the number of classes.
+    as in Depeweg et al. (2018) and Duffield et al. (2025), equation 2.  Each is between 0 and the
+    log of the number of classes.
 
     Args:
-        probs: each draw's probabilities, `[draws, ..., classes]`; they may be 0.
+        probs: probabilities of each draw, `[draws, ..., classes]`; they may be 0.
 
     Returns:
         Tensors `[...]`, in nats.
 
     Raises:
-        ArgumentError: no draws dimension, or what does not sum to 1 over the classes.
+        ArgumentError: no draws dimension, or probabilities that do not sum to 1 over the classes.
 
     Examples:
-        Two draws that are certain of different classes, and two that know of a fair coin:
+        For the first row, two draws are certain of different classes; for the second, both draws
+        give a half to each class:
 
         >>> import torch, pyro_scale as ps
         >>> certain, fair = torch.eye(2), torch.full((2, 2), 0.5)
@@ -61,32 +62,32 @@ def uncertainty(probs: Tensor) -> Uncertainty:
             "draw; .softmax(-1) of logits, torch.stack([1 - p, p], -1) of Bernoulli probabilities p"
         )
     checks.distributions(probs)
-    exact = probs.double()  # the difference of the two may be far smaller than they are
+    exact = probs.double()  # the difference of two entropies may be far smaller than they are
     parts = of_entropies(exact.mean(0), entr(exact).sum(-1).mean(0))
     return Uncertainty(*(part.to(probs.dtype) for part in parts))
 
 
 def of_entropies(probs: Tensor, entropy: Tensor) -> Uncertainty:
-    """The same, given the means over draws of the probabilities `[..., classes]` and of their
+    """The uncertainty from means over draws: of the probabilities `[..., classes]`, and of their
     entropies `[...]`."""
     total = entr(probs).sum(-1)
-    # an entropy is concave, so only rounding makes the difference negative
+    # entropy is concave, so only rounding makes the difference negative
     return Uncertainty(total, entropy, (total - entropy).clamp(min=0))
 
 
 def variance(means: Tensor, variances: Tensor) -> Uncertainty:
-    """Variances of a regression's predictions, by the law of total variance.
+    """The uncertainty of a regression's predictions, by the law of total variance.
 
         aleatoric  E v, the mean over draws of the variances
         epistemic  Var m, the variance over draws of the means
         total      their sum, the posterior predictive variance
 
-    The variance over draws divides by their number, so that the total is that of the mixture of
-    the draws, exactly.
+    The variance over draws divides by their number, so the total is exactly the variance of the
+    mixture of the draws' distributions.
 
     Args:
-        means: each draw's predictive mean, `[draws, ...]`.
-        variances: each draw's predictive variance, of the same shape.
+        means: predictive mean of each draw, `[draws, ...]`.
+        variances: predictive variance of each draw, of the same shape.
 
     Returns:
         Tensors `[...]`, in squared units of the means.

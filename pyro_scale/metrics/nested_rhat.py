@@ -1,4 +1,4 @@
-"""Nested R-hat: whether many short chains have forgotten where they started."""
+"""Nested R-hat: whether many short chains have forgotten their starts."""
 
 from __future__ import annotations
 
@@ -11,31 +11,38 @@ from pyro_scale.metrics import checks
 
 
 class Variances(NamedTuple):
-    """What draws' variance is made of, tensors of one shape.
+    """The parts of the variance of draws, tensors of one shape.
 
     Attributes:
-        superchains: between the superchains' means.
-        chains: between chains' means within a superchain, on average; 0 for one chain each.
-        draws: between draws within a chain, on average; 0 for one draw each.
+        superchains: variance between the means of superchains.
+        chains: mean variance between the means of a superchain's chains; 0 for superchains of one
+            chain.
+        draws: mean variance between the draws of a chain; 0 for chains of one draw.
     """
 
     superchains: Tensor
     chains: Tensor
     draws: Tensor
 
+    @property
+    def nested_r_hat(self) -> Tensor:
+        """Nested R-hat of the draws."""
+        return (1 + self.superchains / (self.chains + self.draws)).sqrt()
+
 
 def nested_r_hat(draws: Tensor, superchains: int) -> Tensor:
-    """Nested R-hat of chains of which groups, the superchains, have a start in common.
+    """Nested R-hat of chains in superchains, groups of chains with the same start.
 
-    sqrt(1 + B / W), B the variance of the superchains' means, W the mean over superchains of the
-    variance between their chains' means plus that within chains (Margossian et al. 2024).  R-hat
-    asks whether each chain is long enough to give the mean; this asks only whether the starts are
-    forgotten, which many short chains can show, of one draw even.  Where they are forgotten it is
-    about sqrt(1 + 1/M) for M chains a superchain of one draw, and less the more draws there are.
+    sqrt(1 + B / W), with B the variance of the superchains' means, and W the mean over superchains
+    of the variance between their chains' means plus that within chains (Margossian et al. 2024).
+    R-hat asks whether each chain is long enough to estimate the mean.  Nested R-hat asks only
+    whether the starts are forgotten, which many short chains can show, even with one draw each.  If
+    they are, it is about sqrt(1 + 1/M) for M chains of one draw in a superchain, and less with more
+    draws.
 
     Args:
-        draws: `[chains, draws, ...]`, the chains of a superchain next to each other.
-        superchains: how many there are, K.
+        draws: `[chains, draws, ...]`, with the chains of a superchain next to each other.
+        superchains: number of superchains, K.
 
     Returns:
         `[...]`, at least 1.
@@ -69,16 +76,11 @@ def nested_r_hat(draws: Tensor, superchains: int) -> Tensor:
             f"superchains={superchains}: one draw of one chain has no variance; pass more draws, "
             "or more chains that share a start"
         )
-    return r_hat_of(variances(draws, superchains))
+    return split_variance(draws, superchains).nested_r_hat
 
 
-def r_hat_of(parts: Variances) -> Tensor:
-    """Nested R-hat, given what the variance is made of."""
-    return (1 + parts.superchains / (parts.chains + parts.draws)).sqrt()
-
-
-def variances(draws: Tensor, superchains: int) -> Variances:
-    """The parts that nested R-hat is made of, for the same arguments."""
+def split_variance(draws: Tensor, superchains: int) -> Variances:
+    """The parts of the variance of draws; arguments as for `nested_r_hat`."""
     chains, count = len(draws) // superchains, draws.shape[1]
     grouped = draws.unflatten(0, (superchains, chains))
     means = grouped.mean(2)

@@ -1,4 +1,4 @@
-"""Reliability and risk-coverage plots.  Matplotlib is imported when the first is drawn."""
+"""Reliability and risk-coverage plots.  Matplotlib is imported when the first one is drawn."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pyro_scale.metrics.reliability import ece, reliability
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Marks the diagonal, which several methods in one picture share.
+#: Marks the diagonal, which is drawn once for all methods in a figure.
 _DIAGONAL = "pyro_scale.calibrated"
-#: A point's area in squared points: of a bin without rows, and what all rows add.
+#: Area of a point in squared points: of an empty bin, and added for a bin with all rows.
 _AREA, _AREA_OF_ALL = 12, 250
 
 
@@ -26,19 +26,19 @@ def plot_reliability(
     ax: Axes | None = None,
     label: str | None = None,
 ) -> Axes:
-    """A reliability diagram: accuracy against confidence, a point a bin that has rows.
+    """Draws a reliability diagram: accuracy against confidence, with a point for each bin.
 
-    The bins are those of `ece`, which the legend has.  A point's area is its share of the rows, and
-    its bar one binomial standard error up and down, as Wilson's score interval (1927), which does
-    not vanish at accuracies of 0 and 1.  Points below the diagonal are of overconfident
-    predictions.
+    The bins are those of `ece`, whose value is in the legend.  The area of a point shows its share
+    of the rows, and its bar one binomial standard error up and down, as Wilson's score interval
+    (1927), which does not vanish at accuracies of 0 and 1.  Points below the diagonal are of
+    overconfident predictions.
 
     Args:
         probs: posterior predictive probabilities, the mean over draws, `[rows, classes]`.
         labels: class numbers from 0, integers `[rows]`.
-        bins: how many bins of equal width; 15 as in `ece`.
-        ax: where to draw; a new figure by default.  Draw several methods into one.
-        label: the method's name in the legend.
+        bins: number of bins of equal width.
+        ax: axes to draw into, such as those of another method; a new figure by default.
+        label: name of the method in the legend.
 
     Returns:
         The axes, for titles and for saving: `ax.figure.savefig(...)`.
@@ -82,17 +82,18 @@ def plot_risk_coverage(
     ax: Axes | None = None,
     label: str | None = None,
 ) -> Axes:
-    """Risk, the rate of errors on the most certain rows, against the fraction of them: coverage.
+    """Draws a risk-coverage curve: the error rate on the most certain rows (risk) against their
+    fraction of all rows (coverage).
 
-    It is 1 - `selective_accuracy` for every number of rows (Geifman and El-Yaniv 2017).  The lower
-    the curve, the better uncertainty finds the errors; a score that tells nothing gives a level
-    line.  It begins at a hundredth of the rows, before which one error more or less is all of it.
+    Risk is 1 - `selective_accuracy` (Geifman and El-Yaniv 2017).  The lower the curve, the better
+    the uncertainty finds the errors; an uninformative score gives a level line.  The curve begins
+    at a hundredth of the rows: on fewer rows it depends on single errors.
 
     Args:
-        uncertainty: of each row's prediction, `[rows]`; any score that orders them.
-        correct: whether the prediction is right, booleans `[rows]`.
-        ax: where to draw; a new figure by default.  Draw several methods into one.
-        label: the method's name in the legend.
+        uncertainty: of the prediction for each row, `[rows]`; any score that orders rows.
+        correct: whether the prediction is correct, booleans `[rows]`.
+        ax: axes to draw into, such as those of another method; a new figure by default.
+        label: name of the method in the legend.
 
     Returns:
         The axes, for titles and for saving: `ax.figure.savefig(...)`.

@@ -1,4 +1,4 @@
-"""Whether uncertainty ranks rows well: out-of-distribution rows, and wrong predictions."""
+"""How well uncertainty ranks rows: out-of-distribution rows and wrong predictions."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from pyro_scale.metrics import checks
 
 
 def auroc(inside: Tensor, outside: Tensor) -> Tensor:
-    """The probability that a row from elsewhere has a higher score than a row like the data.
+    """The probability that an out-of-distribution row has a higher score than a row from the data's
+    distribution.
 
-    The area under the receiver operating characteristic, which is the Mann-Whitney statistic
-    (Hanley and McNeil 1982): over all pairs of rows, a tie counts half.  It is counted by ranks,
-    exactly, and only the scores' order matters.
+    This is the area under the receiver operating characteristic, which is the Mann-Whitney
+    statistic (Hanley and McNeil 1982): the fraction of pairs of rows in that order, where a tie
+    counts half.  It is exact, and depends on the order of the scores only.
 
     Args:
-        inside: scores of rows from the data's distribution, `[rows]`; for example an epistemic
+        inside: scores of rows from the data's distribution, `[rows]`, such as an epistemic
             uncertainty.
-        outside: scores of rows from another, `[other rows]`.
+        outside: scores of rows from another distribution, `[other rows]`.
 
     Returns:
-        A scalar: 1 if all of `outside` lies above all of `inside`, 1/2 if scores tell nothing.
+        A scalar: 1 if all of `outside` are above all of `inside`, 1/2 for uninformative scores.
 
     Raises:
-        ArgumentError: scores that are no vectors, empty, or NaN.
+        ArgumentError: scores that are not vectors, empty, or NaN.
 
     Examples:
         >>> import torch, pyro_scale as ps
@@ -41,23 +42,24 @@ def auroc(inside: Tensor, outside: Tensor) -> Tensor:
 
 
 def selective_accuracy(uncertainty: Tensor, correct: Tensor, coverage: float | Tensor) -> Tensor:
-    """The accuracy on the most certain rows, where the others are left to someone else.
+    """The accuracy on the most certain rows, if the others are not predicted (Geifman and El-Yaniv
+    2017).
 
-    Geifman and El-Yaniv (2017).  Rows of equal uncertainty come in random order: what is returned
-    is the mean over these orders, so that the rows' own order does not matter.
+    The result is the mean over random orders of rows with equal uncertainty, so that the order in
+    which rows are passed does not matter.
 
     Args:
-        uncertainty: of each row's prediction, `[rows]`; any score that orders them.
-        correct: whether the prediction is right, booleans `[rows]`.
-        coverage: the fraction of rows that are predicted, in (0, 1], or a tensor of them; of rows
-            that is the nearest whole number, and at least one.
+        uncertainty: of the prediction for each row, `[rows]`; any score that orders rows.
+        correct: whether the prediction is correct, booleans `[rows]`.
+        coverage: fraction of the rows that are predicted, in (0, 1], or a tensor of fractions;
+            rounded to a whole number of rows, at least one.
 
     Returns:
         Accuracies in the shape of `coverage`, a scalar for a number.
 
     Raises:
-        ArgumentError: vectors of different lengths, empty, or NaN; `correct` not boolean; a
-            coverage out of its range.
+        ArgumentError: vectors of different lengths, empty, or NaN; `correct` that is not boolean; a
+            coverage out of range.
 
     Examples:
         >>> import torch, pyro_scale as ps
@@ -75,7 +77,8 @@ def selective_accuracy(uncertainty: Tensor, correct: Tensor, coverage: float | T
 
 
 def accuracy_of_most_certain(uncertainty: Tensor, correct: Tensor) -> Tensor:
-    """Of the one, two, ... most certain rows, `[rows]`, a mean over the order of equal ones."""
+    """Accuracy on the most certain row, the two most certain rows, and so on, `[rows]`: the mean
+    over orders of rows with equal uncertainty."""
     _check_scores(uncertainty=uncertainty)
     if not isinstance(correct, Tensor) or correct.dtype != torch.bool:
         raise ArgumentError("correct is not boolean: pass probs.argmax(-1) == labels")
@@ -93,6 +96,11 @@ def accuracy_of_most_certain(uncertainty: Tensor, correct: Tensor) -> Tensor:
 
 
 def _check_scores(**scores: Tensor) -> None:
+    """Checks that arguments are vectors of floats, not empty and without NaN.
+
+    Raises:
+        ArgumentError: they are not.
+    """
     checks.floating(**scores)
     for name, value in scores.items():
         if value.dim() != 1 or len(value) == 0:

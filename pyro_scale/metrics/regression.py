@@ -11,17 +11,16 @@ from pyro_scale.metrics import checks
 
 
 def log_predictive_density(log_lik: Tensor) -> Tensor:
-    """The log of each row's predictive density, its likelihood's mean over draws.
+    """The log predictive density of each row: the log of its mean likelihood over draws.
 
-    Computed on the data that the posterior was fitted to, it is too high: pass held-out rows, or
-    use `arviz.loo`.
+    On the data of the fit it is too high: pass held-out rows, or use `loo()`.
 
     Args:
-        log_lik: log likelihoods of rows at draws, `[draws, rows]`, in nats, as the methods'
-            `log_likelihood` has them.
+        log_lik: log likelihoods of rows at draws, `[draws, rows]`, in nats, as `log_likelihood`
+            returns them.
 
     Returns:
-        `[rows]`, in nats; its mean is the usual score of held-out rows.
+        `[rows]`, in nats; the mean is the usual score of held-out rows.
 
     Raises:
         ArgumentError: no draws.
@@ -40,11 +39,11 @@ def log_predictive_density(log_lik: Tensor) -> Tensor:
 
 
 def rmse(mean: Tensor, y: Tensor) -> Tensor:
-    """The root mean squared error of a prediction.
+    """The root mean squared error of predictions.
 
     Args:
-        mean: the posterior predictive mean, `[rows]` or with more dimensions.
-        y: what was observed, of the same shape.
+        mean: posterior predictive mean, `[rows]` or with more dimensions.
+        y: observations, of the same shape.
 
     Returns:
         A scalar, in the units of y.
@@ -58,7 +57,7 @@ def rmse(mean: Tensor, y: Tensor) -> Tensor:
         tensor(3.5355)
     """
     checks.floating(mean=mean, y=y)
-    # otherwise [rows, 1] and [rows] would be all pairs of rows
+    # [rows, 1] and [rows] would broadcast to all pairs of rows
     if mean.shape != y.shape or y.numel() == 0:
         raise ArgumentError(
             f"mean has shape {checks.shape(mean)} and y {checks.shape(y)}: pass the same for both, "

@@ -15,9 +15,9 @@ class Reliability(NamedTuple):
     """Rows in bins of equal width by the probability of their most probable class.
 
     Attributes:
-        confidence: the mean of that probability, `[bins]`; NaN where a bin is empty.
-        accuracy: the fraction of rows that are of that class, likewise.
-        rows: how many are in the bin, `[bins]`.
+        confidence: mean of that probability, `[bins]`; NaN for an empty bin.
+        accuracy: fraction of rows with that label, `[bins]`; NaN for an empty bin.
+        rows: number of rows in the bin, `[bins]`.
     """
 
     confidence: Tensor
@@ -26,7 +26,7 @@ class Reliability(NamedTuple):
 
 
 def reliability(probs: Tensor, labels: Tensor, bins: int) -> Reliability:
-    """The bins of `ece` and of its plot: ((b - 1)/bins, b/bins] for b = 1, ..., bins.
+    """Rows in the bins ((b - 1)/bins, b/bins] for b = 1, ..., bins; arguments as for `ece`.
 
     Raises:
         ArgumentError: as `accuracy`; or no bins.
@@ -39,7 +39,7 @@ def reliability(probs: Tensor, labels: Tensor, bins: int) -> Reliability:
     place = torch.bucketize(confidence, inner_edges)
 
     def total(values: Tensor) -> Tensor:
-        # in float64: one float32 after another, a million of 0.999 add up to a million
+        # in float64, because in float32 a million values of 0.999 add up to a million
         zeros = torch.zeros(bins, dtype=torch.float64, device=probs.device)
         return zeros.index_add(0, place, values.double())
 
@@ -53,15 +53,16 @@ def ece(probs: Tensor, labels: Tensor, bins: int = 15) -> Tensor:
 
         sum over bins of (rows in the bin / rows) |accuracy - mean confidence|
 
-    of Naeini et al. (2015) and Guo et al. (2017): confidence is the most probable class's
-    probability, and bins are of equal width, closed on the right.  It is biased upwards: a
-    calibrated predictor's is about the sum over bins of sqrt(2 rows_b a_b (1 - a_b) / pi) / rows,
-    so compare methods on the same rows.
+    as in Naeini et al. (2015) and Guo et al. (2017).  Confidence is the probability of the most
+    probable class; bins have equal width and are closed on the right.  The error is biased upwards:
+    for calibrated predictions it is about the sum over bins b of
+    sqrt(2 rows_b a_b (1 - a_b) / pi) / rows, with a_b their accuracy.  So compare methods on the
+    same rows.
 
     Args:
         probs: posterior predictive probabilities, the mean over draws, `[rows, classes]`.
         labels: class numbers from 0, integers `[rows]`.
-        bins: how many bins of equal width; 15 as in Guo et al., for the sake of comparison.
+        bins: number of bins of equal width; 15 as in Guo et al.
 
     Returns:
         A scalar in [0, 1].

@@ -1,4 +1,4 @@
-"""The kernel Stein discrepancy of draws from a distribution whose scores are known."""
+"""The kernel Stein discrepancy of draws from a density whose gradients are known."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _PAIRS = 2**22
 
 
 def ksd(draws: Tensor, scores: Tensor) -> Tensor:
-    """The squared kernel Stein discrepancy of draws from the density that the scores are of.
+    """The squared kernel Stein discrepancy between draws and the density with these scores.
 
     With the inverse multiquadric kernel k(x, y) = (1 + |x - y|^2)^(-1/2) (Gorham and Mackey 2017,
-    c = 1, beta = -1/2), the mean over all pairs of draws, a draw with itself included, of
+    c = 1, beta = -1/2), it is the mean over all pairs of draws, a draw with itself included, of
 
         s(x).s(y) k + s(x).grad_y k + s(y).grad_x k + trace(grad_x grad_y k)
 
-    This V-statistic is never negative, and of n exact draws its mean is (E|s|^2 + d) / n, which is
-    2 d / n for N(0, I): what is well above that is not noise.  It measures distances in the draws'
-    own units: where scales differ, whiten first, `ksd(draws / sd, scores * sd)`.  Modes that no
-    draw has found go unnoticed.  It takes time n^2 d, and memory for blocks of the pairs.
+    This V-statistic is never negative.  For n exact draws its mean is (E|s|^2 + d) / n, which is
+    2 d / n for N(0, I); values well above that are not noise.  Distances are in the units of the
+    draws: if scales differ, whiten first, `ksd(draws / sd, scores * sd)`.  Modes without a draw go
+    unnoticed.  It takes time n^2 d, and memory for blocks of the pairs.
 
     Args:
         draws: `[n, d]`.
-        scores: at each draw, the gradient of the whole log density (not over N), `[n, d]`.
+        scores: gradient of the log density of all rows (not over N) at each draw, `[n, d]`.
 
     Returns:
         A scalar.
@@ -36,7 +36,8 @@ def ksd(draws: Tensor, scores: Tensor) -> Tensor:
         ArgumentError: different shapes, no draws, NaN or infinite values.
 
     Examples:
-        Of 500 draws from N(0, I) in two dimensions, 2 d / n = 0.008; the same, shifted:
+        500 draws from N(0, I) in two dimensions, where 2 d / n = 0.008, with the scores of N(0, I),
+        and with those of N(1, I):
 
         >>> import torch, pyro_scale as ps
         >>> draws = torch.randn(500, 2, generator=torch.Generator().manual_seed(0))

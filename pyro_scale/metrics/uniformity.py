@@ -1,10 +1,10 @@
-"""Whether ranks are uniform: the ECDF's simultaneous band and exact p-values, Holm, coverage.
+"""Tests of uniform ranks: simultaneous band of the ECDF, exact p-values, Holm's method, coverage.
 
-A rank counts the draws below the value that they are compared with: L draws have the ranks 0 to L,
-L + 1 values.  The ECDF of S ranks is looked at where it can jump, at z = i / (L + 1) for i = 1 to
-L.  There the number of ranks below i is binomial if ranks are uniform, and from place to place
-these numbers are a Markov chain.  So the probability that all of them lie inside a band is a sum
-over paths, with no simulation (Saeilynoja, Buerkner and Vehtari 2022, section 2.2).
+A rank is the number of draws below a value; with L draws, ranks are from 0 to L.  The ECDF of S
+ranks is evaluated where it can jump, at z = i / (L + 1) for i = 1 to L.  There the number of ranks
+below i is binomial if ranks are uniform, and along i these numbers are a Markov chain.  So the
+probability that all of them lie inside a band is a sum over paths, without simulation (Saeilynoja,
+Buerkner and Vehtari 2022, section 2.2).
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch import Tensor
 
 from pyro_scale.errors import ArgumentError
 
-#: p-values below it are Bonferroni's, as 1 - P loses its digits.
+#: p-value below which Bonferroni's bound is used, because 1 - P loses its digits.
 _EXACT = 1e-9
-#: Tail probabilities that differ by less, relatively, are equal but for rounding.
+#: Relative difference of tail probabilities that is rounding.
 _ROUNDING = 1e-9
-#: Bands whose probabilities are found together.
+#: Bands whose probabilities are computed together.
 _TOGETHER = 256
 
 
 def ecdf_counts(ranks: Tensor, num_draws: int) -> Tensor:
-    """How many ranks are below i, for i = 1 to L: S times their ECDF at i / (L + 1).
+    """The number of ranks below i, for i = 1 to L: S times their ECDF at i / (L + 1).
 
     Args:
-        ranks: integers in 0 to `num_draws`, `[S, ...]`.
-        num_draws: L, the draws that each rank is among.
+        ranks: integers from 0 to `num_draws`, `[S, ...]`.
+        num_draws: L, the number of draws behind each rank.
 
     Returns:
         int64 `[L, ...]`.
 
     Raises:
-        ArgumentError: no ranks, ranks that are not integers, or out of their range.
+        ArgumentError: no ranks, ranks that are not integers, or out of range.
 
     Examples:
         >>> import torch
@@ -52,30 +52,29 @@ def ecdf_counts(ranks: Tensor, num_draws: int) -> Tensor:
 def ecdf_band(num_simulations: int, num_draws: int, level: float = 0.95) -> tuple[Tensor, Tensor]:
     """The simultaneous band of the ECDF of uniform ranks.
 
-    At every place the central binomial interval, all of the same level, which is such that the
-    whole ECDF stays inside with probability `level`; as counts are discrete, with the least
-    probability from `level` on that such a band has.  The ECDF leaves it where
-    `uniformity_p_values` is at most 1 - level, and only there.
+    It consists of central binomial intervals at every i, all of the same level, such that the whole
+    ECDF stays inside with probability `level`.  Counts are discrete, so it is the band with the
+    smallest probability that is at least `level`.  The ECDF leaves it if and only if
+    `uniformity_p_values` is at most 1 - level.
 
     Args:
         num_simulations: S, the number of ranks.
-        num_draws: L, the draws that each rank is among.
-        level: the probability that uniform ranks stay inside.
+        num_draws: L, the number of draws behind each rank.
+        level: probability that the ECDF of uniform ranks stays inside.
 
     Returns:
-        The lowest and the highest values inside, fractions at i / (L + 1) for i = 1 to L, float64
-        `[L]` each.
+        The lowest and the highest values inside at i / (L + 1), for i = 1 to L, float64 `[L]` each.
 
     Raises:
         ArgumentError: numbers below 1, or a level out of (0, 1).
 
     Examples:
-        Two draws and one rank.  At 1/3 and at 2/3 the ECDF is 0 or 1, and no value is unlikely:
+        Two draws and one rank.  At 1/3 and at 2/3 the ECDF is 0 or 1, and neither is unlikely:
 
         >>> ecdf_band(1, 2)
         (tensor([0., 0.], dtype=torch.float64), tensor([1., 1.], dtype=torch.float64))
 
-        Of more ranks:
+        Three draws and a thousand ranks:
 
         >>> lower, upper = ecdf_band(1000, 3)
         >>> lower.tolist(), upper.tolist()
@@ -87,8 +86,8 @@ def ecdf_band(num_simulations: int, num_draws: int, level: float = 0.95) -> tupl
         )
     _check_level(level)
     levels = _pointwise_levels(num_simulations, num_draws)
-    values = levels.unique()  # in order; bands are between two of them
-    low, high = -1, len(values) - 1  # the last is never exceeded: all of the ECDF is outside
+    values = levels.unique()  # in order; a band leaves out levels up to one of them
+    low, high = -1, len(values) - 1  # a band that leaves all levels out is too narrow
     while high - low > 1:
         middle = (low + high) // 2
         outside = float(_probability_of(values[middle, None], levels))
@@ -102,18 +101,19 @@ def ecdf_band(num_simulations: int, num_draws: int, level: float = 0.95) -> tupl
 
 
 def uniformity_p_values(ranks: Tensor, num_draws: int, is_doubtful: Tensor | None = None) -> Tensor:
-    """The exact probability that uniform ranks' ECDF has a place as unlikely as these ranks' have.
+    """Exact p-values of the hypothesis that ranks are uniform, by the least likely value of their
+    ECDF.
 
-    The statistic is the least over places of 2 min(P(R <= r), P(R >= r)), where r is the number of
+    The statistic is the minimum over i of 2 min(P(R <= r), P(R >= r)), where r is the number of
     ranks below i and R is binomial.  The p-value is the probability that S uniform ranks have no
-    greater one.  Below 1e-9 it is Bonferroni's bound, L times the statistic.
+    greater statistic.  Below 1e-9 it is Bonferroni's bound, L times the statistic.
 
     Args:
-        ranks: integers in 0 to `num_draws`, `[S, ...]`.
-        num_draws: L, the draws that each rank is among.
-        is_doubtful: `[S]` booleans: ranks which may as well be others, as those of broken runs
-            may.  Each count is as likely as any ranks in their place could make it, so a small
-            p-value holds whatever their true ranks are.
+        ranks: integers from 0 to `num_draws`, `[S, ...]`.
+        num_draws: L, the number of draws behind each rank.
+        is_doubtful: `[S]` booleans: whether a rank is not reliable, such as that of a broken run.
+            These ranks are replaced by the most favorable ones, so a small p-value holds whatever
+            their true values are.
 
     Returns:
         float64, of the ranks' shape without their first dimension.
@@ -122,7 +122,7 @@ def uniformity_p_values(ranks: Tensor, num_draws: int, is_doubtful: Tensor | Non
         ArgumentError: as `ecdf_counts`.
 
     Examples:
-        All of ten ranks below the middle, which one of 1,024 sets of ranks is, and as many above:
+        All of ten ranks are 0 of 1, which has a probability of 1/1,024, as have ten ranks of 1:
 
         >>> import torch
         >>> p = uniformity_p_values(torch.zeros(10, dtype=torch.int64), num_draws=1)
@@ -141,21 +141,21 @@ def uniformity_p_values(ranks: Tensor, num_draws: int, is_doubtful: Tensor | Non
         counts = likeliest.maximum(lowest).minimum(lowest + (size - int(keep.sum())))
     statistics = levels.gather(1, counts.reshape(num_draws, -1)).amin(0)
     unique, places = statistics.unique(return_inverse=True)
-    found = torch.cat([_probability_of(part, levels) for part in unique.split(_TOGETHER)])
-    return found[places].reshape(shape)
+    p_values = torch.cat([_probability_of(part, levels) for part in unique.split(_TOGETHER)])
+    return p_values[places].reshape(shape)
 
 
 def holm(p_values: Tensor) -> Tensor:
     """p-values adjusted for their number by Holm's method (1979).
 
-    Where those of at most `level` are rejected, some true hypothesis is with at most that
-    probability, however the p-values depend on each other.
+    If hypotheses with adjusted p-values of at most `level` are rejected, the probability that a
+    true one is among them is at most `level`, however the p-values depend on each other.
 
     Args:
         p_values: `[n]`.
 
     Returns:
-        `[n]`: the k-th smallest times n + 1 - k, at least those before it, at most 1.
+        `[n]`: the k-th smallest times n + 1 - k, but not below smaller ones, and at most 1.
 
     Examples:
         >>> import torch
@@ -169,16 +169,16 @@ def holm(p_values: Tensor) -> Tensor:
 
 
 def rank_coverage(ranks: Tensor, num_draws: int, level: float) -> Tensor:
-    """How often the central interval of the draws holds the value, by ranks.
+    """The coverage of the draws' central interval: the fraction of values inside, from their ranks.
 
-    A rank r stands for the cell from r / (L + 1) to (r + 1) / (L + 1), and counts by the part of
-    it that lies between (1 - level) / 2 and (1 + level) / 2.  Of uniform ranks the mean of that is
+    A rank r stands for the cell from r / (L + 1) to (r + 1) / (L + 1).  It counts by the fraction
+    of the cell between (1 - level) / 2 and (1 + level) / 2.  For uniform ranks the expectation is
     `level`, for any number of draws.
 
     Args:
-        ranks: integers in 0 to `num_draws`, `[S, ...]`.
-        num_draws: L, the draws that each rank is among.
-        level: the interval's probability, in (0, 1).
+        ranks: integers from 0 to `num_draws`, `[S, ...]`.
+        num_draws: L, the number of draws behind each rank.
+        level: probability of the interval, in (0, 1).
 
     Returns:
         Means over the ranks, float64, of the ranks' shape without their first dimension.
@@ -187,7 +187,8 @@ def rank_coverage(ranks: Tensor, num_draws: int, level: float) -> Tensor:
         ArgumentError: as `ecdf_counts`, or a level out of (0, 1).
 
     Examples:
-        Half of the inner cell of three is inside of the interval from 1/4 to 3/4, and so on:
+        The interval from 1/4 to 3/4 contains the middle one of three cells, and a quarter of each
+        of the others:
 
         >>> import torch
         >>> rank_coverage(torch.tensor([0, 1, 1, 2]), num_draws=2, level=0.5)
@@ -208,17 +209,22 @@ def _pointwise_levels(num_simulations: int, num_draws: int) -> Tensor:
     counts = torch.arange(size + 1, dtype=torch.float64)
     z = torch.arange(1, num_draws + 1, dtype=torch.float64)[:, None] / (num_draws + 1)
     ways = math.lgamma(size + 1) - torch.lgamma(counts + 1) - torch.lgamma(size - counts + 1)
-    # 1 - z is z backwards, to the bit: both tails are then exactly each other's mirror images
+    # z.flip is 1 - z; bit for bit, so that the two tails are exact mirror images
     log_pmf = ways + counts * z.log() + (size - counts) * z.flip(0).log()
     below = log_pmf.exp().cumsum(1)
     return 2 * below.minimum(below.flip(0, 1))
 
 
 def _probability_of(statistics: Tensor, levels: Tensor) -> Tensor:
-    """How often uniform ranks have a pointwise level of at most these, `[n]` in increasing order.
+    """The probability that the smallest pointwise level of uniform ranks is at most each statistic,
+    `[n]`.
 
-    Increments of the counts are independent Poisson numbers whose sum is known to be S: it takes
-    the same matrix, one of Poisson probabilities, from each place to the next.
+    The increments of the counts are independent Poisson numbers, given that their sum is S.  So
+    the same matrix of Poisson probabilities leads from each i to the next.
+
+    Args:
+        statistics: in increasing order, `[n]`.
+        levels: see `_pointwise_levels`.
     """
     num_draws, size = levels.shape[0], levels.shape[1] - 1
     bound = statistics * num_draws
@@ -236,18 +242,23 @@ def _probability_of(statistics: Tensor, levels: Tensor) -> Tensor:
         steps = poisson[offset : offset + width + end - start - 1].unfold(0, end - start, 1)
         mass = (mass.flip(1) @ steps) * (level[start:end] > limits)
         first = start
-    rest = poisson[2 * size - first - mass.shape[1] + 1 : 2 * size - first + 1].flip(0)
-    outside = 1 - mass @ rest / _poisson(size, size)[-1]
+    last_step = poisson[2 * size - first - mass.shape[1] + 1 : 2 * size - first + 1].flip(0)
+    outside = 1 - mass @ last_step / _poisson(size, size)[-1]
     return torch.where(bound < _EXACT, bound, outside.clamp(0, 1))
 
 
 def _poisson(largest: int, rate: float) -> Tensor:
-    """The probabilities of 0 to `largest`."""
+    """Poisson probabilities of 0 to `largest`."""
     counts = torch.arange(largest + 1, dtype=torch.float64)
     return (counts * math.log(rate) - rate - torch.lgamma(counts + 1)).exp()
 
 
 def _check(ranks: Tensor, num_draws: int) -> None:
+    """Checks that ranks are integers from 0 to `num_draws`.
+
+    Raises:
+        ArgumentError: they are not, or there are none.
+    """
     if not isinstance(ranks, Tensor) or ranks.is_floating_point() or ranks.dtype == torch.bool:
         kind = ranks.dtype if isinstance(ranks, Tensor) else type(ranks).__name__
         raise ArgumentError(f"ranks is {kind}: pass a tensor of integers, ranks.long()")
@@ -261,5 +272,10 @@ def _check(ranks: Tensor, num_draws: int) -> None:
 
 
 def _check_level(level: float) -> None:
+    """Checks that a level is in (0, 1).
+
+    Raises:
+        ArgumentError: it is not.
+    """
     if not 0 < level < 1:
         raise ArgumentError(f"level={level}: pass a probability in (0, 1)")

@@ -1,4 +1,4 @@
-"""Suggestions for arguments that people know from Pyro, NumPyro and ArviZ."""
+"""Error messages for wrong calls, with hints for users of Pyro, NumPyro and ArviZ."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from torch.utils import _pytree as pytree
@@ -18,13 +18,13 @@ from pyro_scale.errors import CallError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: What a method without checkpoints has.
+#: What methods without checkpoints offer instead.
 _KEPT = (
     "save(path), which keeps the results; another run starts from them by the constructor's "
     "init_strategy=load(path, model)"
 )
 
-#: An argument elsewhere -> what there is here.
+#: Arguments of Pyro, NumPyro and ArviZ -> what to pass or call instead.
 ELSEWHERE = {
     "num_warmup": "warmup_steps=, in steps of the sampler",
     "warmup": "warmup_steps=, in steps of the sampler",
@@ -51,30 +51,51 @@ ELSEWHERE = {
     "disable_progbar": "progress=False",
 }
 
-#: An attribute that other libraries look for -> what to call instead.
-ATTRIBUTES = {
+#: Attributes that users, or other libraries, look for in a posterior -> what to call instead.
+OF_POSTERIOR = {
+    "psis": "{name} gives draws and no density, so there are no importance weights: psis() is of "
+    "VI, IVON, Laplace and EKF",
+    "step_size_bias": "{name} has no step size that biases its draws",
+    "num_chains": "arviz.from_pyro takes pyro.infer.MCMC: here call .to_arviz(), which has more",
+    "run": "{name} is the result of a run: call run of its method, or of another one with "
+    "init_strategy= this",
+}
+#: The same for a method.
+OF_METHOD = OF_POSTERIOR | {
     "setup": "{name} is no kernel of pyro.infer.MCMC but runs by itself: "
     "ps.{name}(model, ...).run(data, num_samples=..., num_chains=...)",
     "report": "{name} chooses nothing to report: summary() has what it found",
     "step": "{name} takes no steps of its own: call run(data, ...)",
-    "psis": "{name} gives draws and no density, so there are no importance weights: psis() is of "
-    "VI, IVON, Laplace and EKF",
-    "step_size_bias": "{name} takes no steps whose size is felt in the draws",
-    "num_chains": "arviz.from_pyro takes pyro.infer.MCMC: here call .to_arviz(), which has more",
 }
 
 
-def check_calls(function: F, base: Callable[..., Any] | None = None) -> F:
-    """A function whose calls are compared with its signature first.
-
-    Its signature shows every argument, with its default: those that `**options: Unpack[...]` stands
-    for are the base's.
+def missing_attribute(owner: Any, name: str, hints: Mapping[str, str]) -> AttributeError:
+    """The error for an attribute that an object does not have, with a hint if there is one.
 
     Args:
-        function: of the library's, or a method.
-        base: what it passes these on to.
+        owner: the object.
+        name: of the attribute.
+        hints: what to call instead, by name.
     """
-    signature = _in_full(function, base)
+    kind = type(owner).__name__
+    return AttributeError(
+        hints.get(name, "'{name}' object has no attribute '{attribute}'").format(
+            name=kind, attribute=name
+        )
+    )
+
+
+def check_calls(function: F, base: Callable[..., Any] | None = None) -> F:
+    """Wraps a function so that a call that does not match its signature raises a helpful CallError.
+
+    The signature shows every argument with its default; those that `**options: Unpack[...]` stands
+    for are taken from `base`.
+
+    Args:
+        function: a public function or method.
+        base: the function that receives the options.
+    """
+    signature = _full_signature(function, base)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -82,10 +103,10 @@ def check_calls(function: F, base: Callable[..., Any] | None = None) -> F:
             signature.bind(*args, **kwargs)
         except TypeError as error:
             raise CallError(_explain(function, signature, args, kwargs, str(error))) from None
-        _check_places(function, signature, args)
+        _check_rows(function, signature, args)
         try:
             return function(*args, **kwargs)
-        except RuntimeError as error:  # torch tells the main thread of workers, wherever it is
+        except RuntimeError as error:  # torch raises errors of loader workers in the main thread
             if (dead := worker_error(error)) is None:
                 raise
             for note in getattr(error, "__notes__", ()):
@@ -96,30 +117,36 @@ def check_calls(function: F, base: Callable[..., Any] | None = None) -> F:
     return call  # type: ignore[return-value]
 
 
-def _in_full(function: Callable[..., Any], base: Callable[..., Any] | None) -> inspect.Signature:
-    """The signature, with a base's keywords in place of `**options: Unpack[...]`."""
+def _full_signature(
+    function: Callable[..., Any], base: Callable[..., Any] | None
+) -> inspect.Signature:
+    """The signature, with keywords of `base` in place of `**options: Unpack[...]`."""
     signature = inspect.signature(function)
-    *own, last = signature.parameters.values()
+    *parameters, last = signature.parameters.values()
     if base is None or not str(last.annotation).startswith("Unpack["):
         return signature
     (options,) = get_args(get_type_hints(function)[last.name])
     of_base = inspect.signature(base).parameters
-    return signature.replace(parameters=[*own, *(of_base[n] for n in options.__annotations__)])
+    parameters += [of_base[name] for name in options.__annotations__]
+    return signature.replace(parameters=parameters)
 
 
 def unknown_argument(method: Any, name: str, names: Iterable[str]) -> str:
-    """What to write for an argument that a function, or a method's constructor, does not have.
+    """A hint for an argument that does not exist: where to pass it, or what to write instead.
 
     Args:
-        method: whose it is; None of a function.
-        name: the argument.
-        names: what there is.
+        method: the method, or posterior, that was called; None for a function.
+        name: the unknown argument.
+        names: the arguments that exist.
     """
-    names = [each for each in names if each != "self"]
-    run = getattr(type(method), "run", None)  # which posteriors have not
-    for other, place in ((run, "run()"), (type(method), "the constructor")) if run else ():
-        its = inspect.signature(other).parameters.get(name)
-        if its is not None and its.kind not in (its.VAR_POSITIONAL, its.VAR_KEYWORD):
+    names = [argument for argument in names if argument != "self"]
+    run = getattr(type(method), "run", None)  # posteriors have none
+    for function, place in ((run, "run()"), (type(method), "the constructor")) if run else ():
+        parameter = inspect.signature(function).parameters.get(name)
+        if parameter is not None and parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
             return f"pass it to {place}"
     if name in (elsewhere := ELSEWHERE | getattr(method, "elsewhere", {})):
         return f"here it is {elsewhere[name]}"
@@ -127,25 +154,27 @@ def unknown_argument(method: Any, name: str, names: Iterable[str]) -> str:
     return f"did you mean {near[0]}=?" if near else f"it takes {', '.join(names)}"
 
 
-def _title(function: Callable[..., Any], self: Any) -> str:
-    if self is None:
+def _title(function: Callable[..., Any], owner: Any) -> str:
+    """The function as messages name it, with the class of its owner."""
+    if owner is None:
         return function.__name__
-    own = function.__name__ == "__init__"
-    return type(self).__name__ + ("" if own else f".{function.__name__}")
+    is_constructor = function.__name__ == "__init__"
+    return type(owner).__name__ + ("" if is_constructor else f".{function.__name__}")
 
 
-def _check_places(
+def _check_rows(
     function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...]
 ) -> None:
-    """Refuses the model's arguments one by one, where data are one argument."""
+    """Raises a CallError if rows were passed in place of another argument than `data`, such as
+    `run(x, y)`."""
     if "data" not in signature.parameters:
         return
     for name, value in zip(signature.parameters, args, strict=False):
         leaves = pytree.tree_leaves(value)
         if name != "data" and any(rows.is_rows(leaf) or is_table(leaf) for leaf in leaves):
-            self = args[0] if "self" in signature.parameters else None
+            owner = args[0] if "self" in signature.parameters else None
             raise CallError(
-                f"{_title(function, self)}: {name} is given rows: pass the model's arguments as "
+                f"{_title(function, owner)}: {name} is given rows: pass the model's arguments as "
                 "one tuple or dict, data=(x, y)"
             )
 
@@ -154,35 +183,42 @@ def _explain(
     function: Callable[..., Any],
     signature: inspect.Signature,
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any],
     error: str,
 ) -> str:
+    """The message for a call that does not match the signature.
+
+    Args:
+        function: what was called.
+        signature: of the function.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        error: Python's own message.
+    """
     parameters = signature.parameters
-    self = args[0] if "self" in parameters else None
-    own, title = function.__name__ == "__init__", _title(function, self)
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    kernel = getattr(self, "kernel_class", None) if own else None
-    for name in kwargs:
-        if takes_any or name in parameters:
-            continue
+    owner = args[0] if "self" in parameters else None
+    is_constructor, title = function.__name__ == "__init__", _title(function, owner)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = None if takes_any else next((n for n in kwargs if n not in parameters), None)
+    if unknown is not None:
+        kernel = getattr(owner, "kernel_class", None) if is_constructor else None
         if isinstance(kernel, type):
             fields = [field.name for field in dataclasses.fields(kernel)]
-            hint = unknown_argument(self, name, fields)
-            return f"{title} has no hyperparameter '{name}'; it has {fields}: {hint}"
-        return f"{title} has no argument '{name}': {unknown_argument(self, name, parameters)}"
+            hint = unknown_argument(owner, unknown, fields)
+            return f"{title} has no hyperparameter '{unknown}'; it has {fields}: {hint}"
+        hint = unknown_argument(owner, unknown, parameters)
+        return f"{title} has no argument '{unknown}': {hint}"
     places = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(args) > len(places):
-        if "data" in places:
-            call = ", ".join(["(x, y)" if n == "data" else n for n in places if n != "self"][:2])
-            hint = (
-                f"pass the model's arguments as one tuple or dict, {function.__name__}({call}, ...)"
-            )
-        elif own and "structure" in parameters:
-            hint = "all but the model are passed by name; a guide is made by structure="
-        elif own:
-            hint = "all but the model are passed by name, such as lr="
-        else:
-            hint = "pass the others by name"
-        count, given = (len(each) - ("self" in parameters) for each in (places, args))
-        return f"{title} takes {count} positional argument(s), not {given}: {hint}"
-    return f"{title}: {error}"
+    if len(args) <= len(places):
+        return f"{title}: {error}"
+    if "data" in places:
+        call = ", ".join(["(x, y)" if n == "data" else n for n in places if n != "self"][:2])
+        hint = f"pass the model's arguments as one tuple or dict, {function.__name__}({call}, ...)"
+    elif is_constructor and "structure" in parameters:
+        hint = "all but the model are passed by name; a guide is made by structure="
+    elif is_constructor:
+        hint = "all but the model are passed by name, such as lr="
+    else:
+        hint = "pass the others by name"
+    most, count = (len(x) - ("self" in parameters) for x in (places, args))
+    return f"{title} takes {most} positional argument(s), not {count}: {hint}"

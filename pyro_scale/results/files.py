@@ -20,18 +20,18 @@ from pyro_scale.storage import files
 
 @check_calls
 def load(path: files.FilePath, model: Any) -> Posterior:
-    """The posterior that `save` wrote, bit for bit.
+    """Reads the posterior that `save` wrote, bit for bit.
 
-    What reads the run's data (`log_likelihood`, most groups of `to_arviz`) needs `data=`.
+    Methods that read the run's data (`log_likelihood`, most groups of `to_arviz`) need `data=`.
 
     Args:
         path: the file.
-        model: what was run, a Pyro model, a `PyroModule` or a `LogPosterior`.  It is run on the
-            file's batch, and must have the sites that it had, and at two points their log prior
-            and log likelihood.
+        model: the model of the run: a Pyro model, a `PyroModule` or a `LogPosterior`.  It is run on
+            the file's batch, and must have the same sites, log prior and log likelihood at two
+            points.
 
     Returns:
-        A `Posterior`; of an approximation a `GaussianPosterior`, of SVGD a `ParticlePosterior`.
+        A `Posterior`; a `GaussianPosterior` for approximations, a `ParticlePosterior` for SVGD.
 
     Raises:
         ArgumentError: `path` is no path, or `model` is not callable.
@@ -56,7 +56,7 @@ def load(path: files.FilePath, model: Any) -> Posterior:
 
 
 def read(path: files.FilePath) -> dict[str, Any]:
-    """The contents of a file.
+    """The contents of a file, with the path of the store of its draws, if there is one.
 
     Raises:
         FileError: it cannot be read, or is damaged.
@@ -64,7 +64,7 @@ def read(path: files.FilePath) -> dict[str, Any]:
     contents = files.read(path)
     with check_contents(path):
         if contents.get("store"):
-            contents["store"]["path"] = _beside(contents["store"]["path"], files.as_path(path))
+            contents["store"]["path"] = _find_store(contents["store"]["path"], files.as_path(path))
     return contents
 
 
@@ -78,7 +78,7 @@ def posterior_of(path: files.FilePath, contents: Mapping[str, Any], model: Any) 
         draws, batch = draws_of(contents, prepare_model(contents, model)), contents["arguments"]
         posterior: Posterior
         if "gaussians" in contents:
-            posterior = GaussianPosterior.of_contents(contents, draws)
+            posterior = GaussianPosterior.from_contents(contents, draws)
         elif "trace" in contents:
             posterior = ParticlePosterior(draws, contents["trace"], batch)
         else:
@@ -89,7 +89,7 @@ def posterior_of(path: files.FilePath, contents: Mapping[str, Any], model: Any) 
 
 @contextmanager
 def check_contents(path: files.FilePath) -> Iterator[None]:
-    """Our error for contents that are not those of a method's results."""
+    """Turns errors about a file's contents into a FileError."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -99,7 +99,7 @@ def check_contents(path: files.FilePath) -> Iterator[None]:
         ) from error
 
 
-def _beside(store: str, file: Path) -> str:
-    """Where a store is that may have been moved together with the file."""
+def _find_store(store: str, file: Path) -> str:
+    """The path of a store, which may have been moved together with the file."""
     moved = file.parent / Path(store).name
     return str(moved) if moved.exists() and not Path(store).exists() else store

@@ -1,4 +1,4 @@
-"""The posterior as an approximation left it: Gaussians, and draws of them."""
+"""The posterior of an approximation: Gaussians, and their draws."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyro_scale.core.low_rank import LowRank
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
-from pyro_scale.diagnostics.check_fit import advice_on, check_targets, note_weights
+from pyro_scale.diagnostics.check_fit import advice_on
 from pyro_scale.diagnostics.policy import WEIGHTS
 from pyro_scale.diagnostics.psis import Psis, psis
 from pyro_scale.errors import ApproximationWarning, ArgumentError
@@ -32,31 +32,31 @@ from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.early_stopping import has_converged
 
-#: Draws of each start that are weighed, at least.
+#: Least draws of each start that `sample(resample=True)` weighs.
 _PROPOSALS = 1000
-#: The square of the distance to the mode, in posterior sds, from which evidence is in doubt.
+#: Squared distance from the mode, in posterior sds, above which the evidence is too low.
 _FAR = 0.01
 
 
 class GaussianPosterior(Posterior):
     """A Gaussian approximation of the posterior in unconstrained space, or several from different
-    starts; of a `MAP`, points.
+    starts; for a `MAP`, points.
 
     Args:
         fit: the Gaussians, with the model, the data and the run's facts.
-        batch: the batch that the model was understood on, where the fit comes without data.
+        batch: a batch of the data, if the fit comes without data.
     """
 
     def __init__(self, fit: Fit, batch: Arguments | None = None):
         self._fit, self._batch = fit, batch
 
     @classmethod
-    def of_contents(cls, contents: Mapping[str, Any], draws: PosteriorDraws) -> Self:
-        """What `contents` gave, read from a file.
+    def from_contents(cls, contents: Mapping[str, Any], draws: PosteriorDraws) -> Self:
+        """The posterior whose `contents` a file has.
 
         Args:
             contents: of the file.
-            draws: of the fit, in the file.
+            draws: of the fit, from the file.
         """
         structures: Any = {"dense": Dense, "diag": Diagonal, "kron": Kronecker, "low_rank": LowRank}
         kind = structures[contents["structure"]]
@@ -70,14 +70,14 @@ class GaussianPosterior(Posterior):
             draws.layout,
             contents["centers"],
             tuple(contents["sites"]),
-            tuple(kind.of_contents(**each) for each in contents["gaussians"]),
+            tuple(kind.of_contents(**gaussian) for gaussian in contents["gaussians"]),
             attrs["seed"],
             attrs,
             contents["trace"],
         )
         if fit.centers.shape[1:] != (fit.layout.size,):
             raise ValueError(f"centers of shape {list(fit.centers.shape)}")
-        fit.by_start(torch.arange(fit.num_starts))  # which raises where shapes differ
+        fit.by_start(torch.arange(fit.num_starts))  # raises if shapes differ
         return cls(fit, contents["arguments"])
 
     @property
@@ -87,7 +87,7 @@ class GaussianPosterior(Posterior):
 
     @property
     def draws(self) -> PosteriorDraws:
-        """Draws of the fit: 1,000 of each start, the same at each call; of a `MAP`, one."""
+        """Draws of the fit: 1,000 of each start, the same at each call; one for a `MAP`."""
         return self.fit.result
 
     @property
@@ -97,25 +97,25 @@ class GaussianPosterior(Posterior):
 
     @property
     def size(self) -> str:
-        """N, and how many starts there are, in words."""
+        """N and the number of starts, in words."""
         return f"N = {self.fit.log_posterior.num_data:,}, starts: {self.fit.num_starts}"
 
     @check_calls
     def sample(
         self, num_samples: int, seed: int | None = None, resample: bool = False
     ) -> dict[str, Tensor]:
-        """Fresh draws, `[num_samples, ...]` by site, constrained; from each start in turn.
+        """New constrained draws, `[num_samples, ...]` by site, from each start in turn.
 
         Args:
-            num_samples: how many.
-            seed: the same one gives the same draws, however many; torch's generator is used by
-                default.
-            resample: whether they are draws of the posterior, as near as importance resampling
-                brings those of the fit to it: `num_samples` of them (at least 1,000), each taken
-                as often as its weight says.  It evaluates all rows at all draws.
+            num_samples: number of draws.
+            seed: the same seed gives the same first draws for any number; by default, draws are
+                from torch's generator.
+            resample: whether to bring the draws closer to the posterior by importance resampling:
+                of `num_samples` draws of the fit (at least 1,000), each is taken as often as its
+                weight says.  This evaluates all rows at all draws.
 
         Raises:
-            ArgumentError: `resample` of what has no weights (see `psis`).
+            ArgumentError: `resample` for a fit without weights (see `psis`).
 
         Warns:
             ApproximationWarning: the weights have too heavy a tail to be trusted.
@@ -128,32 +128,29 @@ class GaussianPosterior(Posterior):
     @check_calls
     def psis(self, num_rows: int | None = None) -> Psis:
         """Pareto-smoothed importance weights of the fit's draws (those of `get_samples`) against
-        the log joint of all rows at the fit's temperature, in unconstrained space.  Their tail's
-        shape, `pareto_k`, says whether the fit can be trusted: up to 0.7 it can, and
-        `sample(n, resample=True)` brings it nearer; above, use a sampler.
+        the log joint of all rows at the fit's temperature, in unconstrained space.
 
-        Beyond some 100 dimensions k is large for every Gaussian, and says nothing of what a
-        network's fit predicts: look at its predictions on held-out rows.
+        The shape of their tail, `pareto_k`, shows whether the fit can be trusted.  Up to 0.7 it
+        can, and `sample(n, resample=True)` improves it; above, use a sampler.  Beyond about 100
+        dimensions k is large for every Gaussian and does not reflect the predictions of a network:
+        check those on held-out rows.
 
         Args:
-            num_rows: how many rows are evaluated; by default all, or as many as give the log
-                weights to within 0.2 nats where all are too dear.
+            num_rows: number of rows to evaluate; by default all, or as many as give the log weights
+                to within 0.2 nats if all take too long.
 
         Raises:
-            ArgumentError: there is no density (a mode, temperature 0), or not of this model; the
-                data are gone; it is too dear.
+            ArgumentError: the fit has no density (a mode, temperature 0), or is not meant to be the
+                posterior; the data are gone; it would take too long.
         """
         if num_rows is not None:
             num_rows = as_count("num_rows", num_rows, least=2)
-        check_targets(self.fit)
-        table = psis(self.fit, self.fit.result, num_rows)
-        note_weights(self.fit, table)
-        return table
+        return psis(self.fit, self.fit.result, num_rows)
 
     @check_calls
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
-        """Where chains begin that start from this fit: draws of the latent sites, and `params`,
-        `[num_chains, ...]`."""
+        """Draws to start chains from, `[num_chains, ...]` by site: constrained latent sites, and
+        `params`."""
         drawn = self.sample(as_count("num_chains", num_chains), seed)
         params = {n: value.expand(num_chains, *value.shape) for n, value in self.params.items()}
         return {name: drawn[name] for name in self.fit.log_posterior.latents} | params
@@ -171,12 +168,12 @@ class GaussianPosterior(Posterior):
         linearized: bool | Literal["probit"] = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Posterior predictive draws, `[draws, ...]`, one for each draw of the approximation, or
-        what is asked for of them.
+        """Posterior predictive draws by site, `[draws, ...]`, one for each draw of the
+        approximation; or what `reduce` or `interval` requests.
 
         Args:
-            *args: the model's own.
-            **kwargs: the model's own.
+            *args: arguments of the model, with the rows to predict.
+            **kwargs: keyword arguments of the model.
             num_samples: as for samplers.
             batch_size: as for samplers; with `linearized`, memory is needed for all draws of
                 `batch_size` rows.
@@ -184,19 +181,19 @@ class GaussianPosterior(Posterior):
             reduce: as for samplers.
             interval: as for samplers.
             calibrate: as for samplers.
-            linearized: whether the arguments of the observed sites' distributions are taken as
-                linear in the params, around the Gaussian's mean and on an unconstrained scale,
-                as the GGN has it (Immer et al. 2021): for networks, closer to the posterior than
-                the Gaussian's own draws.  `"probit"` gives the chances of classes in closed form
-                (MacKay 1992): of Bernoulli and Categorical sites, logits over
-                sqrt(1 + pi/8 times their variance), to some percent.  Draws are of these chances,
-                and `reduce="mean"` gives them without Monte Carlo; it takes as many passes as the
-                Gaussian has elements.
+            linearized: whether to linearize the arguments of the observed sites' distributions in
+                the params, around the Gaussian's mean and on an unconstrained scale, which is the
+                model that the GGN approximates (Immer et al. 2021).  For networks, it is closer to
+                the posterior than draws of the Gaussian.  `"probit"` gives class probabilities in
+                closed form (MacKay 1992): for Bernoulli and Categorical sites, from logits divided
+                by sqrt(1 + pi/8 times their variance), accurate to a few percent.  Draws are then
+                of these probabilities, and `reduce="mean"` gives them without Monte Carlo.  It
+                takes as many passes as the Gaussian has elements.
 
         Raises:
-            ArgumentError: `linearized` of what has no distribution, or without a Gaussian;
-                `"probit"` of what are no classes; what `reduce` asks for does not exist; and, with
-                `interval` and `calibrate`, as for samplers.
+            ArgumentError: `linearized` for a site without a distribution, or without a Gaussian;
+                `"probit"` for a site without classes; an unknown `reduce`; and, with `interval` and
+                `calibrate`, as for samplers.
             DataError: as for samplers.
         """
         check_interval(interval, calibrate, reduce)
@@ -225,30 +222,32 @@ class GaussianPosterior(Posterior):
         if interval is None:
             return predict(arguments, return_sites, reduce)
         count = total if num_samples is None else len(predictive.spread_evenly(total, num_samples))
-        here = fit.thin(torch.arange(1))
-        return predict_sets(here, predict, arguments, return_sites, interval, held_out, count)
+        first = fit.thin(torch.arange(1))
+        return predict_sets(first, predict, arguments, return_sites, interval, held_out, count)
 
     @check_calls
     def guide(self) -> Guide:
-        """The Gaussian as a Pyro guide, for `pyro.infer.Predictive(model, guide=...)`, and `SVI`,
-        which goes on from it; of the first start.  Params of `pyro.param` are read from Pyro's
-        store: `write_params()` puts those of the fit there."""
+        """The Gaussian of the first start as a Pyro guide, for
+        `pyro.infer.Predictive(model, guide=...)`, and for `SVI` to continue from.
+
+        Values of `pyro.param` are read from Pyro's store: `write_params()` puts those of the fit
+        there."""
         return Guide(self.fit)
 
     @check_calls
     def mass(self) -> dict[str, Tensor]:
-        """A sampler's `mass` with which all elements move about alike: the diagonal of the
-        precision over N, by site, in unconstrained space.  With it, `lr` is in units of what one
-        element's sd is given the others.
+        """A `mass` for samplers with which all elements move at the same rate: the diagonal of the
+        precision over N, by site, in unconstrained space.  `lr` is then in units of an element's sd
+        given the others.
 
         Raises:
-            ArgumentError: there is no Gaussian.
+            ArgumentError: the fit has no Gaussian.
         """
         fit = self.fit
         if not fit.gaussians:
             raise ArgumentError(f"{self.attrs['method']} has no Gaussian: fit a Laplace or VI")
         warm = [fit.at_temperature_1(start) for start in range(len(fit.gaussians))]
-        diagonals = [each.precision_diagonal for each in warm]
+        diagonals = [gaussian.precision_diagonal for gaussian in warm]
         mass = torch.ones_like(fit.centers[0])
         mass[fit.places] = torch.stack(diagonals).mean(0) / fit.log_posterior.num_data
         of_sites = fit.layout.unflatten(mass)
@@ -256,22 +255,22 @@ class GaussianPosterior(Posterior):
 
     @check_calls
     def as_prior(self) -> LogPosterior:
-        """The model with this Gaussian for its prior: what the data have taught, for any method
-        to go on from with other data (the paper's equation 1); at temperature 1, whatever the
-        fit's.  Params of `pyro.param` start where the model has them: `write_params` puts those of
-        the fit there.
+        """The model with this Gaussian as its prior, for any method to continue with other data
+        (the paper's equation 1).
+
+        The Gaussian is that at temperature 1, whatever the temperature of the fit.  Values of
+        `pyro.param` start where the model has them: `write_params` puts those of the fit there.
 
         Raises:
-            ArgumentError: there is no Gaussian, one at temperature 0, or one for some sites
-                alone; or the likelihood is a joint density of all rows, which more rows would
+            ArgumentError: the fit has no Gaussian, one at temperature 0, or one for some sites
+                only; or the likelihood is a joint density of all rows, which more rows would
                 change.
         """
         return as_prior(self.fit, 0)
 
     @check_calls
     def at_temperature(self, temperature: float) -> GaussianPosterior:
-        """The fit with the covariance of another temperature, without another pass through the
-        data.
+        """The fit with the covariance at another temperature, without a pass through the data.
 
         Raises:
             ArgumentError: a temperature below 0; a fit at temperature 0, which has no spread.
@@ -287,12 +286,12 @@ class GaussianPosterior(Posterior):
 
     @check_calls
     def log_marginal_likelihood(self) -> Tensor:
-        """The evidence of a `Laplace`, in nats: log joint + D/2 log 2 pi - log det(precision)/2 at
-        the mode, of the start where it is largest; over the sites that have a Gaussian, at
-        temperature 1.
+        """The log evidence of a `Laplace` fit, a scalar in nats:
+        log joint + D/2 log 2 pi - log det(precision)/2 at the mode, at temperature 1, over the
+        sites with a Gaussian; the largest of all starts.
 
         Raises:
-            ArgumentError: the fit is not at a mode.
+            ArgumentError: the fit is not of `Laplace`.
 
         Warns:
             ApproximationWarning: the point is not the mode of the density in unconstrained space.
@@ -323,19 +322,19 @@ class GaussianPosterior(Posterior):
 
     @property
     def converged(self) -> bool:
-        """Whether every start's fit is where it is to be.
+        """Whether the fit of every start has converged.
 
-        Of a Gaussian in up to 100 dimensions, where all rows' gradients at its draws cost no more
-        than the run: whether no mean is more than 0.1 sds, and no sd more than 3%, from where the
-        bound is largest, but for chance (one fit in a thousand).  Else, whether the objective is
-        known to change by less than 0.1 nats times the root of the dimensions from the third
-        quarter of the steps to the last, and has not fallen since the first; where noise hides
-        that, it is not.  At a constant lr the fit may then still be moving about."""
+        For a Gaussian in up to 100 dimensions, if gradients of all rows at its draws cost no more
+        than the run: whether every mean is within 0.1 sds, and every sd within 3%, of where the
+        bound is largest, apart from chance (one fit in a thousand).  Otherwise, whether the
+        objective significantly changes by less than 0.1 nats times the root of the dimensions from
+        the third quarter of the steps to the last, and has not fallen since the first; False if
+        noise hides that.  At a constant lr the fit may still fluctuate then."""
         return bool(self._converged.all())
 
     @property
     def _converged(self) -> Tensor:
-        """Whether each start's fit is, `[starts]`."""
+        """Whether the fit of each start has converged, `[starts]`."""
         measured = self.fit.attrs.get("at_optimum")
         if measured is not None:
             return torch.tensor(measured, dtype=torch.bool)
@@ -343,18 +342,18 @@ class GaussianPosterior(Posterior):
 
     @check_calls
     def diagnostics(self) -> Any:  # type: ignore[override]  # of no chains
-        """A DataFrame, one row a start.
+        """Numbers that show whether the fit can be trusted: a DataFrame with a row for each start.
 
         Columns:
 
-        - of `Laplace`: `log_evidence`, in nats; `distance` of the point from the mode, in posterior
-          sds, by one step of Newton's method;
-        - of `MAP`, `VI` and `IVON`: the objective's mean over the last tenth of the steps, in nats,
-          a total; `steps`; `converged`, whether it is known to rise no more;
-        - of `EKF`: `steps`; `log_lik`, the sum of the batches' log likelihoods, each at the mean
+        - for `Laplace`: `log_evidence`, in nats; `distance` of the point from the mode, in
+          posterior sds, by one step of Newton's method;
+        - for `MAP`, `VI` and `IVON`: the mean objective over the last tenth of the steps, a total
+          in nats; `steps`; `converged`;
+        - for `EKF`: `steps`; `log_lik`, the sum of the batches' log likelihoods, each at the mean
           before it, in nats;
-        - of a Gaussian, `pareto_k` of all draws' importance weights (see `psis`), NaN where it is
-          not known: `attrs["psis"]` says why.
+        - for a Gaussian, `pareto_k` of the importance weights that the run computed (see `psis`),
+          NaN if it is not known: `attrs["psis"]` says why.
         """
         import pandas
 
@@ -377,7 +376,7 @@ class GaussianPosterior(Posterior):
         return table
 
     def drawn(self, count: int, seed: int | None) -> PosteriorDraws:
-        """Fresh draws, `[1, count]`."""
+        """New draws, `[1, count]`, from torch's generator unless there is a seed."""
         fit = self.fit
         if not fit.gaussians:
             noise = fit.centers.new_zeros(count, 0)
@@ -386,7 +385,7 @@ class GaussianPosterior(Posterior):
         return fit.draws(noise)
 
     def contents(self) -> dict[str, Any]:
-        """What `save` writes: tensors and plain values by name."""
+        """Contents of the file that `save` writes: tensors and plain values by name."""
         fit = self.fit
         return {
             **super().contents(),
@@ -400,12 +399,12 @@ class GaussianPosterior(Posterior):
     # ------------------------------------------------------------------ inside
 
     def _resample(self, count: int, seed: int | None) -> dict[str, Tensor]:
-        check_targets(self.fit)
+        """Draws by importance resampling, `[count, ...]` by site."""
         proposed = self.drawn(max(count, self.fit.num_starts * _PROPOSALS), seed)
         table = psis(self.fit, proposed)
         if not table.pareto_k <= WEIGHTS.pareto_k:
-            told = f"resample: {advice_on(self.fit, table.pareto_k)}"
-            warn(ApproximationWarning, told, code="pareto-k")
+            advice = advice_on(self.fit, table.pareto_k)
+            warn(ApproximationWarning, f"resample: {advice}", code="pareto-k")
         source = None if seed is None else generator(seed, 0, Purpose.APPROXIMATION, block=2)
         weights = table.log_weights.exp()
         chosen = torch.multinomial(weights, count, replacement=True, generator=source)
@@ -413,10 +412,10 @@ class GaussianPosterior(Posterior):
 
 
 def as_temperature(temperature: float) -> float:
-    """A temperature of 0 or more.
+    """The temperature as a float, checked.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: it is no number, negative, or infinite.
     """
     if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
         raise ArgumentError(f"temperature={temperature!r}: pass a number >= 0")
@@ -424,7 +423,7 @@ def as_temperature(temperature: float) -> float:
 
 
 def as_prior(fit: Fit, start: int) -> LogPosterior:
-    """The model with one of a fit's Gaussians, at temperature 1, for its prior."""
+    """The model with the Gaussian of one start, at temperature 1, as its prior."""
     log_posterior = fit.log_posterior
     if not fit.gaussians or set(fit.sites) != set(log_posterior.latents):
         raise ArgumentError(

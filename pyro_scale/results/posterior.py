@@ -1,9 +1,9 @@
-"""What can be asked of a posterior after a run."""
+"""The posterior of a run: summaries, diagnostics, predictions and export."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.ksd import ksd
 from pyro_scale.diagnostics.loo import Loo, loo
-from pyro_scale.diagnostics.report import diagnostics
-from pyro_scale.diagnostics.run_report import Report
+from pyro_scale.diagnostics.report import Report
 from pyro_scale.diagnostics.summary import summary
+from pyro_scale.diagnostics.table import diagnostics
 from pyro_scale.diagnostics.verdict import report_on_exact
 from pyro_scale.errors import ArgumentError, PyroScaleWarning
 from pyro_scale.posterior import export, predictive
@@ -28,24 +28,24 @@ from pyro_scale.posterior.prediction_sets import check_interval, predict_sets
 from pyro_scale.posterior.reductions import Reduce, Reduction
 from pyro_scale.posterior.row_batches import data_sites
 from pyro_scale.posterior.serialization import contents_of
-from pyro_scale.results.call_checks import check_calls
+from pyro_scale.results.call_checks import OF_POSTERIOR, check_calls, missing_attribute
 from pyro_scale.rng.seeds import Purpose, choose_seed, generator
 from pyro_scale.run.problem import module_device
 from pyro_scale.storage import files
 
-#: Bytes of pointwise log likelihood that `to_arviz` computes without being asked.
+#: Most bytes of pointwise log likelihood that `to_arviz` computes by default.
 _LOG_LIKELIHOOD_BYTES = 2**30
 
 
 class Posterior:
-    """The posterior as a run left it: its draws, and what was measured of them.
+    """The result of a run: draws, and what was measured of them.
 
-    `mcmc.posterior` is that of the last run, and stays what it is when the method runs again.
+    `mcmc.posterior` is that of the last run.  It does not change when the method runs again.
     `ps.load(path, model)` reads one that `save` wrote.
 
     Args:
-        draws: of a run, with its model, data and measurements.
-        batch: the batch that the model was understood on, where the draws come without data.
+        draws: draws of a run, with its model, data and measurements.
+        batch: a batch of the data, if the draws come without data.
 
     Examples:
         >>> import pyro, pyro.distributions as dist, torch, pyro_scale as ps
@@ -60,11 +60,15 @@ class Posterior:
         [-0.0, 1.0]
     """
 
-    #: The contents of the file that it was read from; None for others.
+    #: Contents of the file that it was read from, if it was.
     _file: Mapping[str, Any] | None = None
 
     def __init__(self, draws: PosteriorDraws, batch: Arguments | None = None):
         self._draws, self._batch = draws, batch
+
+    def __getattr__(self, name: str) -> Never:
+        """Raises an AttributeError with a hint for what other libraries look for."""
+        raise missing_attribute(self, name, OF_POSTERIOR)
 
     @property
     def draws(self) -> PosteriorDraws:
@@ -78,7 +82,7 @@ class Posterior:
 
     @property
     def size(self) -> str:
-        """N, and how many draws there are, in words."""
+        """N and the number of draws, in words."""
         chains, draws = self.draws.positions.shape[:2]
         return f"N = {self.draws.log_posterior.num_data:,}, {chains} x {draws:,} draws"
 
@@ -89,17 +93,17 @@ class Posterior:
     def get_samples(
         self, num_samples: int | None = None, group_by_chain: bool = False
     ) -> dict[str, Tensor]:
-        """Draws of the latent sites, constrained, and of deterministic sites outside the data's
-        plate.
+        """Constrained draws of the latent sites, and of deterministic sites outside the data's
+        plate, `[chains * draws, ...]` by site.
 
         Args:
-            num_samples: about how many draws in all (per chain, if grouped), evenly thinned.
-            group_by_chain: `[chains, draws, ...]` instead of `[chains * draws, ...]`.  Draws of
-                chains that Ctrl-C ended before the others are then left out; they come last
-                otherwise.
+            num_samples: number of draws in all (per chain, if grouped), evenly thinned; all by
+                default.
+            group_by_chain: whether to return `[chains, draws, ...]`.  Draws of chains that Ctrl-C
+                ended before the others are then left out; otherwise they come last.
 
         Raises:
-            ArgumentError: more draws are asked for than there are.
+            ArgumentError: more draws are requested than there are.
         """
         result = self.kept_draws if group_by_chain else self.kept_draws.every_draw
         chains, draws = result.positions.shape[:2]
@@ -125,7 +129,7 @@ class Posterior:
             levels: of the quantiles, from 0 to 1.
 
         Raises:
-            ArgumentError: a level out of range; draws with weights, which `summary` knows.
+            ArgumentError: a level out of range; draws with weights, for which there is `summary`.
         """
         result = self.draws
         quantiles = levels if isinstance(levels, Sequence) else ()
@@ -140,11 +144,18 @@ class Posterior:
 
     @check_calls
     def summary(self, var_names: list[str] | None = None) -> Any:
-        """ArviZ's summary, a DataFrame; a site of over 100 elements is one row with the worst
-        R-hat and least ESS of up to 200 of them, evenly spread, unless it is named.
+        """ArviZ's summary, a DataFrame with a row for each element.
 
-        With `store=False` it is made of `moments()`: 5%, 50% and 95% quantiles, split R-hat, and
-        `ess` for the mean, NaN of fewer than 250 draws a chain.
+        A site with more than 100 elements has one row, with the largest R-hat and the smallest ESS
+        of up to 200 of them, evenly spread.  With `store=False` the table has the numbers of
+        `moments()`: 5%, 50% and 95% quantiles, split R-hat, and `ess` for the mean, which is NaN
+        with fewer than 250 draws a chain.
+
+        Args:
+            var_names: the sites to list, with a row for each element; all by default.
+
+        Raises:
+            ArgumentError: no list, or no site of that name.
         """
         result = self.draws
         if var_names is not None and not isinstance(var_names, list | tuple):
@@ -156,8 +167,8 @@ class Posterior:
 
     @check_calls
     def diagnostics(self, predict_at: Any = None) -> Any:
-        """Whether the draws can be trusted: a DataFrame, one row a latent site; the run's facts
-        are in `.attrs`.
+        """Numbers that show whether the draws can be trusted: a DataFrame with a row for each
+        latent site, and the run's facts in `.attrs`.
 
         Args:
             predict_at: rows to predict for, as the model's own arguments (a tensor, a tuple, a
@@ -169,37 +180,38 @@ class Posterior:
 
         Columns:
 
-        - `r_hat`, `ess_bulk`, `ess_tail`: the worst of the site's elements (of 200, evenly spread,
-          for large sites).  With `superchains`, `nested_r_hat`: the worst of those whose chains
-          all finished.
-        - `temperature`: the temperature of the draws over the one asked for, by the virial
+        - `r_hat`, `ess_bulk`, `ess_tail`: the worst of the site's elements (of up to 200, evenly
+          spread).  With `superchains`, `nested_r_hat`: the worst, over superchains whose chains all
+          finished.
+        - `temperature`: the temperature of the draws relative to the requested one, by the virial
           theorem, E[-(w - mean) d log joint / dw], on batches that the draws have not seen.  It is
           the mean over the site's elements; 1 is right.  It reacts to long steps, to minibatch
           noise and to short runs.  `max_gradient_temperature` is that of the element whose
           gradient varies most.
         - `kinetic_temperature`, for methods with a momentum: N p^2 / (m T), averaged over up to 32
           moments of the run.  `kinetic_temperature_expected` is its value on a Gaussian posterior
-          at this step size without minibatches; what is above it is heat.
+          at this step size without minibatches; an excess is heat.
         - `gradient_variance`: the largest variance of the minibatch gradient of the log joint over
-          N.  With control variates, `variance_reduction`: the least factor by which they divide
+          N.  With control variates, `variance_reduction`: the smallest factor by which they divide
           it.
         - `minibatch_heating`: the factor by which minibatch noise multiplies the temperature, to
-          first order in lr: 1 + lr N V / (2 friction mass B T), V the variance over rows of a row's
-          log likelihood gradient.  It is computed by element; combinations of elements may be
-          heated more.  Shuffled batches cancel part of it where lr is small.
-        - `chain_correlation`, with shared batches, which R-hat and ESS do not detect.
+          first order in lr: 1 + lr N V / (2 friction mass B T), with V the variance over rows of a
+          row's log likelihood gradient.  It is the largest of the elements; combinations of
+          elements may be heated more.  Shuffled batches cancel part of it if lr is small.
+        - `chain_correlation`, with shared batches: the largest mean correlation between chains,
+          which R-hat and ESS do not detect.
 
         `*_mcse` are Monte Carlo standard errors.
 
         Warns:
             ConvergenceWarning: chains do not agree: R-hat above 1.05 for a site, or with
                 `predict_at` for a prediction (two or more chains of 50 draws each and 400 in all);
-                superchains that have not forgotten their starts, or fewer than two whose chains
-                all finished.
-            BiasWarning: a temperature that is known to be off by more than a tenth; where it is
-                not known to be right, a `minibatch_heating` above 1.1.  The message names the lr
-                that would bring it below.  With lr="auto" it advises more steps instead, because
-                the choice already weighs heat against slow mixing.
+                superchains have not forgotten their starts, or fewer than two of them have all of
+                their chains.
+            BiasWarning: a temperature is significantly off by more than a tenth; or, unless
+                temperatures are significantly right, `minibatch_heating` is above 1.1.  The message
+                names the lr that would bring it below.  With lr="auto" it advises more steps
+                instead, because the choice already weighs heat against slow mixing.
         """
         result = self.draws if predict_at is None else self.kept_draws
         return diagnostics(result, predict_at)
@@ -217,24 +229,24 @@ class Posterior:
         attrs = self.kept_draws.attrs
         if "report" in attrs:
             return Report.from_json(attrs["report"])
-        if "diverging" in self.draws.sample_stats:  # trajectories, whose draws are exact
+        if "diverging" in self.draws.sample_stats:  # of NUTS
             return report_on_exact(self.draws, int(attrs["num_samples"]))
         raise ArgumentError(
             "report: it is of a sampler's run, and not of step(), of store=False or of an "
-            "approximation; diagnostics() tells what is known"
+            "approximation: call diagnostics()"
         )
 
     @check_calls
     def log_likelihood(self, data: Any = None) -> dict[str, Tensor]:
-        """Each data site's log likelihood, `[chains * draws, N]` in nats, a value a row.
+        """Log likelihood of each row at each draw, `[chains * draws, N]` in nats by data site.
 
-        Without N/B, with the user's own scale and mask; in the order of the data set.  Where rows
-        depend on each other, each is given the others; a joint density of all rows is left out.
-        After `run(distributed="all")`, to be called on every rank, as they share the rows out; so
-        are `loo`, `predict`, and `to_arviz` for these.
+        It is not scaled by N/B, but has the model's own scale and mask.  Rows are in the order of
+        the data set.  If rows depend on each other, the log likelihood of each is given the others;
+        a joint density of all rows is left out.  After `run(distributed="all")`, call this on every
+        rank, because ranks share the rows out; the same holds for `loo`, `predict` and `to_arviz`.
 
         Args:
-            data: other data than the run's, in any form that `run` takes.
+            data: data in any form that `run` takes; those of the run by default.
 
         Raises:
             ArgumentError: the log posterior was made from a function.
@@ -245,24 +257,24 @@ class Posterior:
 
     @check_calls
     def loo(self, num_rows: int | None = None, data: Any = None, seed: int = 0) -> Loo:
-        """What the model predicts of rows that it has not seen: leave-one-out cross-validation by
-        Pareto-smoothed importance sampling (Vehtari, Gelman and Gabry 2017), in nats, the sum over
-        all rows.
+        """How well the model predicts rows that it has not seen: leave-one-out cross-validation by
+        Pareto-smoothed importance sampling (Vehtari, Gelman and Gabry 2017).  The result `elpd` is
+        the sum over all rows, in nats.
 
-        A row is left out as a whole, with all its data sites.  For all rows it is `arviz.loo` of
-        `to_arviz()`; of many rows, some are enough.
+        A row is left out as a whole, with all its data sites.  With all rows evaluated, it is
+        `arviz.loo` of `to_arviz()`.
 
         Args:
-            num_rows: how many rows to evaluate, drawn at random; the others are accounted for by
-                their log likelihood at the mean of the draws, and `subsampling_se` says what that
-                costs (Magnusson et al. 2020), but of ten rows too little one time in three.  All
-                rows by default.
-            data: other data than the run's.
-            seed: which rows are drawn.
+            num_rows: number of rows to evaluate, drawn at random; all by default.  The other rows
+                are estimated by their log likelihood at the mean of the draws (Magnusson et al.
+                2020).  `subsampling_se` is the standard error of that; with ten rows it is too
+                small one time in three.
+            data: all rows; those of the run by default.
+            seed: of the choice of rows.
 
-        Draws are taken as draws of the posterior.  For an approximation, the result is only as good
-        as the approximation.  Where rows depend on other rows (lags), each is left out given the
-        others: its term of the likelihood is, and what it is to other rows stays.
+        Draws are taken to be from the posterior.  For an approximation, the result is only as good
+        as the approximation.  If rows depend on other rows (lags), the term of the left-out row is
+        removed from the likelihood, but other rows still depend on its value.
 
         Raises:
             ArgumentError: no data site with a value a row, such as a joint density of all rows;
@@ -281,27 +293,27 @@ class Posterior:
         num_samples: int | None = None,
         num_rows: int | None = None,
     ) -> float:
-        """How far the draws are from the posterior: the squared kernel Stein discrepancy
-        `ps.metrics.ksd` of the latent sites in unconstrained space, each element over its own sd,
-        from gradients of the log joint of all rows at the draws.
+        """Distance of the draws from the posterior: the squared kernel Stein discrepancy
+        `ps.metrics.ksd` of the latent sites in unconstrained space, with each element divided by
+        its sd, from gradients of the log joint of all rows at the draws.
 
-        Of n exact draws it is about (d + the sum over the d elements of sd^2 E[score^2]) / n: 2 d /
-        n of independent ones, more of correlated ones.  What minibatches, long steps or an
-        approximation make of a posterior comes on top.  The target
-        is at the temperature of the run.  Params of `pyro.param` are taken as they are.
+        For n exact draws it is about (d + the sum over the d elements of sd^2 E[score^2]) / n,
+        which is 2 d / n for independent elements, and more for correlated ones.  Errors due to
+        minibatches, long steps or an approximation add to it.  The posterior is that at the
+        temperature of the run, with the run's values of `pyro.param`.
 
         Args:
-            data: all rows; the run's by default.
-            num_samples: how many draws, evenly thinned; up to 1,000 by default, as n^2 pairs of
-                them count.
-            num_rows: how many rows to take for all, drawn at random, the same for every draw.
-                What they leave out is noise in the gradients, which adds to the squared
-                discrepancy, so that on average over the choice of rows it is an upper bound; it
-                compares methods on the same rows.
+            data: all rows; those of the run by default.
+            num_samples: number of draws, evenly thinned; up to 1,000 by default, because the cost
+                is that of n^2 pairs.
+            num_rows: number of rows, drawn at random, from which to estimate the gradients; all by
+                default.  The estimate is the same for every draw.  Its noise adds to the squared
+                discrepancy, so on average over the choice of rows the result is an upper bound.
+                Use it to compare methods on the same rows.
 
         Raises:
             ArgumentError: temperature 0, or not the same for all draws; an element that is the
-                same in all of them; some rows where the model takes none but all together.
+                same in all of them; `num_rows` for a model that takes all rows together.
             DataError: the data do not hold N rows.
         """
         return ksd(self.kept_draws.every_draw, self.open_data(data), num_samples, num_rows)
@@ -318,60 +330,61 @@ class Posterior:
         calibrate: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Posterior predictive draws, `[draws, ...]`, one for each posterior draw, or what is
-        asked for of them.
+        """Posterior predictive draws by site, `[draws, ...]`, one for each posterior draw; or what
+        `reduce` or `interval` requests.
 
-        Observed sites are drawn anew, whether their data are passed or not, from torch's
-        generator.
+        Observed sites are drawn from torch's generator, whether their data are passed or not.
 
         Args:
-            *args: the model's own.
-            **kwargs: the model's own.
-            num_samples: how many of the posterior draws to use, evenly thinned; all by default.
-            batch_size: rows to hold at a time; all by default, and 4,096 with `reduce` where rows
-                do not depend on each other.
-            return_sites: which sites; observed ones and deterministic ones inside the data's
-                plate by default.
-            reduce: what to keep, added up a few draws at a time, so that memory is needed for
-                some draws of `batch_size` rows and not for all:
+            *args: arguments of the model, with the rows to predict.
+            **kwargs: keyword arguments of the model.
+            num_samples: number of posterior draws to use, evenly thinned; all by default.
+            batch_size: rows in memory at a time; all by default, or 4,096 with `reduce` if rows do
+                not depend on each other.
+            return_sites: names of sites; by default observed sites, and deterministic sites inside
+                the data's plate.
+            reduce: a statistic of the draws.  Memory is needed for a few draws of `batch_size` rows
+                at a time instead of all.
 
-                - `"mean"`: of the predictive distribution, in closed form for each draw; for
-                  classes their probabilities, `[rows, classes]` (a Bernoulli's, `[rows]`);
-                - `"entropy"`: of classes, `metrics.Uncertainty(total, aleatoric, epistemic)`,
-                  `[rows]` each, in nats (the paper's equation 2);
-                - `"variance"`: the same by the law of total variance, for anything that has one;
-                - levels such as `[0.05, 0.5, 0.95]`: quantiles of the draws, `[levels, rows]`,
-                  which holds all draws of `batch_size` rows.
-            interval: a probability: where observations lie with it.  Of numbers, the central
-                interval of the draws, `metrics.Interval(lower, upper)`, `[rows]` each; of classes
-                (Categorical, OneHotCategorical, Bernoulli), the smallest set whose predictive
-                probabilities add up to it, booleans `[rows, classes]`.  Where the posterior has
-                fewer than 1,000 draws (`MAP` has one) and the model one observed site, several
-                observations are drawn for each.  It is right if the model and the posterior are.
-            calibrate: rows that the fit has not seen, as for `run`, observations included: they
-                make the intervals and sets conformal, which is right of any model and fit.
+                - `"mean"`: mean of the predictive distribution, in closed form for each draw; for
+                  classes their probabilities, `[rows, classes]` (for a Bernoulli, `[rows]`).
+                - `"entropy"`: for classes, `metrics.Uncertainty(total, aleatoric, epistemic)`,
+                  `[rows]` each, in nats (the paper's equation 2).
+                - `"variance"`: the same by the law of total variance, for sites with a variance.
+                - Levels such as `[0.05, 0.5, 0.95]`: quantiles of the draws, `[levels, rows]`.
+                  Needs memory for all draws of `batch_size` rows.
+            interval: the probability with which an observation is to lie in the returned interval
+                or set.  For numbers, the central interval of the draws,
+                `metrics.Interval(lower, upper)`, `[rows]` each.  For classes (Categorical,
+                OneHotCategorical, Bernoulli), the smallest set whose predictive probabilities add
+                up to it, booleans `[rows, classes]`.  If the posterior has fewer than 1,000 draws
+                (`MAP` has one) and the model one observed site, several observations are drawn for
+                each.  The probability is right if the model and the posterior are.
+            calibrate: held-out rows that the fit has not seen, as for `run`, observations included.
+                They make the intervals and sets conformal, so that the probability is right for any
+                model and fit.
 
-                A new row's observation is in its set with a probability of at least `interval`,
-                and of at most interval + 1/(n + 1) where scores have no ties, n the number of
+                A new row's observation is in its set with a probability of at least `interval`, and
+                of at most interval + 1/(n + 1) if scores have no ties, where n is the number of
                 held-out rows, if the new row is exchangeable with them.  The probability is over
-                held-out and new rows together, not given x.  Where a row has several elements, it
-                is that of all of them at once.  Each site has a threshold of its own.
+                held-out and new rows together, not given x.  If a row has several elements, it is
+                the probability of all of them at once.  Each site has its own threshold.
 
-                Of numbers, the score is the distance from the central interval over its width,
-                and intervals are widened or narrowed in proportion to it (CQR-r: Romano, Patterson
-                and Candes 2019; Sesia and Candes 2020).  One factor corrects a wrong noise sd, has
-                no unit, and leaves noisy rows wider than others, as the model has them.  Intervals
-                of counts end at whole numbers and are never empty.  Of classes, the score is
-                that of adaptive prediction sets, randomized by torch's generator (Romano, Sesia
-                and Candes 2020).  A set may be empty where the most probable class is right more
-                often than `interval` asks for.
+                For numbers, the score is the distance from the central interval divided by its
+                width, and intervals are widened or narrowed in proportion to it (CQR-r: Romano,
+                Patterson and Candes 2019; Sesia and Candes 2020).  A single factor without a unit
+                corrects a wrong noise sd, and noisy rows stay wider than others, as in the model.
+                Intervals of counts end at whole numbers and are never empty.  For classes, the
+                score is that of adaptive prediction sets, randomized by torch's generator (Romano,
+                Sesia and Candes 2020).  A set may be empty if the most probable class is right more
+                often than `interval`.
 
         Raises:
-            ArgumentError: `batch_size` of rows that depend on each other; `reduce` is none of
-                these, or a site has no such thing; `interval` beside it or out of range, or of too
-                few draws; `calibrate` without `interval`, or of a site whose rows are not predicted
-                apart from each other; the log posterior was made from a function.
-            DataError: no rows; held-out rows that are too few for the level, or not observed.
+            ArgumentError: `batch_size` for rows that depend on each other; an unknown `reduce`, or
+                one that a site does not have; `interval` together with `reduce`, out of range, or
+                with too few draws; `calibrate` without `interval`, or for a site whose rows are not
+                predicted independently; a log posterior that was made from a function.
+            DataError: no rows; too few held-out rows for the level, or rows without observations.
             CallError: not the model's arguments; rows of other dimensions than the run's, or frames
                 of other columns.
             CannotDrawError: a distribution that has no draws.
@@ -403,24 +416,26 @@ class Posterior:
     ) -> Any:
         """The run as ArviZ's InferenceData (with ArviZ 1, a DataTree).
 
-        Groups: `posterior`, `sample_stats` (`lp`, the log joint's estimate from the batch of
-        the step before the draw; `lr`, `temperature`, ... at it; `step`), `observed_data`,
-        `log_likelihood` (a value a row, without N/B, ready for `arviz.loo`) and, if asked for,
-        `posterior_predictive`.  `attrs` holds method, hyperparameters, N, B, seed, versions.
-        Where chains broke, `chain` has the numbers of the others, as `NonFiniteError` counts them.
+        Groups: `posterior`; `sample_stats` (`lp`, the log joint's estimate from the batch of the
+        step before the draw; `lr`, `temperature`, ... of that step; `step`, its number);
+        `observed_data`; `log_likelihood` (a value for each row, without N/B, ready for
+        `arviz.loo`); on request, `posterior_predictive`.  `attrs` holds method, hyperparameters, N,
+        B, seed, versions.  If chains broke, `chain` has the numbers of the others, as
+        `NonFiniteError` counts them.
 
         Args:
-            log_likelihood: whether to compute it; by default, if it fits in 1 GiB.
-            posterior_predictive: whether to draw it for the run's data.
-            data: other data than the run's for all but the posterior.
+            log_likelihood: whether to compute that group; by default, if it fits in 1 GiB.
+            posterior_predictive: whether to draw that group, for the run's data.
+            data: data for all groups but the posterior; those of the run by default.
 
         Raises:
-            ArgumentError: a group is asked for that a log posterior made from a function lacks.
+            ArgumentError: a log posterior made from a function does not have a requested group.
         """
         result = self.kept_draws
-        asked = {"log_likelihood": log_likelihood, "posterior_predictive": posterior_predictive}
-        for name in (name for name, is_asked in asked.items() if is_asked):
-            predictive.check_model(result.log_posterior, name)
+        if log_likelihood:
+            predictive.check_model(result.log_posterior, "log_likelihood")
+        if posterior_predictive:
+            predictive.check_model(result.log_posterior, "posterior_predictive")
         groups: dict[str, Mapping[str, Tensor]] = {
             "posterior": result.samples,
             "sample_stats": result.sample_stats,
@@ -432,7 +447,7 @@ class Posterior:
         if observed:
             groups["observed_data"] = observed
         if log_likelihood is None:
-            log_likelihood = self._affordable(result, len(sites))
+            log_likelihood = _is_small_enough(result, len(sites))
         if log_likelihood and sites:
             pointwise = predictive.log_likelihood(result, source)
             groups["log_likelihood"] = export.grouped(result, pointwise)
@@ -443,8 +458,8 @@ class Posterior:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """`pyro.param` sites and unfrozen weights: one value each, shared by the chains, as the
-        last step left it.  (What a draw predicts is with their values at the draw's step.)"""
+        """Values of `pyro.param` sites and unfrozen weights after the last step, shared by the
+        chains.  (Predictions of a draw use the values at the draw's step.)"""
         return self.draws.params
 
     @check_calls
@@ -454,8 +469,8 @@ class Posterior:
 
     @check_calls
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
-        """Where chains begin that start from these draws: some of them, drawn at random,
-        `[num_chains, ...]`."""
+        """Draws at random to start chains from, `[num_chains, ...]` by site: constrained latent
+        sites, and `params`."""
         result = self.kept_draws.every_draw
         chains, draws = result.positions.shape[:2]
         source = generator(seed, 0, Purpose.INIT)
@@ -467,13 +482,13 @@ class Posterior:
     def save(self, path: files.FilePath) -> None:
         """Writes the posterior to a file, from which `ps.load` gives it back.
 
-        In it are the draws, their statistics, the run's facts (`attrs`), and the first batch,
-        on which the model is understood again; that is all of the data where a run has no
-        batches.  Not in it are the other data, the model, and tensors that the model holds.
-        A file of the same name is replaced when the new one is complete.
+        The file contains the draws, their statistics, the run's facts (`attrs`), and the first
+        batch (all data if the run had no batches), which `ps.load` uses to check the model.  It
+        does not contain the other data, the model, or tensors that the model holds.  A file of the
+        same name is replaced when the new one is complete.
 
         Args:
-            path: where to, a str or a Path.
+            path: the file, a str or a Path.
 
         Raises:
             ArgumentError: `path` is no path.
@@ -483,7 +498,7 @@ class Posterior:
         files.write(path, self.contents() if self._file is None else dict(self._file))
 
     def contents(self) -> dict[str, Any]:
-        """What `save` writes: tensors and plain values by name."""
+        """Contents of the file that `save` writes: tensors and plain values by name."""
         batch = self._batch if self.draws.data is None else self.draws.data.first()
         assert batch is not None
         return {"method": self.attrs["method"], **contents_of(self.draws, batch)}
@@ -499,13 +514,17 @@ class Posterior:
         """
         if self.draws.online is not None:
             raise ArgumentError(
-                "the run kept no draws (store=False): summary() and moments() have what they come "
-                "to; run it with store='draws.zarr' for draws on disk"
+                "the run kept no draws (store=False): summary() and moments() are available; run "
+                "it with store='draws.zarr' for draws on disk"
             )
         return self.draws
 
     def open_data(self, data: Any) -> Data:
-        """The run's data, or others of the same kind."""
+        """`data` as a data source; that of the run if it is None.
+
+        Raises:
+            ArgumentError: the run's data are gone.
+        """
         if data is not None:
             return self._open(data)
         if self.draws.data is None:
@@ -516,29 +535,31 @@ class Posterior:
         return self.draws.data
 
     def _open(self, data: Any) -> Data:
-        """Data of a call, on the model's device, which are like the run's."""
+        """`data` as a data source on the model's device, checked to be like the run's."""
         log_posterior = self.draws.log_posterior
         check_like_run(log_posterior, self.draws.data, data)
         opened = open_data(data, None, None, module_device(log_posterior))
         opened.first()
         return opened
 
-    @staticmethod
-    def _affordable(result: PosteriorDraws, num_sites: int) -> bool:
-        size = export.log_likelihood_bytes(result, num_sites)
-        if size > _LOG_LIKELIHOOD_BYTES:
-            warn(
-                PyroScaleWarning,
-                f"the pointwise log likelihood would take {size / 2**30:.1f} GiB and is left out: "
-                "pass log_likelihood=True to have it, or thin the draws",
-                code="log-likelihood",
-            )
-        return size <= _LOG_LIKELIHOOD_BYTES
+
+def _is_small_enough(result: PosteriorDraws, num_sites: int) -> bool:
+    """Whether `to_arviz` computes the pointwise log likelihood of so many sites by default; warns
+    if not."""
+    size = export.log_likelihood_bytes(result, num_sites)
+    if size > _LOG_LIKELIHOOD_BYTES:
+        warn(
+            PyroScaleWarning,
+            f"the pointwise log likelihood would take {size / 2**30:.1f} GiB and is left out: "
+            "pass log_likelihood=True to have it, or thin the draws",
+            code="log-likelihood",
+        )
+    return size <= _LOG_LIKELIHOOD_BYTES
 
 
 def starts_at(result: PosteriorDraws, chains: Tensor, draws: Tensor) -> dict[str, Tensor]:
-    """Constrained values to start chains from, `[len(draws), ...]`: the latent sites at (chains,
-    draws), and the point-estimated params."""
+    """Constrained values to start chains from, `[starts, ...]` by site: the latent sites at the
+    given chains and draws, and the point-estimated params."""
     sites, params = result.samples_at(chains, draws), result.params
     starts = {name: sites[name] for name in result.log_posterior.latents}
     return starts | {name: v.expand(len(draws), *v.shape) for name, v in params.items()}

@@ -225,7 +225,7 @@ def test_only_of_networks_it_is_said_that_predictions_count():
     slow = ps.BAOA(regression, lr=1e-5, compile=False, init_strategy=starts)
     slow.run((X, Y), num_samples=250, num_chains=2, **EVERY_STEP, **QUIET)
     _, said = told(slow.diagnostics)
-    assert any("of a network, ask what its predictions do" in each for each in said)
+    assert any("for a network, check its predictions" in each for each in said)
 
 
 def test_a_gradient_that_is_nan_at_the_start_is_not_the_steps_fault():

@@ -12,7 +12,7 @@ import warned
 from reference import close, double, normals
 
 import pyro_scale as ps
-from pyro_scale.diagnostics.nested_rhat import warn_of_remembered_starts
+from pyro_scale.diagnostics.convergence import warn_of_remembered_starts
 from pyro_scale.errors import ArgumentError, FileError, NonFiniteError
 from pyro_scale.metrics import nested_r_hat
 from pyro_scale.run.measurements import Measurements, VirialTemperature

@@ -19,10 +19,10 @@ WORDS = {0.1: "a tenth", 0.5: "half", 2.0: "twice", 3.0: "three", 5.0: "five"}
 SENTENCES = """\
 (of up to {MIXING.elements})
 above {MIXING.agree} not known, above {MIXING.disagree} NO (with {MIXING.many_draws} draws or more)
-warns above {MIXING.disagree}; with fewer than {MIXING.many_draws} draws, or {MIXING.many_each} per
-above {MIXING.disagree_of_few}; with fewer than {MIXING.few_each} per chain never
+warns above {MIXING.disagree}; with fewer than {MIXING.many_draws} draws, or {MIXING.many_per_chain}
+above {MIXING.disagree_of_few}; with fewer than {MIXING.few_per_chain} per chain never
 under {MIXING.effective:word} of the draws not known, under a quarter NO
-above {MIXING.agree}; under a {MIXING.effective:word}; one chain; under {MIXING.fewest_each} draws
+above {MIXING.agree}; under a {MIXING.effective:word}; one chain; under {MIXING.fewest_per_chain}
 | under {MIXING.effective:word} of the draws; of NUTS, under {MIXING.many_draws} |
 more than {MIXING.remembered:word} of the variance, and surely for some of it
 (F test at {MIXING.false_alarms}, over the number of elements)

@@ -17,7 +17,7 @@ from warned import quiet, told
 
 import pyro_scale as ps
 from pyro_scale.diagnostics import step_size_bias
-from pyro_scale.diagnostics.coupled_run import run_coupled
+from pyro_scale.diagnostics.step_size_bias import run_coupled
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.rng.streams import NoiseStream, RefinedNoise
 

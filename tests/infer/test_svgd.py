@@ -328,7 +328,7 @@ def test_particles_are_draws():
 @pytest.mark.slow
 def test_there_is_no_r_hat_and_no_density():
     svgd, w = finished(), particles(finished())
-    with pytest.raises(ArgumentError, match="no R-hat and no ESS: its particles are coupled"):
+    with pytest.raises(ArgumentError, match="no R-hat and no ESS, because its particles are"):
         svgd.diagnostics()
     with pytest.raises(AttributeError, match="SVGD gives draws and no density"):
         svgd.psis()

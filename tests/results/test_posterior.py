@@ -313,3 +313,27 @@ def test_a_fit_at_another_temperature_goes_into_a_file(tmp_path):
     assert again.log_marginal_likelihood() == cold.log_marginal_likelihood()
     with pytest.raises(ArgumentError, match="it is of Laplace"):
         steps(ps.MAP(model)).posterior.log_marginal_likelihood()
+
+
+def test_weights_from_some_rows_leave_the_fit_as_it_is():
+    posterior = ps.Laplace(model).run(DATA, **QUIET).posterior
+    attrs, table = dict(posterior.attrs), posterior.diagnostics()
+    assert posterior.psis(num_rows=20).num_rows == 20
+    assert posterior.attrs == attrs
+    assert posterior.diagnostics().equals(table)
+
+
+@quiet
+def test_what_other_libraries_look_for_has_a_hint():
+    posterior = baoa(sampler()).posterior
+    for name, hint in {
+        "num_chains": "call .to_arviz",
+        "run": "init_strategy=",
+        "psis": "Laplace",
+    }.items():
+        with pytest.raises(AttributeError, match=hint):
+            getattr(posterior, name)
+    with pytest.raises(AttributeError, match="'Posterior' object has no attribute 'sites'"):
+        posterior.sites  # noqa: B018
+    assert not hasattr(posterior, "step_size_bias")
+    assert copy.deepcopy(posterior).attrs == pickle.loads(pickle.dumps(posterior.attrs))

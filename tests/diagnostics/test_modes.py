@@ -11,7 +11,7 @@ import torch
 from reference import double, normals
 
 import pyro_scale as ps
-from pyro_scale.diagnostics.modes_seen import modes_seen
+from pyro_scale.diagnostics.modes import check_modes
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,7 +57,7 @@ def with_evidence(modes, *below):
 
 def test_modes_are_told_by_site_and_value(found):
     result, modes = found
-    (finding,) = modes_seen(at(result, (-4, 4, -4, 4)), modes)
+    (finding,) = check_modes(at(result, (-4, 4, -4, 4)), modes)
     assert (finding.site, finding.verdict) == ("s", "yes")
     told = [float(part.strip(",;")) for part in finding.told.split()[3:5]]
     assert sorted(told) == pytest.approx([math.exp(-4), math.exp(4)], rel=1e-2)
@@ -71,7 +71,7 @@ def test_a_mode_without_draws_is_missed_by_what_it_is_worth(found, below, verdic
     """Of 200 draws, exp(-3.7) / (1 + exp(-3.7)) are 5; exp(-2.94) is a share of 5%."""
     result, modes = found
     best = float(modes.best.gaussian.mean[0])
-    (finding,) = modes_seen(at(result, [best] * 4), with_evidence(modes, 0.0, below))
+    (finding,) = check_modes(at(result, [best] * 4), with_evidence(modes, 0.0, below))
     assert finding.verdict == verdict
     assert ("no draw" in finding.told) == (verdict != "yes")
 
@@ -81,12 +81,12 @@ def test_one_draw_is_enough(found):
     result, modes = found
     draws = at(result, [-4.0] * 4)
     draws.positions[2, 17, 0] = 4.0
-    assert modes_seen(draws, modes)[0].verdict == "yes"
+    assert check_modes(draws, modes)[0].verdict == "yes"
 
 
 def test_what_is_not_worth_a_draw_is_no_mode(found):
     result, modes = found
-    assert not modes_seen(result, with_evidence(modes, 0.0, 10.5))
+    assert not check_modes(result, with_evidence(modes, 0.0, 10.5))
 
 
 def test_a_mode_that_no_chain_started_from_may_be_missed(found):
@@ -94,7 +94,7 @@ def test_a_mode_that_no_chain_started_from_may_be_missed(found):
     than its Gaussian says."""
     result, modes = found
     best = float(modes.best.gaussian.mean[0])
-    (finding,) = modes_seen(at(result, [best]), with_evidence(modes, 0.0, 6.0))
+    (finding,) = check_modes(at(result, [best]), with_evidence(modes, 0.0, 6.0))
     assert finding.verdict == "unknown"
     assert "no chain started from 1 of them" in finding.told
-    assert modes_seen(at(result, [best] * 2), with_evidence(modes, 0.0, 6.0))[0].verdict == "yes"
+    assert check_modes(at(result, [best] * 2), with_evidence(modes, 0.0, 6.0))[0].verdict == "yes"

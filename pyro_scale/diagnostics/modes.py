@@ -1,0 +1,80 @@
+"""Whether draws cover every mode of the posterior that was found."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from pyro_scale.diagnostics.policy import MIXING
+from pyro_scale.diagnostics.report import Finding, Verdict
+from pyro_scale.posterior.draws import PosteriorDraws
+from pyro_scale.storage.lazy_draws import spread
+from pyro_scale.tuning.modes import Mode, Modes
+
+#: Modes whose positions a finding lists.
+_MODES_SHOWN = 4
+
+
+def check_modes(result: PosteriorDraws, modes: Modes) -> list[Finding]:
+    """A finding on a posterior with several modes; none with a single mode.
+
+    A draw is assigned to the mode whose Gaussian, weighted by its evidence, is densest there.  That
+    a chain started at a mode does not count: it may have left, because the mode is spurious or
+    because the chain broke and continued where others were.
+    """
+    visited = modes.worth_visiting
+    if len(visited) < 2:
+        return []
+    gaussians = [mode.gaussian for mode in visited]
+    places = spread(result.positions, MIXING.draws_at_modes)
+    chains = torch.arange(result.positions.shape[0])[:, None]
+    draws = result.positions[chains, places].flatten(0, 1).double().cpu()
+    evidence = torch.tensor([mode.log_evidence for mode in visited], dtype=torch.float64)
+    size = len(gaussians[0].mean)
+    densities = torch.stack(
+        [torch.vmap(g.log_prob)(draws[:, :size].to(g.mean)).cpu() for g in gaussians]
+    )
+    counts = torch.softmax(densities + evidence[:, None], 0).sum(1)
+    shares = torch.softmax(evidence, 0)
+    empty = [place for place, count in enumerate(counts.tolist()) if count < 0.5]
+    missed = [place for place in empty if len(draws) * float(shares[place]) > MIXING.missed_draws]
+    unvisited = [id(mode.gaussian) for mode in modes.unvisited(result.num_chains)]
+    without_start = [place for place, g in enumerate(gaussians) if id(g) in unvisited]
+    site, element = _where_they_differ(result, visited)
+    at = ", ".join(
+        f"{_value_at(result, mode, site, element):.4g}" for mode in visited[:_MODES_SHOWN]
+    )
+    below = ", ".join(f"{float(evidence[0] - nats):.1f}" for nats in evidence[1:])
+    text = f"{len(visited)} modes, at {at}; the others have {below} nats less evidence"
+    verdict: Verdict = "yes"
+    share = max((float(shares[place]) for place in missed), default=0.0)
+    if missed:
+        verdict = "no" if share > MIXING.missed else "unknown"
+        text += f"; there is no draw at {len(missed)} of them"
+    elif set(without_start) & set(empty):
+        verdict = "unknown"
+        text += f"; no chain started from {len(without_start)} of them"
+    advice = "a model without the other modes (an order, a sign), or more chains (num_chains=8)"
+    return [Finding(site, "modes", verdict, text, advice, share / MIXING.missed)]
+
+
+def _where_they_differ(result: PosteriorDraws, modes: tuple[Mode, ...]) -> tuple[str, int]:
+    """The site, and the place in it, of the element at which modes are furthest apart, in sds of
+    the best mode."""
+    best = modes[0].gaussian
+    means = torch.stack([mode.gaussian.mean for mode in modes])
+    distance = (means - best.mean).abs().amax(0) / best.variance.sqrt()
+    place = int(distance.argmax())
+    site = result.layout.site_at(place)
+    return site, place - result.layout.slices()[site].start
+
+
+def _value_at(result: PosteriorDraws, mode: Mode, site: str, element: int) -> float:
+    """Constrained value of a site's element at a mode; of the last element if the constrained site
+    has fewer elements."""
+    layout, size = result.layout, len(mode.gaussian.mean)
+    position = result.positions[0, -1].clone()
+    position[:size] = mode.gaussian.mean.to(position)
+    values = result.log_posterior.constrain(layout.unflatten(position))[site].flatten()
+    return float(values[min(element, len(values) - 1)]) if len(values) else math.nan

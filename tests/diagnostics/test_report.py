@@ -1,0 +1,52 @@
+"""A report's verdict, and the order of its findings."""
+
+import math
+
+import pytest
+
+from pyro_scale.diagnostics.report import Finding, Report
+
+
+def finding(site, verdict, severity, check="mixing"):
+    return Finding(site, check, verdict, f"what {check} of {site} is", f"mend {site}", severity)
+
+
+FINDINGS = [
+    finding("a", "yes", 0.3),
+    finding("b", "no", 2.0),
+    finding("c", "unknown", 50.0),
+    finding("d", "no", 9.0, "temperature"),
+    finding("e", "yes", 0.9),
+    finding("f", "no", 0.0, "explosion"),
+]
+
+
+def test_the_headline_is_about_the_worst_finding():
+    """Not about the first, nor about one of a milder verdict that is further off its limit."""
+    report = Report.from_findings(FINDINGS, {})
+    assert report.headline == "NO: site 'd': what temperature of d is; try: mend d"
+    assert [each.site for each in report.findings] == ["d", "b", "f", "c", "a", "e"]
+
+
+@pytest.mark.parametrize("severity", [math.inf, math.nan])
+def test_what_cannot_be_measured_is_the_worst(severity):
+    report = Report.from_findings([*FINDINGS, finding("g", "no", severity)], {})
+    assert report.findings[0].site == "g"
+
+
+@pytest.mark.parametrize("verdict", ["yes", "unknown", "no", "ensemble"])
+def test_the_verdict_is_that_of_the_worst_finding(verdict):
+    verdicts = ["yes", "unknown", "no", "ensemble"]
+    milder = verdicts[: 1 + verdicts.index(verdict)]
+    report = Report.from_findings([finding("a", each, 1.0) for each in milder], {})
+    assert report.verdict == report.of_site("a") == verdict
+    assert report.of_site("b") == "yes"
+
+
+def test_it_comes_back_from_text():
+    """In the order that it had; the severity, by which it was found, is not kept."""
+    report = Report.from_findings(FINDINGS, {"lr": "0.1, as it was set"})
+    again = Report.from_json(report.to_json())
+    assert again == report
+    assert str(again) == str(report)
+    assert list(again.to_frame().columns) == ["site", "check", "verdict", "told", "advice"]
