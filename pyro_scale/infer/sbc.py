@@ -20,7 +20,7 @@ from pyro_scale.calibration.quantities import Quantity, check_quantities, check_
 from pyro_scale.calibration.results import SBC
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.stack import Stack
-from pyro_scale.calibration.stacked_groups import Kind
+from pyro_scale.calibration.stacked_chains import Kind
 from pyro_scale.calibration.truth import FromPosterior, FromPrior, Truth
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments

@@ -56,7 +56,7 @@ def adjust(groups: G, stable: Tensor, limit: Limit, policy: Acceptance) -> tuple
         accepted = _acceptance(draws, sound)
         time = math.inf
         if bool(sound.any()):
-            kept = groups.select(draws, sound)[..., : groups.num_latents].double()
+            kept = groups.sound_draws(draws, sound)[..., : groups.num_latents].double()
             time = slow_time(times_about_mean(kept)) * every
         groups = groups.moved_to(draws, sound)
         if number == most:

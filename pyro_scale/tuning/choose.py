@@ -8,12 +8,9 @@ autocorrelation         ->  a thinning at which draws are nearly independent
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from pyro_scale.core.whitening import (
     DenseWhitening,
@@ -25,7 +22,6 @@ from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.kernels import Kernel
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.model.hierarchy import centered_latents, how_to_non_center
 from pyro_scale.run.blame import WITHIN, Broken, broken_sites
@@ -47,8 +43,9 @@ from pyro_scale.tuning.modes import Modes
 from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.one_group import OneGroup
 from pyro_scale.tuning.pilot import Pilot, pilot
-from pyro_scale.tuning.policy import ACCEPTANCE, NOISE, PILOTS, SEARCH, STEP_SIZE, WARM_UP
-from pyro_scale.tuning.step_size import chain_at, check_target
+from pyro_scale.tuning.policy import ACCEPTANCE, NOISE, PILOTS, SEARCH, WARM_UP
+from pyro_scale.tuning.stable_lr import kernel_for_whitened, longest_whitened_lr
+from pyro_scale.tuning.step_size import check_target
 from pyro_scale.tuning.windows import NoStableStep, Window, warm_up
 
 #: What chains are whitened by, in words.
@@ -79,7 +76,7 @@ def choose(
         passes["modes"] = 0 if modes is None else modes.evaluations
         problem = with_anchor(problem, asked, whole)
         problem = problem.with_engine(
-            kernel=kernel_at_first(problem.engine.kernel, asked.lr, asked.friction)
+            kernel=kernel_for_whitened(problem.engine.kernel, asked.lr, asked.friction)
         )
         if asked.lr:
             cooled = cool(problem, sampling, whole, NOISE.far_at_first)
@@ -105,7 +102,7 @@ def choose(
     kernel, adjusts = problem.engine.kernel, asked.lr and problem.engine.kernel.adjusted
     if adjusts:  # a chain that rejects all proposals would stay where it starts
         problem = problem.with_engine(
-            kernel=kernel_at_first(without_adjustment(kernel), asked.lr, asked.friction)
+            kernel=kernel_for_whitened(without_adjustment(kernel), asked.lr, asked.friction)
         )
     group = OneGroup(problem, simulate, density if asked.lr else None, whole)
     try:
@@ -127,7 +124,7 @@ def choose(
         if cooled is not None and problem.data.batch_size is not None:
             # what is noisy at first may not be so here, and the other way round
             stable_lr = float(window.stable_lr)
-            problem = problem.with_lr(min(longest_lr(problem.engine.kernel), stable_lr))
+            problem = problem.with_lr(min(longest_whitened_lr(problem.engine.kernel), stable_lr))
             if not stays_cool(cooled, problem):
                 if problem.chooses_batches:
                     problem = problem.in_batches_of(most_rows)
@@ -259,33 +256,3 @@ def _reasons(
         )
     found["thinning"] = f"{thinning} steps from one draw to the next, about as many as they need"
     return found
-
-
-def kernel_at_first(kernel: Kernel, lr: bool, friction: bool) -> Kernel:
-    """The kernel with the friction of whitened coordinates, and the longest step size there.
-
-    Args:
-        kernel: the method.
-        lr: whether the step size is chosen.
-        friction: whether the friction is.
-    """
-    if friction and hasattr(kernel, "friction") and not kernel.adjusted:
-        own: dict[str, Any] = {"friction": STEP_SIZE.friction}
-        kernel = dataclasses.replace(kernel, **own)
-    if lr and not kernel.adjusted:
-        kernel = dataclasses.replace(kernel, lr=longest_lr(kernel))
-    return kernel
-
-
-def longest_lr(kernel: Kernel) -> float:
-    """The longest step size whose law on a standard normal has nearly its sd."""
-    theory = kernel.theory
-    assert theory is not None
-    for lr in torch.linspace(0, -3, 61, dtype=torch.float64):
-        length = min(STEP_SIZE.longest * 10 ** float(lr), theory.largest_lr)
-        chain = chain_at(kernel, length)
-        if bool(chain.stable.all()):
-            sd = float(chain.covariance(torch.zeros(1, dtype=torch.float64))[0, 0, 0]) ** 0.5
-            if abs(math.log(sd)) <= STEP_SIZE.sd_bias:
-                return float(f"{length:.3g}")
-    raise ArgumentError("lr='auto': no step size samples a standard normal; pass a number for lr")

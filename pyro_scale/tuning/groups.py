@@ -85,7 +85,7 @@ class Groups(Protocol):
     def moved_to(self, draws: Draws, sound: Tensor) -> Self:
         """The groups with sound chains at their last draws, and the other chains restarted."""
 
-    def select(self, draws: Draws, sound: Tensor) -> Tensor:
+    def sound_draws(self, draws: Draws, sound: Tensor) -> Tensor:
         """Draws of the sound chains, `[groups, chains, draws, D]`."""
 
     def to_whitened(self, kept: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ class OneGroup:
                 positions[chain, : len(center)] = (positions[chain, : len(center)] + center) / 2
         return self.of(dataclasses.replace(problem, positions=positions).moved_to(draws, chains))
 
-    def select(self, draws: Draws, sound: Tensor) -> Tensor:
+    def sound_draws(self, draws: Draws, sound: Tensor) -> Tensor:
         return draws.positions[sound[0]][None]
 
     def to_whitened(self, kept: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
         sound = groups.are_sound(own) & groups.are_sound(half)
         intact = sound.all(1)
         if fixed is not None or bool(intact.any()):  # a group's chains depend on no other group
-            kept = groups.select(own, sound), groups.select(half, sound)
+            kept = groups.sound_draws(own, sound), groups.sound_draws(half, sound)
             one, other = (each[..., : groups.num_latents].double() for each in kept)
             for group in torch.nonzero(intact)[:, 0].tolist():
                 biases[group] = bias_of(one[group], other[group], order)

@@ -9,7 +9,6 @@ error is taken.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,7 +22,6 @@ from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, BiasWarning
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.kernels import Kernel
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Linearized, Theory
@@ -174,16 +172,6 @@ def choose_step_size(
         f"stable below about {highest:.2g}; curvature over N "
         f"{float(modes.precision.min()):.2g} to {float(modes.steepest):.2g}",
     )
-
-
-def chain_at(kernel: Kernel, lr: float, precision: float = 1.0) -> GaussianChain:
-    """The kernel's chain at a step size, on a Gaussian of one dimension, at temperature 1."""
-    theory = kernel.theory
-    assert theory is not None
-    one = torch.ones(1, dtype=torch.float64)
-    values: Values = {**dataclasses.replace(kernel, lr=lr).values(0), "temperature": one[0]}
-    settled, values, _ = theory.linearize(kernel, values, torch.zeros_like(one))
-    return GaussianChain.of(settled, values, one * precision)
 
 
 def _values(problem: Problem, lr: Tensor) -> Values:

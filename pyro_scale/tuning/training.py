@@ -28,7 +28,7 @@ from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError, ModelError, NonFiniteError
 from pyro_scale.fullbatch.chunks import is_row_wise
 from pyro_scale.fullbatch.density import FullDataDensity
-from pyro_scale.kernels import MAP, Kernel
+from pyro_scale.kernels import MAP
 from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.model.curvature.prior_hessian import prior_precision
 from pyro_scale.model.nn.hidden_layers import has_hidden_layer
@@ -41,10 +41,7 @@ from pyro_scale.tuning.early_stopping import EarlyStopping
 from pyro_scale.tuning.low_rank import steepest_by_products
 from pyro_scale.tuning.one_group import OneGroup
 from pyro_scale.tuning.policy import TRAINING
-from pyro_scale.tuning.step_size import chain_at
-
-#: Steps of 10% that the search for the largest stable step size takes.
-_MOST_SHORTENINGS = 400
+from pyro_scale.tuning.stable_lr import largest_stable_lr
 
 
 def is_network(problem: Problem) -> bool:
@@ -210,19 +207,9 @@ def _with_stable_lr(problem: Problem, density: FullDataDensity, places: Tensor) 
     steepest = max([length for length in lengths if math.isfinite(length)], default=1.0)
     kernel = problem.engine.kernel
     safety = TRAINING.safety if whitening is None else TRAINING.safety_whitened
-    lr = safety * _largest_stable(kernel, max(steepest, 1e-12))
+    lr = safety * largest_stable_lr(kernel, max(steepest, 1e-12))
     longest = getattr(kernel.theory, "largest_lr", math.inf)
     return problem.with_lr(min(lr, longest))
-
-
-def _largest_stable(kernel: Kernel, precision: float) -> float:
-    """About the largest step size at which the kernel is stable on a Gaussian."""
-    lr = 10.0
-    for _ in range(_MOST_SHORTENINGS):
-        if bool(chain_at(kernel, lr, precision).stable.all()):
-            break
-        lr /= 1.1
-    return lr
 
 
 def prepare_in_batches(

@@ -101,7 +101,7 @@ def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
             halvings, longest = halvings + 1, groups.lr / 2
             groups = groups.moved_to(draws, sound).with_lr(longest)
             continue
-        kept = groups.select(draws, sound)
+        kept = groups.sound_draws(draws, sound)
         kept = kept[:, :, int(policy.left_out * kept.shape[2]) :]
         z = groups.to_whitened(kept)
         times, r_hat = times_of(z, 0.0), by_group(split_r_hat, z).amax(1)
