@@ -1,25 +1,25 @@
-"""Simulation-based calibration of several settings, side by side."""
+"""Simulation-based calibration of several methods or settings, side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pyro_scale.calibration.plots import Panel, plot_ecdf_differences
+from pyro_scale.calibration.plots import Panel, choose_labels, plot_ecdf_differences
 from pyro_scale.calibration.results import SBC
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Columns of a figure.
+#: Columns of a figure, at most.
 _MOST_COLUMNS = 6
 
 
 class SBCComparison(Mapping[str, SBC]):
-    """The calibration of several settings or methods, an `SBC` each, by name.
+    """A mapping from names of methods or settings to their `SBC`.
 
     Args:
-        results: by setting; p-values are adjusted within each.
+        results: by name; p-values are adjusted within each.
     """
 
     def __init__(self, results: Mapping[str, SBC]) -> None:
@@ -35,24 +35,21 @@ class SBCComparison(Mapping[str, SBC]):
         return len(self._results)
 
     def summary(self, var_names: Sequence[str] | None = None) -> Any:
-        """The tables of `SBC.summary`, one below the other: the index is (setting, element)."""
+        """A DataFrame with the rows of every `SBC.summary`, indexed by (setting, element)."""
         import pandas
 
         tables = {setting: sbc.summary(var_names) for setting, sbc in self.items()}
         return pandas.concat(tables, names=["setting", "element"])
 
     def plot(self, var_names: Sequence[str] | None = None, level: float = 0.95) -> Figure:
-        """ECDF differences as in `SBC.plot`, a row a setting, a column an element.
+        """ECDF differences as in `SBC.plot`, with a row for each setting and a column for each
+        element.
 
         Of more than 6 elements, those with the smallest p-values in any setting are shown.
         """
         table = self.summary(var_names)
         least = table.p_value.groupby(level="element", sort=False).min()
-        labels, note = list(least.index), ""
-        if len(labels) > _MOST_COLUMNS:
-            kept = set(least.sort_values(kind="stable").index[:_MOST_COLUMNS])
-            labels = [label for label in labels if label in kept]
-            note = f"{_MOST_COLUMNS} of {len(least)} elements: those with the smallest p-values"
+        labels, note = choose_labels(least, _MOST_COLUMNS)
         rows: list[list[Panel | None]] = []
         for setting, sbc in self.items():
             rows.append([None] * len(labels))

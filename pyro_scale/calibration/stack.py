@@ -144,8 +144,8 @@ class Stack:
         """Fraction of the rows that a step takes."""
         return 1.0 if self.batch_size is None else self.batch_size / self.num_data
 
-    def arguments(self, number: Tensor) -> Arguments:
-        """The model's arguments for one data set; `number` is 0-d."""
+    def arguments(self, number: Tensor) -> tuple[Arguments, dict[str, Tensor]]:
+        """The model's arguments for one data set: shared rows, and its own; `number` is 0-d."""
         return self.shared, {name: take_one(table, number) for name, table in self.own.items()}
 
     def batches(self, seeds: Sequence[int], constants: Sequence[Tensor]) -> StackedBatches:

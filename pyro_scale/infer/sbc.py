@@ -251,8 +251,8 @@ def _truth(
     num_data = inference._num_data or rows.count(arguments)
 
     def of(model: Any) -> Generator:
-        generator = Generator.of(as_log_posterior(model, num_data), arguments)
-        return generator.resampling() if resample else generator
+        generator = Generator.from_model(as_log_posterior(model, num_data), arguments)
+        return generator.with_resampled_covariates() if resample else generator
 
     if method == "posterior":
         if simulator is not None or resample:
@@ -268,17 +268,17 @@ def _truth(
                 "the same ones"
             )
         params = result.layout.unflatten(torch.cat(list(result.blocks())))
-        return FromPosterior.of(of(inference.model), params)
+        return FromPosterior.from_draws(of(inference.model), params)
     model = of(inference.model)
     if simulator is None:
         return FromPrior(model, model)
-    return FromPrior.of(model, of(simulator))
+    return FromPrior.from_models(model, of(simulator))
 
 
 def _problem(fitted: Generator, first: Mapping[str, Tensor], seed: int) -> Problem:
     """The model on the first data set, understood."""
-    arguments = fitted.shared(), {name: table[0] for name, table in first.items()}
-    log_posterior = LogPosterior(fitted.model(), fitted.num_rows)
+    arguments = fitted.shared_arguments(), {name: table[0] for name, table in first.items()}
+    log_posterior = LogPosterior(fitted.stacked_model(), fitted.num_rows)
     opened = open_data(arguments, None, fitted.num_rows)
     return prepare(log_posterior, opened, Hyperparameters(), None, 1, seed)
 
@@ -307,7 +307,7 @@ def _stack(
     return Stack(
         log_posterior=problem.log_posterior,
         layout=problem.engine.layout,
-        shared=fitted.shared(),
+        shared=fitted.shared_arguments(),
         own=first,
         seeds=[seed],
         batch_size=None if is_auto(size) or size == num_rows else size,
