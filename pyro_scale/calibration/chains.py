@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_scale.calibration.stack import Stack
+from pyro_scale.calibration.stack import Stack, find_starts
 from pyro_scale.calibration.stacked_chains import Kind, StackedChains, start_at_modes
 from pyro_scale.core.autocorrelation import autocorrelation_time, by_group
 from pyro_scale.data.stacked import StackedBatches
 from pyro_scale.engine.checkpoint import Checkpoint
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.kernels import Kernel
+from pyro_scale.model.preflight import InitFunction
 from pyro_scale.run.extend import every_second
 from pyro_scale.tuning.adjust import adjust, first_lr, without_adjustment
 from pyro_scale.tuning.groups import Lengths, Limit
@@ -34,32 +35,6 @@ from pyro_scale.tuning.policy import (
 )
 from pyro_scale.tuning.stable_lr import kernel_for_whitened
 from pyro_scale.tuning.windows import NoStableStep, warm_up
-
-
-@dataclass(frozen=True)
-class Method:
-    """A sampler with its settings.
-
-    Attributes:
-        kernel: with placeholders for values that are chosen.
-        lr: whether the step size is chosen; chains are whitened then.
-        friction: whether the friction is chosen.
-        kind: the form of the coordinates; None if chains move in params.
-        warmup_steps: steps before the first draw; None to choose them.
-        thinning: steps from one draw to the next; None to choose them.
-    """
-
-    kernel: Kernel
-    lr: bool
-    friction: bool
-    kind: Kind | None
-    warmup_steps: int | None
-    thinning: int | None
-
-    @property
-    def chooses_acceptance(self) -> bool:
-        """Whether the step size is chosen by the acceptance rate."""
-        return self.lr and self.kernel.adjusted
 
 
 @dataclass(frozen=True)
@@ -87,53 +62,80 @@ class Sampled:
     program: str = "one by one"
 
 
-def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None = None) -> Sampled:
-    """Runs a chain on every data set.
+@dataclass(frozen=True)
+class Stacked:
+    """A sampler with its settings: the chains of all data sets are moved by one program.
 
-    Args:
-        stack: the data sets.
-        method: the sampler.
-        starts: starts of the chains, or of searches for modes: params `[chains, D]`.
-        lengths: lengths of the stages; None lets these data sets determine them.
+    Attributes:
+        kernel: with placeholders for values that are chosen.
+        lr: whether the step size is chosen; chains are whitened then.
+        friction: whether the friction is chosen.
+        kind: the form of the coordinates; None if chains move in params.
+        warmup_steps: steps before the first draw; None to choose them.
+        thinning: steps from one draw to the next; None to choose them.
+        init: one of Pyro's init functions; None for the library's.
     """
-    # a chain that rejects all proposals would stay where it starts
-    kernel = without_adjustment(method.kernel) if method.chooses_acceptance else method.kernel
-    kernel = kernel_for_whitened(kernel, method.lr, method.friction)
-    if method.kind is None:
-        chains = StackedChains(stack, kernel, starts)
-    else:
-        chains = start_at_modes(stack, kernel, starts, method.kind, method.lr)
-    chains, lengths_used, warmup_steps = _tune(chains, method, lengths)
-    chains, draws = _run_until_sound(chains, method, lengths_used.thinning)
-    if method.thinning is None:
-        # while lengths are determined, one more chain may be slow
-        allowed = SIMULATIONS.slow * stack.num_chains + (lengths is None)
-        chains, draws = _extend_slow(chains, method, lengths_used.thinning, draws, allowed)
-    every = draws.positions.shape[1] // SIMULATIONS.ranked
-    lr = chains.kernel.columns(1)["lr"].flatten()[0]
-    if chains.whitening is not None:
-        lr = chains.lr_factor * lr
-    set_steps = method.warmup_steps or 0
-    return Sampled(
-        positions=chains.to_params(draws.positions[:, every - 1 :: every].to(starts)).cpu(),
-        ess=_effective_draws(draws),
-        # with a set thinning, autocorrelation is part of what is tested
-        enough=SIMULATIONS.least_ess if method.thinning is None else 0,
-        failed={
-            failure.chain: (
-                f"not finite after step {failure.step:,}, at site '{failure.site}' first"
-            )
-            for failure in draws.failures
-        },
-        lengths=lengths_used,
-        steps={"warm-up": warmup_steps + set_steps, "draws": draws.num_steps - set_steps},
-        facts={"lr": _in_words(lr)},
-        program=draws.program,
-    )
+
+    kernel: Kernel
+    lr: bool
+    friction: bool
+    kind: Kind | None
+    warmup_steps: int | None
+    thinning: int | None
+    init: InitFunction | None = None
+
+    most_at_once = 500
+
+    @property
+    def has_lengths(self) -> bool:
+        is_set = self.warmup_steps is not None and self.thinning is not None
+        return self.kind is not None or not is_set
+
+    @property
+    def chooses_acceptance(self) -> bool:
+        """Whether the step size is chosen by the acceptance rate."""
+        return self.lr and self.kernel.adjusted
+
+    def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
+        starts = find_starts(stack, self.init)
+        # a chain that rejects all proposals would stay where it starts
+        kernel = without_adjustment(self.kernel) if self.chooses_acceptance else self.kernel
+        kernel = kernel_for_whitened(kernel, self.lr, self.friction)
+        if self.kind is None:
+            chains = StackedChains(stack, kernel, starts)
+        else:
+            chains = start_at_modes(stack, kernel, starts, self.kind, self.lr)
+        chains, lengths_used, warmup_steps = _tune(chains, self, lengths)
+        chains, draws = _run_until_sound(chains, self, lengths_used.thinning)
+        if self.thinning is None:
+            # while lengths are determined, one more chain may be slow
+            allowed = SIMULATIONS.slow * stack.num_chains + (lengths is None)
+            chains, draws = _extend_slow(chains, self, lengths_used.thinning, draws, allowed)
+        every = draws.positions.shape[1] // SIMULATIONS.ranked
+        lr = chains.kernel.columns(1)["lr"].flatten()[0]
+        if chains.whitening is not None:
+            lr = chains.lr_factor * lr
+        set_steps = self.warmup_steps or 0
+        return Sampled(
+            positions=chains.to_params(draws.positions[:, every - 1 :: every].to(starts)).cpu(),
+            ess=_effective_draws(draws),
+            # with a set thinning, autocorrelation is part of what is tested
+            enough=SIMULATIONS.least_ess if self.thinning is None else 0,
+            failed={
+                failure.chain: (
+                    f"not finite after step {failure.step:,}, at site '{failure.site}' first"
+                )
+                for failure in draws.failures
+            },
+            lengths=lengths_used,
+            steps={"warm-up": warmup_steps + set_steps, "draws": draws.num_steps - set_steps},
+            facts={"lr": _in_words(lr)},
+            program=draws.program,
+        )
 
 
 def _tune(
-    chains: StackedChains, method: Method, lengths: Lengths | None
+    chains: StackedChains, method: Stacked, lengths: Lengths | None
 ) -> tuple[StackedChains, Lengths, int]:
     """Runs windows and pilots.  Returns the chains after them, the lengths of all stages, and the
     steps of each chain."""
@@ -162,7 +164,7 @@ def _tune(
 
 
 def _extend_slow(
-    chains: StackedChains, method: Method, thinning: int, draws: Draws, allowed: float
+    chains: StackedChains, method: Stacked, thinning: int, draws: Draws, allowed: float
 ) -> tuple[StackedChains, Draws]:
     """Doubles the thinning of chains with too few effective draws, until at most `allowed` chains
     have too few or the work is too much.  Returns the chains with the step sizes of their runs, and
@@ -187,7 +189,7 @@ def _extend_slow(
 
 def _run_until_sound(
     chains: StackedChains,
-    method: Method,
+    method: Stacked,
     thinning: int,
     last: Callable[[StackedBatches], Checkpoint] | None = None,
 ) -> tuple[StackedChains, Draws]:
@@ -209,7 +211,7 @@ def _run_until_sound(
 
 def _run(
     chains: StackedChains,
-    method: Method,
+    method: Stacked,
     thinning: int,
     last: Callable[[StackedBatches], Checkpoint] | None = None,
 ) -> Draws:

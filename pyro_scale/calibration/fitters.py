@@ -1,28 +1,31 @@
-"""Ways to fit a method to many data sets: all by one compiled program, or one by one."""
+"""Ways to fit a method to many data sets: all by one compiled program, or one by one.
+
+A fitter's `fit(stack, lengths)` draws from the posterior of each data set.  If `lengths` is None,
+these data sets determine the lengths of the stages.  `has_lengths` tells whether there are any.
+`most_at_once` is the number of data sets that are fitted together, and lost by an interrupt.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_scale.calibration import chains
-from pyro_scale.calibration.chains import Sampled, effective_size
+from pyro_scale.calibration.chains import Sampled, Stacked, effective_size
 from pyro_scale.calibration.modes import find_modes
-from pyro_scale.calibration.stack import Stack
+from pyro_scale.calibration.stack import Stack, find_starts
 from pyro_scale.calibration.stacked_chains import StackedChains
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import evenly
 from pyro_scale.engine.draws import Steps
-from pyro_scale.errors import PyroScaleError, SiteError
+from pyro_scale.errors import PyroScaleError
 from pyro_scale.exact.chains import sample_each
 from pyro_scale.exact.log_density import EarlierFunction, log_density
 from pyro_scale.exact.nutpie_api import Settings
-from pyro_scale.model.log_posterior import MOST_STARTS
 from pyro_scale.model.preflight import InitFunction
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.tuning.groups import Lengths
@@ -30,54 +33,6 @@ from pyro_scale.tuning.policy import SIMULATIONS
 
 #: Length of a failure's message.
 _MOST_LETTERS = 200
-
-
-class Fitter(Protocol):
-    """Draws from the posteriors of all data sets of a stack.
-
-    Attributes:
-        most_at_once: data sets that are fitted together at most; an interrupt loses these.
-        has_lengths: whether the first data sets determine the lengths of the stages.
-    """
-
-    @property
-    def most_at_once(self) -> int: ...
-
-    @property
-    def has_lengths(self) -> bool: ...
-
-    def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
-        """Draws from each posterior.
-
-        Args:
-            stack: the data sets.
-            lengths: lengths of the stages; None lets these data sets determine them.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """A sampler: the chains of all data sets are moved by one program.
-
-    Attributes:
-        method: the sampler.
-        init: one of Pyro's init functions; None for the library's.
-    """
-
-    method: chains.Method
-    init: InitFunction | None = None
-
-    most_at_once = 500
-
-    @property
-    def has_lengths(self) -> bool:
-        method = self.method
-        is_set = method.warmup_steps is not None and method.thinning is not None
-        return method.kind is not None or not is_set
-
-    def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
-        return chains.sample(stack, self.method, find_starts(stack, self.init), lengths)
 
 
 @dataclass(frozen=True)
@@ -246,41 +201,4 @@ class OneByOne:
         ]
 
 
-def find_starts(stack: Stack, init: InitFunction | None) -> Tensor:
-    """Starts of the chains, params `[chains, D]`: those of runs with the same seeds.
-
-    A chain whose log joint is finite at no start breaks at once, and counts as failed.
-
-    Args:
-        stack: the data sets.
-        init: one of Pyro's init functions; None for the library's.
-
-    Raises:
-        SiteError: no data set has a finite log joint at any start.
-    """
-
-    def draw(number: int, attempt: int) -> Tensor:
-        params = stack.log_posterior.start(
-            stack.arguments(torch.tensor(number)), stack.seeds[number], 0, init, attempt=attempt
-        )
-        return stack.layout.flatten(params)
-
-    starts = torch.stack([draw(number, 0) for number in range(stack.num_chains)])
-    for attempt in range(1, MOST_STARTS):
-        values = stack.log_joints(starts)
-        broken = torch.nonzero(~values.isfinite())[:, 0].tolist()
-        if not broken:
-            return starts
-        for number in broken:
-            starts[number] = draw(number, attempt)
-    if len(broken) < stack.num_chains:
-        return starts
-    site = stack.log_posterior.broken_site(
-        stack.layout.unflatten(starts[broken[0]]), stack.arguments(torch.tensor(broken[0]))
-    )
-    raise SiteError(
-        f"site '{site}': the log joint of simulation {broken[0]} is not finite at any of "
-        f"{MOST_STARTS} starts: the model draws data that it gives no density, or init_strategy "
-        "starts where there is none",
-        code="not-finite",
-    )
+Fitter: TypeAlias = Stacked | StackedNUTS | StackedFit | OneByOne

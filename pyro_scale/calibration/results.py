@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 SIGNIFICANT = 0.05
 #: Fraction of simulations that may fail or be slow without a change of the verdict.
 MOST_DOUBTFUL = 0.01
-#: Panels of a figure at most, and its columns.
-_MOST_PANELS, _COLUMNS = 20, 4
+#: Panels of an SBC's figure at most, and its columns; columns of a comparison's at most.
+_MOST_PANELS, _COLUMNS, _MOST_COLUMNS = 20, 4, 6
 #: Elements and simulations that a report names, at most.
 _MOST_NAMED = 10
 
@@ -306,6 +306,58 @@ class SBC:
             if name not in self.ranks:
                 raise ArgumentError(f"var_names: no quantity '{name}': use {list(self.ranks)}")
         return names
+
+
+class SBCComparison(Mapping[str, SBC]):
+    """A mapping from names of methods or settings to their `SBC`.
+
+    Args:
+        results: by name; p-values are adjusted within each.
+    """
+
+    def __init__(self, results: Mapping[str, SBC]) -> None:
+        self._results = dict(results)
+
+    def __getitem__(self, setting: str) -> SBC:
+        return self._results[setting]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._results)
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def summary(self, var_names: Sequence[str] | None = None) -> Any:
+        """A DataFrame with the rows of every `SBC.summary`, indexed by (setting, element)."""
+        import pandas
+
+        tables = {setting: sbc.summary(var_names) for setting, sbc in self.items()}
+        return pandas.concat(tables, names=["setting", "element"])
+
+    def plot(self, var_names: Sequence[str] | None = None, level: float = 0.95) -> Figure:
+        """ECDF differences as in `SBC.plot`, with a row for each setting and a column for each
+        element.
+
+        Of more than 6 elements, those with the smallest p-values in any setting are shown.
+        """
+        table = self.summary(var_names)
+        least = table.p_value.groupby(level="element", sort=False).min()
+        labels, note = choose_labels(least, _MOST_COLUMNS)
+        rows: list[list[Panel | None]] = []
+        for setting, sbc in self.items():
+            rows.append([None] * len(labels))
+            for column, label in enumerate(labels):
+                if label in sbc.elements:
+                    p_value = float(table.p_value[setting, label])
+                    title = f"{setting}\n{label}  p = {p_value:.2g}"
+                    rows[-1][column] = Panel(title, sbc.elements[label], sbc.num_draws)
+        return plot_ecdf_differences(rows, level, note)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{setting}: {sbc.headline}" for setting, sbc in self.items())
+
+    def __repr__(self) -> str:
+        return f"SBCComparison({list(self)})"
 
 
 def _count_elements(count: int) -> str:

@@ -19,7 +19,9 @@ from pyro_scale.data.row_sampler import RowIndices, Sampling
 from pyro_scale.data.stacked import StackedBatches
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
-from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.errors import SiteError
+from pyro_scale.model.log_posterior import MOST_STARTS, LogPosterior
+from pyro_scale.model.preflight import InitFunction
 from pyro_scale.posterior.draws import in_chunks
 
 T = TypeVar("T")
@@ -200,3 +202,43 @@ def take_one(table: Tensor, number: Tensor) -> Tensor:
 def transpose_tables(shared: Arguments) -> Arguments:
     """Rows with transposed tables: sums over rows then run along contiguous memory."""
     return rows.map_rows(lambda table: table.mT if table.dim() == 2 else table, shared)
+
+
+def find_starts(stack: Stack, init: InitFunction | None) -> Tensor:
+    """Starts of the chains, params `[chains, D]`: those of runs with the same seeds.
+
+    A chain whose log joint is finite at no start breaks at once, and counts as failed.
+
+    Args:
+        stack: the data sets.
+        init: one of Pyro's init functions; None for the library's.
+
+    Raises:
+        SiteError: no data set has a finite log joint at any start.
+    """
+
+    def draw(number: int, attempt: int) -> Tensor:
+        params = stack.log_posterior.start(
+            stack.arguments(torch.tensor(number)), stack.seeds[number], 0, init, attempt=attempt
+        )
+        return stack.layout.flatten(params)
+
+    starts = torch.stack([draw(number, 0) for number in range(stack.num_chains)])
+    for attempt in range(1, MOST_STARTS):
+        values = stack.log_joints(starts)
+        broken = torch.nonzero(~values.isfinite())[:, 0].tolist()
+        if not broken:
+            return starts
+        for number in broken:
+            starts[number] = draw(number, attempt)
+    if len(broken) < stack.num_chains:
+        return starts
+    site = stack.log_posterior.broken_site(
+        stack.layout.unflatten(starts[broken[0]]), stack.arguments(torch.tensor(broken[0]))
+    )
+    raise SiteError(
+        f"site '{site}': the log joint of simulation {broken[0]} is not finite at any of "
+        f"{MOST_STARTS} starts: the model draws data that it gives no density, or init_strategy "
+        "starts where there is none",
+        code="not-finite",
+    )

@@ -1,10 +1,15 @@
-"""True params and data sets of simulations: from the prior, a posterior, or another model."""
+"""True params and data sets of simulations: from the prior, a posterior, or another model.
+
+`fitted` is the model that is fitted.  `params(count, seed)` draws unconstrained latents of it, by
+site, `[count, ...]`.  `observed(params, start, stop, seed)` draws the tables of data sets
+start ... stop - 1, by site, `[data sets, rows, ...]`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,27 +17,6 @@ from torch import Tensor
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.rng.seeds import Purpose, generator
-
-
-class Truth(Protocol):
-    """Draws true params, and data sets from them.
-
-    Attributes:
-        fitted: the model that is fitted, on data of the size of a data set.
-    """
-
-    @property
-    def fitted(self) -> Generator: ...
-
-    def params(self, count: int, seed: int) -> dict[str, Tensor]:
-        """Unconstrained latents of the fitted model, by site, `[count, ...]`."""
-        ...
-
-    def observed(
-        self, params: Mapping[str, Tensor], start: int, stop: int, seed: int
-    ) -> dict[str, Tensor]:
-        """Tables of data sets start ... stop - 1, by site, `[data sets, rows, ...]`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -146,3 +130,6 @@ class FromPosterior:
             name: torch.cat([self.data[name].to(new).expand_as(new), new], 1)
             for name, new in tables.items()
         }
+
+
+Truth: TypeAlias = FromPrior | FromPosterior

@@ -12,12 +12,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from pyro_scale.calibration import chains
 from pyro_scale.calibration.campaign import Campaign
-from pyro_scale.calibration.comparison import SBCComparison
 from pyro_scale.calibration.fitters import Fitter, OneByOne, Stacked, StackedFit, StackedNUTS
 from pyro_scale.calibration.quantities import Quantity, check_quantities, check_values
-from pyro_scale.calibration.results import SBC
+from pyro_scale.calibration.results import SBC, SBCComparison
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.stack import Stack
 from pyro_scale.calibration.stacked_chains import Kind
@@ -355,7 +353,7 @@ def _fitter(
     if isinstance(inference, Sampler) and can_start and not _trains(inference, problem, settings):
         stacked = _stacked(inference, stack, settings)
         if stacked is not None:
-            return Stacked(stacked, init)
+            return stacked
     if isinstance(inference, VI | IVON) and can_start and stack.vectorized:
         fitted = _stacked_fit(inference, problem, stack, settings)
         if fitted is not None:
@@ -401,7 +399,7 @@ def _stacked_fit(
     return StackedFit(inference.kernel, total, fit_of, inference._init_strategy)
 
 
-def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> chains.Method | None:
+def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> Stacked | None:
     """The sampler as chains with a data set each can run it; None where they cannot, as it knows a
     point or a noise of its one data set."""
     own, kernel, lr = sampler._settings, sampler.kernel, "lr" in sampler._settings.chosen
@@ -425,13 +423,14 @@ def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> cha
         value = settings.get(name, "auto")
         return None if is_auto(value) else as_count(name, value, least=least, hint=", or 'auto'")
 
-    return chains.Method(
+    return Stacked(
         kernel=kernel,
         lr=lr,
         friction="friction" in own.chosen,
         kind=kinds[asked],
         warmup_steps=number("warmup_steps", 0),
         thinning=number("thinning", 1),
+        init=sampler._init_strategy,
     )
 
 

@@ -423,7 +423,7 @@ def test_control_c_keeps_the_simulations_that_are_done(tmp_path):
     script = textwrap.dedent(
         """
         import warnings, torch, pyro, pyro.distributions as dist, pyro_scale as ps
-        from pyro_scale.calibration.fitters import Stacked
+        from pyro_scale.calibration.chains import Stacked
         Stacked.most_at_once = 20
         fit, blocks = Stacked.fit, []
         def counted(*args):
