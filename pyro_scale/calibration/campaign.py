@@ -165,8 +165,8 @@ class Campaign:
             earlier.attrs.get("log_densities", {}), self._log_densities, _MACHINE_TOLERANCE
         ):
             differs = f"the model, the simulator or the rows are other ones: {line}"
-        elif name := self._quantity_that_differs(earlier, params):
-            differs = f"'{name}' has other values at the same latents and data"
+        elif quantity := self._quantity_that_differs(earlier, params):
+            differs = f"'{quantity}' has other values at the same latents and data"
         else:
             return
         raise ArgumentError(f"resume: {differs}: pass the arguments of the interrupted call")

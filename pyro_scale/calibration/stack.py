@@ -124,10 +124,10 @@ class Stack:
     earlier: Earlier
     bar: Progress
     vectorized: bool = True
-    columns: Arguments | None = None
+    columns: Arguments = ()
 
     def __post_init__(self) -> None:
-        if self.columns is None:  # once, as compiled programs recognize them by identity
+        if not self.columns:  # once, as compiled programs recognize them by identity
             columns = rows.map_rows(lambda table: table.contiguous(), transpose_tables(self.shared))
             object.__setattr__(self, "columns", columns)
 

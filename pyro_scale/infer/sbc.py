@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from pyro_scale.calibration.campaign import Campaign
-from pyro_scale.calibration.fitters import Fitter, OneByOne, Stacked, StackedFit, StackedNUTS
+from pyro_scale.calibration.chains import Stacked
+from pyro_scale.calibration.fitters import Fitter, OneByOne, StackedFit, StackedNUTS
 from pyro_scale.calibration.quantities import Quantity, check_quantities, check_values
 from pyro_scale.calibration.results import SBC, SBCComparison
 from pyro_scale.calibration.simulations import Generator

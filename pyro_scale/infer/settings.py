@@ -15,8 +15,7 @@ from pyro_scale.engine.choose_executor import check_compile
 from pyro_scale.errors import ArgumentError, NotRunError
 from pyro_scale.infer.approximation import fit_of
 from pyro_scale.kernels import Kernel
-from pyro_scale.tuning.choice import Precondition
-from pyro_scale.tuning.plan import Settings
+from pyro_scale.tuning.choice import Precondition, Settings
 
 #: The hyperparameters that can be chosen.
 _CHOSEN = ("lr", "friction")

@@ -23,19 +23,11 @@ from pyro_scale.model.control_variates import AnchorCurvature
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning import heat as heating
-from pyro_scale.tuning.heat import (
-    Cooled,
-    Heat,
-    cool,
-    stays_cool,
-    typical_places,
-    with_control_variates,
-    with_curvature,
-)
+from pyro_scale.tuning.control_variates import with_control_variates, with_curvature
+from pyro_scale.tuning.heat import Cooled, Heat, cool, most_noise, stays_cool, typical_places
 from pyro_scale.tuning.many_rows import find_modes_of_many_rows
 from pyro_scale.tuning.modes import find_modes
 from pyro_scale.tuning.policy import NOISE, ManyRows, Noise
-from pyro_scale.tuning.row_noise import most_noise
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -440,7 +432,7 @@ def test_a_kick_is_that_of_the_row_that_kicks_most(far):
         p, q = place.sigmoid(), anchor.sigmoid()
         rows = q - p + q * (1 - q) * (place - anchor)  # what control variates leave of a row
         kicks.append(0.5 * 20_000 / 1024 * (rows * sds).abs().max())
-    kick = heating._heat(problem, "replacement", far).kick
+    kick = heating._measure_heat(problem, "replacement", far).kick
     assert kick == pytest.approx(float(torch.stack(kicks).max()), rel=0.1)
 
 

@@ -1,0 +1,83 @@
+"""Control variates of minibatch gradients, at the center of the geometry or at a given anchor."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from pyro_scale.errors import ModelError, SiteError
+from pyro_scale.fullbatch.density import FullDataDensity
+from pyro_scale.fullbatch.precision import expansion_at
+from pyro_scale.model.control_variates import AnchorCurvature, ControlVariates
+from pyro_scale.model.curvature.observations import Exact
+from pyro_scale.model.curvature.observed import observe
+from pyro_scale.model.curvature.prior_hessian import prior_precision
+from pyro_scale.run.problem import Problem, position_of
+from pyro_scale.tuning.choice import Anchor
+
+
+def with_anchor(problem: Problem, anchor: Anchor, whole: FullDataDensity) -> Problem:
+    """The problem with control variates, if there are minibatches and an anchor is not refused.
+
+    Control variates that have a curvature get the curvature at the new anchor.
+
+    Args:
+        problem: in whitened coordinates.
+        anchor: constrained values of all sites; True for the center of the geometry; False for
+            none.
+        whole: log density of all rows.
+    """
+    if problem.data.batch_size is None or anchor is False:
+        return problem
+    if isinstance(anchor, Mapping):
+        position = position_of(problem, anchor, "control_variates")
+        return with_control_variates(problem, whole, position)
+    before = problem.engine.density
+    problem = with_control_variates(problem, whole, center_of(problem))
+    if isinstance(before, ControlVariates) and before.curvature is not None:
+        return with_curvature(problem, whole) or problem
+    return problem
+
+
+def center_of(problem: Problem) -> Tensor:
+    """The center of the problem's geometry, as a position [D]."""
+    whitening = problem.engine.whitening
+    assert whitening is not None
+    return whitening.tensors[0]
+
+
+def with_control_variates(problem: Problem, whole: FullDataDensity, anchor: Tensor) -> Problem:
+    """The problem with control variates of first order at an anchor, [D]."""
+    log_posterior, layout = problem.log_posterior, problem.engine.layout
+    _, gradient = whole.grad(anchor)
+    total = {
+        name: part * log_posterior.num_data for name, part in layout.unflatten(gradient).items()
+    }
+    return problem.with_engine(
+        density=ControlVariates(log_posterior, layout.unflatten(anchor), total)
+    )
+
+
+def with_curvature(problem: Problem, whole: FullDataDensity) -> Problem | None:
+    """The problem with control variates of second order, at the anchor of those of first order.
+    None if the model does not give the likelihood's curvature on single batches."""
+    log_posterior, first = problem.log_posterior, problem.data.first()
+    first_order = problem.engine.density
+    assert isinstance(first_order, ControlVariates)
+    anchor, names = first_order.anchor, whole.layout.names
+    try:
+        leaves = {name: value.detach().requires_grad_() for name, value in anchor.items()}
+        observations = observe(log_posterior, leaves, first, None, "ggn", 1).observations
+        exact = tuple(each for each in observations if isinstance(each, Exact))
+        if len(exact) < len(observations) or log_posterior.model_info.own_plate is not None:
+            return None
+        position = whole.layout.flatten(anchor)
+        total = expansion_at(whole, position, names, "ggn", dense=True).precision
+        total = total - prior_precision(log_posterior, anchor, first, None, dense=True)
+        curved = dataclasses.replace(first_order, curvature=AnchorCurvature(total, exact))
+        curved.grad(anchor, first)
+    except (ModelError, SiteError, RuntimeError, NotImplementedError):
+        return None
+    return problem.with_engine(density=curved)
