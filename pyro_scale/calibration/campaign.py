@@ -205,7 +205,7 @@ class Campaign:
     def _spans(self, done: int) -> list[tuple[int, int]]:
         """The blocks after `done` simulations, as (first, one after the last).  The first block is
         small, to show how long simulations take; others are as large as memory allows."""
-        bytes_of_data = sum(table[0].nbytes for table in self.stack.own.values())
+        bytes_of_data = sum(table[0].nbytes for table in self.stack.tables.values())
         bytes_of_draws = SIMULATIONS.draws * self.stack.layout.size * 8
         bytes_of_one = _COPIES_OF_DATA * bytes_of_data + _COPIES_OF_DRAWS * bytes_of_draws
         budget = self.memory_budget or bytes_of(torch.device("cpu")) // 2

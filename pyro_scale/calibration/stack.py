@@ -102,7 +102,7 @@ class Stack:
         log_posterior: of the model of (shared rows, a data set's own rows), after its preflight.
         layout: of a position.
         shared: rows that all data sets have in common.
-        own: rows of each data set, by site, `[data sets, N, ...]`.
+        tables: rows of each data set, by site, `[data sets, N, ...]`.
         seeds: a seed for each data set.
         batch_size: rows of a step; None for all.
         sampling: how rows are drawn.
@@ -116,7 +116,7 @@ class Stack:
     log_posterior: LogPosterior
     layout: Layout
     shared: Arguments
-    own: Mapping[str, Tensor]
+    tables: Mapping[str, Tensor]
     seeds: Sequence[int]
     batch_size: int | None
     sampling: Sampling
@@ -148,7 +148,7 @@ class Stack:
 
     def arguments(self, number: Tensor) -> tuple[Arguments, dict[str, Tensor]]:
         """The model's arguments for one data set: shared rows, and its own; `number` is 0-d."""
-        return self.shared, {name: take_one(table, number) for name, table in self.own.items()}
+        return self.shared, {name: take_one(table, number) for name, table in self.tables.items()}
 
     def batches(self, seeds: Sequence[int], constants: Sequence[Tensor]) -> StackedBatches:
         """Batches of all chains.
@@ -159,10 +159,10 @@ class Stack:
         """
         num_rows = rows.count(self.arguments(torch.tensor(0))) or 1
         if self.batch_size is None:
-            return StackedBatches(self.columns, dict(self.own), num_rows, constants)
+            return StackedBatches(self.columns, dict(self.tables), num_rows, constants)
         numbers = [0] * self.num_chains
         indices = RowIndices(seeds, numbers, num_rows, self.batch_size, self.sampling)
-        return StackedBatches(self.shared, dict(self.own), num_rows, constants, indices)
+        return StackedBatches(self.shared, dict(self.tables), num_rows, constants, indices)
 
     def map(self, function: Callable[[Tensor], T]) -> T:
         """The values of a function of a data set's number for all data sets, `[data sets, ...]`,
@@ -186,12 +186,12 @@ class Stack:
 
     def select(self, chains: Tensor) -> Stack:
         """The stack of these data sets only."""
-        tables = {name: table[chains] for name, table in self.own.items()}
+        tables = {name: table[chains] for name, table in self.tables.items()}
         return self.with_data(tables, [self.seeds[chain] for chain in chains.tolist()])
 
-    def with_data(self, own: Mapping[str, Tensor], seeds: Sequence[int]) -> Stack:
+    def with_data(self, tables: Mapping[str, Tensor], seeds: Sequence[int]) -> Stack:
         """The stack of other data sets of the same model."""
-        return dataclasses.replace(self, own=own, seeds=seeds)
+        return dataclasses.replace(self, tables=tables, seeds=seeds)
 
 
 def take_one(table: Tensor, number: Tensor) -> Tensor:

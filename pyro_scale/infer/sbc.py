@@ -307,7 +307,7 @@ def _stack(
         log_posterior=problem.log_posterior,
         layout=problem.engine.layout,
         shared=fitted.shared_arguments(),
-        own=first,
+        tables=first,
         seeds=[seed],
         batch_size=None if is_auto(size) or size == num_rows else size,
         sampling=sampling,

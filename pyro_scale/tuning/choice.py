@@ -66,12 +66,13 @@ class Choice:
     Attributes:
         problem: chains in their stationary distribution, with kernel and geometry.
         steps: of the run; it has no warm-up if that was chosen and is over.
+        passes: passes through the data, by stage.
+        reasons: the reason of each choice, in words.
+        chooses_lr: whether the step size was chosen.
+        warmup_steps: steps of each chain in warm-up; None if their number was set.
         modes: modes of the posterior; None if they were not searched for.
         window: the last window of warm-up; None if chains were trained.
         pilot: the pilots of the step size; None if it was set.
-        passes: passes through the data, by stage.
-        attrs: facts for the run's `attrs`.
-        reasons: the reason of each choice, in words.
         trained: steps of the optimizer; None if chains were not trained.
         heat: relative rise of the temperature by minibatches, in the direction where it is largest;
             None if it is not known.
@@ -79,14 +80,27 @@ class Choice:
 
     problem: Problem
     steps: Steps
-    modes: Modes | None
-    window: Window | None
-    pilot: Pilot | None
     passes: Mapping[str, float]
-    attrs: Mapping[str, Any]
     reasons: Mapping[str, str]
+    chooses_lr: bool
+    warmup_steps: int | None
+    modes: Modes | None = None
+    window: Window | None = None
+    pilot: Pilot | None = None
     trained: int | None = None
     heat: float | None = None
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """Facts for the run's `attrs`."""
+        attrs: dict[str, Any] = {"thinning": self.steps.thinning}
+        if self.chooses_lr:
+            attrs["lr_choice"] = self.reasons["step size"]
+        if self.trained is not None:
+            attrs["trained_steps"] = self.trained
+        if self.warmup_steps is not None:
+            attrs["warmup_steps"] = self.warmup_steps
+        return attrs | {f"passes_{stage}": round(n, 2) for stage, n in self.passes.items()}
 
     def reasons_at(self, thinning: int) -> dict[str, str]:
         """The reasons, for a run that ended with this thinning."""

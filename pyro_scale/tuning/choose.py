@@ -9,7 +9,8 @@ autocorrelation         ->  a thinning at which draws are nearly independent
 from __future__ import annotations
 
 import math
-from typing import Any
+
+from torch import Tensor
 
 from pyro_scale.core.whitening import (
     DenseWhitening,
@@ -17,6 +18,7 @@ from pyro_scale.core.whitening import (
     KroneckerWhitening,
     LowRankWhitening,
 )
+from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity
@@ -32,7 +34,7 @@ from pyro_scale.tuning.control_variates import center_of, with_anchor
 from pyro_scale.tuning.geometry import with_geometry
 from pyro_scale.tuning.gradient_noise import with_known_noise
 from pyro_scale.tuning.groups import Limit
-from pyro_scale.tuning.heat import cool, stays_cool, with_fewest_rows
+from pyro_scale.tuning.heat import Cooled, cool, stays_cool, with_fewest_rows
 from pyro_scale.tuning.modes import Modes
 from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.one_group import OneGroup
@@ -51,13 +53,20 @@ _WORDS: dict[type, str] = {
 
 
 def choose(
-    problem: Problem, settings: Settings, config: RunConfig, simulate: Simulate, budget: Budget
+    problem: Problem,
+    settings: Settings,
+    anchor: bool | Tensor,
+    config: RunConfig,
+    simulate: Simulate,
+    budget: Budget,
 ) -> Choice:
     """Chooses what is not set, and warms the chains up.
 
     Args:
         problem: chains at the user's or the library's starts.
         settings: of the sampler.
+        anchor: of control variates: a position [D]; True for the center of the geometry; False for
+            no control variates.
         config: arguments of the run.
         simulate: runs the chains.
         budget: of the run.
@@ -74,7 +83,7 @@ def choose(
     if settings.precondition is not None:
         problem, modes, density = with_geometry(problem, settings, whole, budget.of_tuning)
         passes["modes"] = 0 if modes is None else modes.evaluations
-        problem = with_anchor(problem, settings.control_variates, whole)
+        problem = with_anchor(problem, anchor, whole)
         problem = _for_whitened(problem, settings)
         if chooses_lr:
             cooled = cool(problem, sampling, whole, NOISE.far_at_first)
@@ -112,18 +121,11 @@ def choose(
         group, tried = adjust(group, stable, limit(3 * PILOTS.least), ACCEPTANCE)
     elif chooses_lr:
         if cooled is not None and problem.data.batch_size is not None:
-            # the geometry has changed, and with it the noise of minibatches
-            stable_lr = float(window.stable_lr)
             longest = longest_whitened_lr(problem.engine.kernel)
-            problem = problem.with_lr(min(longest, stable_lr))
-            if not stays_cool(cooled, problem):
-                if problem.chooses_batches:
-                    problem = problem.in_batches_of(most_rows)
-                if settings.control_variates is True:
-                    problem = with_anchor(problem, True, whole)
-                cooled = cool(problem, sampling, whole, NOISE.far)
-                problem = cooled.problem
-                passes["noise"] += cooled.passes
+            problem = problem.with_lr(min(longest, float(window.stable_lr)))
+            cooled = _cool_again(cooled, problem, anchor, most_rows, sampling, whole)
+            problem = cooled.problem
+            passes["noise"] += cooled.passes
         theory = problem.engine.kernel.theory
         order, limits = 1 if theory is None else theory.order, limit(3 * PILOTS.least)
         group, tried = pilot(group.with_problem(problem), time, order, limits, PILOTS)
@@ -135,15 +137,45 @@ def choose(
     most = max(1, steps_left(budget) // num_samples)
     needed = max(1, math.ceil(time)) if math.isfinite(time) else most
     thinning = config.thinning or min(most, needed)
-    reasons = _explain(problem, modes, window, tried, thinning)
-    attrs: dict[str, Any] = {"lr_choice": reasons["step size"]} if chooses_lr else {}
-    attrs["thinning"] = thinning
-    attrs |= {f"passes_{stage}": round(count, 2) for stage, count in passes.items()}
-    if config.warmup_steps is None:
-        attrs["warmup_steps"] = warmup_steps
-    heat = None if cooled is None or cooled.heat is None else cooled.heat.added
-    steps = Steps(num_samples, config.warmup_steps or 0, thinning)
-    return Choice(problem, steps, modes, window, tried, passes, attrs, reasons, heat=heat)
+    return Choice(
+        problem=problem,
+        steps=Steps(num_samples, config.warmup_steps or 0, thinning),
+        passes=passes,
+        reasons=_explain(problem, modes, window, tried, thinning),
+        chooses_lr=chooses_lr,
+        warmup_steps=warmup_steps if config.warmup_steps is None else None,
+        modes=modes,
+        window=window,
+        pilot=tried,
+        heat=None if cooled is None or cooled.heat is None else cooled.heat.added,
+    )
+
+
+def _cool_again(
+    cooled: Cooled,
+    problem: Problem,
+    anchor: bool | Tensor,
+    most_rows: int | None,
+    sampling: Sampling,
+    whole: FullDataDensity,
+) -> Cooled:
+    """Cools the chains after warm-up, whose geometry changes the noise of minibatches.
+
+    Args:
+        cooled: before warm-up.
+        problem: after warm-up, with the longest stable step size.
+        anchor: of control variates; True to move it to the new center.
+        most_rows: the largest batch size that the library may choose.
+        sampling: how rows are drawn.
+        whole: log density of all rows.
+    """
+    if stays_cool(cooled, problem):
+        return cooled._replace(problem=problem, passes=0.0)
+    if problem.chooses_batches:
+        problem = problem.in_batches_of(most_rows)
+    if anchor is True:
+        problem = with_anchor(problem, True, whole)
+    return cool(problem, sampling, whole, NOISE.far)
 
 
 def _for_whitened(problem: Problem, settings: Settings) -> Problem:
@@ -225,7 +257,7 @@ def _explain(
     if modes is not None:
         stand_in = "a Gaussian on the way up, as there is no mode or its Gaussian does not fit"
         reasons["start"] = (
-            f"draws at twice the sd around {'the mode' if modes.found else stand_in}, which "
+            f"draws at twice the sd around {'the mode' if modes.are_modes else stand_in}, which "
             f"{modes.searches} searches found"
         )
     if whitening is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -14,28 +13,22 @@ from pyro_scale.model.control_variates import AnchorCurvature, ControlVariates
 from pyro_scale.model.curvature.observations import Exact
 from pyro_scale.model.curvature.observed import observe
 from pyro_scale.model.curvature.prior_hessian import prior_precision
-from pyro_scale.run.problem import Problem, position_of
-from pyro_scale.tuning.choice import Anchor
+from pyro_scale.run.problem import Problem
 
 
-def with_anchor(problem: Problem, anchor: Anchor, whole: FullDataDensity) -> Problem:
-    """The problem with control variates, if there are minibatches and an anchor is not refused.
-
-    Control variates that have a curvature get the curvature at the new anchor.
+def with_anchor(problem: Problem, anchor: bool | Tensor, whole: FullDataDensity) -> Problem:
+    """The problem with control variates, if there are minibatches.  Control variates that have a
+    curvature get the curvature at the new anchor.
 
     Args:
         problem: in whitened coordinates.
-        anchor: constrained values of all sites; True for the center of the geometry; False for
-            none.
+        anchor: a position [D]; True for the center of the geometry; False for no control variates.
         whole: log density of all rows.
     """
     if problem.data.batch_size is None or anchor is False:
         return problem
-    if isinstance(anchor, Mapping):
-        position = position_of(problem, anchor, "control_variates")
-        return with_control_variates(problem, whole, position)
-    before = problem.engine.density
-    problem = with_control_variates(problem, whole, center_of(problem))
+    before, position = problem.engine.density, center_of(problem) if anchor is True else anchor
+    problem = with_control_variates(problem, whole, position)
     if isinstance(before, ControlVariates) and before.curvature is not None:
         return with_curvature(problem, whole) or problem
     return problem
@@ -70,7 +63,7 @@ def with_curvature(problem: Problem, whole: FullDataDensity) -> Problem | None:
     try:
         leaves = {name: value.detach().requires_grad_() for name, value in anchor.items()}
         observations = observe(log_posterior, leaves, first, None, "ggn", 1).observations
-        exact = tuple(each for each in observations if isinstance(each, Exact))
+        exact = tuple(one for one in observations if isinstance(one, Exact))
         if len(exact) < len(observations) or log_posterior.model_info.own_plate is not None:
             return None
         position = whole.layout.flatten(anchor)

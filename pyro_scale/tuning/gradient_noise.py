@@ -85,7 +85,7 @@ def row_gradients(
         return _vmap_rows(gradient, arguments)
 
     by_position = zip(positions, batches, strict=True)
-    pairs = [(position, *batch) for position, there in by_position for batch in there]
+    pairs = [(position, *batch) for position, group in by_position for batch in group]
     numbers = layout.size + sum(leaf[0].numel() for leaf in rows.leaves(pairs[0][1]))
     # if the model takes no single rows, the gradient of each row passes through a whole batch
     together = max(1, NUMBERS_AT_ONCE // ((size if singly else problem.batch_size**2) * numbers))
@@ -249,7 +249,7 @@ def gradient_noise(
         for i in range(0, len(run_batches), count)
     ]
     if singly:
-        by_draw = [[(rows.take(args, few), None) for args, _ in there] for there in by_draw]
+        by_draw = [[(rows.take(args, few), None) for args, _ in group] for group in by_draw]
     together = max(1, NUMBERS_AT_ONCE // numbers)  # draws whose gradients are in memory
 
     def variance_of(density: Density, heats: bool = False) -> Tensor | None:

@@ -62,13 +62,13 @@ def find_modes_of_many_rows(
     few = whole.of_some_rows(num_rows, seed)
     modes = find_modes(few, starts, temperature, seed, limits.after(0, share))
     passes = modes.evaluations * share
-    followed, found = list(modes.modes), modes.found
+    followed, are_modes = list(modes.modes), modes.are_modes
     while num_rows < num_data:
         is_last = policy.growth * num_rows > num_data
         num_rows = num_data if is_last else policy.growth * num_rows
         near = (NEAR / 2 if is_last else policy.near_nats) * size
         density = whole.of_some_rows(num_rows, seed)
-        refines, share = is_last and found, num_rows / num_data
+        refines, share = is_last and are_modes, num_rows / num_data
 
         def follow(
             mode: Mode,
@@ -99,13 +99,13 @@ def find_modes_of_many_rows(
             if stand_in is not None:
                 searches = tuple(search for mode in followed for search in mode.searches)
                 followed = [stand_in.as_mode(searches)]
-            found = False
+            are_modes = False
             continue
-        found = all(ascent.is_mode for ascent in ascents)
+        are_modes = all(ascent.is_mode for ascent in ascents)
         pairs = zip(ascents, followed, strict=True)
         followed = merge([mode_at(end, temperature, mode.searches) for end, mode in pairs])
     return dataclasses.replace(
-        modes, modes=tuple(followed), found=found, evaluations=math.ceil(passes)
+        modes, modes=tuple(followed), are_modes=are_modes, evaluations=math.ceil(passes)
     )
 
 

@@ -82,7 +82,7 @@ class Modes:
 
     Attributes:
         modes: the best first; if there is none, one Gaussian that stands for the posterior.
-        found: whether they are modes.
+        are_modes: whether they are modes.
         searches: number of searches.
         gap: Kullback-Leibler divergence of the best mode's Gaussian from the posterior, in nats,
             estimated from the Gaussian's draws.
@@ -90,7 +90,7 @@ class Modes:
     """
 
     modes: tuple[Mode, ...]
-    found: bool
+    are_modes: bool
     searches: int
     gap: float
     evaluations: int

@@ -16,9 +16,9 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.by_rank import gather
 from pyro_scale.run.config import RunConfig
-from pyro_scale.run.problem import Problem
+from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.run.run import RunPlan
-from pyro_scale.tuning.choice import Choice, Settings, Simulate
+from pyro_scale.tuning.choice import Anchor, Choice, Settings, Simulate
 from pyro_scale.tuning.choose import choose
 from pyro_scale.tuning.policy import STEP_SIZE
 from pyro_scale.tuning.step_size import tune
@@ -44,9 +44,7 @@ def plan_run(
         ArgumentError: what is to be chosen cannot be chosen for this model, or within the budget.
     """
     begun, steps = time.perf_counter(), config.steps
-    if isinstance(settings.control_variates, str):
-        in_batches = problem.data.batch_size is not None
-        settings = dataclasses.replace(settings, control_variates=in_batches)
+    anchor = _resolve_anchor(problem, settings.control_variates)
     facts, choice = dict[str, Any](), None
     trains = is_trained(problem, settings, steps is None)
     whitens = settings.precondition is not None and not trains
@@ -54,7 +52,7 @@ def plan_run(
         _check_latents(problem)
     if not whitens and not (trains and settings.chooses_lr):
         nominal = steps or Steps(config.num_samples, config.num_samples, STEP_SIZE.thinning)
-        problem, facts = tune(problem, settings, nominal, config.sampling)
+        problem, facts = tune(problem, settings, anchor, nominal, config.sampling)
     # a run with a warm-up is long enough to repay compilation
     compiles = settings.compile if isinstance(settings.compile, bool) else True
     if steps is None or whitens or trains:
@@ -65,7 +63,7 @@ def plan_run(
                 if trains:
                     choice = train(problem, settings, config, simulate, budget)
                 else:
-                    choice = choose(problem, settings, config, simulate, budget)
+                    choice = choose(problem, settings, anchor, config, simulate, budget)
             except KeyboardInterrupt as interrupt:
                 interrupt.add_note(f"{title}: no draws have been kept")
                 raise
@@ -90,6 +88,17 @@ def is_trained(problem: Problem, settings: Settings, chooses_length: bool) -> bo
         return coordinates in ("auto", None) and (settings.chooses_lr or chooses_length)
     is_auto = coordinates == "auto" and not kernel.adjusted
     return settings.chooses_lr and is_auto and is_network(problem)
+
+
+def _resolve_anchor(problem: Problem, anchor: Anchor) -> bool | Tensor:
+    """Whether there are control variates, or the position of their anchor, [D].
+
+    Raises:
+        ArgumentError: values of the anchor that do not fit the model's sites.
+    """
+    if isinstance(anchor, Mapping):
+        return position_of(problem, anchor, "control_variates")
+    return problem.data.batch_size is not None if anchor == "auto" else bool(anchor)
 
 
 def _check_latents(problem: Problem) -> None:

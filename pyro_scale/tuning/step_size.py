@@ -10,7 +10,6 @@ steps have long memories and large Monte Carlo errors; long steps are biased.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Linearized
 from pyro_scale.rng.seeds import Purpose, generator
-from pyro_scale.run.problem import Problem, position_of
+from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Settings
 from pyro_scale.tuning.control_variates import with_control_variates
 from pyro_scale.tuning.gradient_noise import (
@@ -75,13 +74,18 @@ class Modes:
 
 
 def tune(
-    problem: Problem, settings: Settings, steps: Steps, sampling: Sampling
+    problem: Problem,
+    settings: Settings,
+    anchor: bool | Tensor,
+    steps: Steps,
+    sampling: Sampling,
 ) -> tuple[Problem, dict[str, str]]:
     """Chooses what is not set, at the mode.
 
     Args:
         problem: chains at their starts.
         settings: of the sampler.
+        anchor: whether there are control variates; or where, [D], which replaces the mode.
         steps: of the run.
         sampling: how rows are drawn.
 
@@ -93,8 +97,8 @@ def tune(
         ArgumentError: no mode was found, or the model is too large.
         DataError: the data do not hold all N rows.
     """
-    anchor, reason = settings.control_variates, dict[str, str]()
-    if not (settings.chooses_lr or anchor or settings.subtract_noise):
+    has_anchor, reason = anchor is not False, dict[str, str]()
+    if not (settings.chooses_lr or has_anchor or settings.subtract_noise):
         return problem, reason
     size, most = problem.engine.layout.size, STEP_SIZE.most_dimensions
     if settings.chooses_lr and size > most:
@@ -103,17 +107,16 @@ def tune(
             f"model has {size}: pass a number for lr"
         )
     density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-    if isinstance(anchor, Mapping):
-        mode = position_of(problem, anchor, "control_variates")
-    else:
+    mode = anchor
+    if not isinstance(mode, Tensor):
         mode = density.mode(problem.positions[0], _WITHOUT_MODE)
-    if anchor:
+    if has_anchor:
         problem = with_control_variates(problem, density, mode)
     if settings.subtract_noise:
         problem = with_known_noise(problem, mode, sampling)
     if settings.chooses_lr:
         choice = choose_step_size(problem, density, mode, steps, sampling)
-        _warn_of_large_error(choice, bool(anchor))
+        _warn_of_large_error(choice, has_anchor)
         problem, reason = problem.with_lr(choice.lr), {"lr_choice": choice.reason}
     if settings.subtract_noise:
         _warn_of_excess_noise(problem)

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,16 +121,15 @@ def train(
         passes["windows"] = passes_of(problem, draws.num_steps)
         thinning = config.thinning or -(-TRAINING.length * length // num_samples)
         steps = Steps(num_samples, 0, thinning)
-    reasons = _explain(problem, settings, trained if optimizes else None, converged)
-    attrs: dict[str, Any] = {"lr_choice": reasons["step size"]} if chooses_lr else {}
-    attrs["thinning"] = steps.thinning
-    if optimizes or chooses_lr:
-        attrs["trained_steps"] = trained
-    if config.warmup_steps is None:
-        attrs["warmup_steps"] = warmup
-    attrs |= {f"passes_{stage}": round(count, 2) for stage, count in passes.items()}
-    trained_steps = attrs.get("trained_steps")
-    return Choice(problem, steps, None, None, None, passes, attrs, reasons, trained_steps)
+    return Choice(
+        problem=problem,
+        steps=steps,
+        passes=passes,
+        reasons=_explain(problem, settings, trained if optimizes else None, converged),
+        chooses_lr=chooses_lr,
+        warmup_steps=warmup if config.warmup_steps is None else None,
+        trained=trained if optimizes or chooses_lr else None,
+    )
 
 
 def _optimize(

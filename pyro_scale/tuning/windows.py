@@ -168,8 +168,8 @@ def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whit
     is right.  Arguments and results are those of `learn`."""
     flat = z.flatten(0, 1)
     size, new = flat.shape[1], old
+    share, chance = count / (count + 2), torch.ones_like(count)
     if isinstance(old, DenseWhitening) and size > WARM_UP.matrix:
-        share, chance = count / (count + 2), torch.ones_like(count)
         lengths, new = _learn_directions(old, flat, float(count))
     elif isinstance(old, DenseWhitening):
         share, chance = count / (count + size + 1), 1 + 2 * (size / count).sqrt()
@@ -181,12 +181,10 @@ def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whit
         factor = (old.factor.double() @ root).to(old.factor)
         new = DenseWhitening(old.center, factor)
     elif isinstance(old, LowRankWhitening):
-        share, chance = count / (count + 2), torch.ones_like(count)
         lengths, new = learn_low_rank(old, flat, float(count), WARM_UP.largest_change)
     else:
         # maps with independent elements of z
         assert isinstance(old, DiagonalWhitening | KroneckerWhitening)
-        share, chance = count / (count + 2), torch.ones_like(count)
         lengths = share * flat.var(0) + 1 - share
         bounded = lengths.clamp(WARM_UP.largest_change**-2, WARM_UP.largest_change**2)
         new = dataclasses.replace(old, scale=old.scale * bounded.sqrt().to(old.scale))

@@ -101,7 +101,7 @@ def found_out(model, data, *, kernel=None, num_chains=1, sampling="shuffle", ask
     kernel = kernel or kernels.SGLD(lr=0.01)
     problem = prepare(log_posterior, data, kernel, None, num_chains, 3)
     asked = dataclasses.replace(NOTHING, **asked)
-    return tune(problem, asked, Steps(10, 10, 1), sampling)[0]
+    return tune(problem, asked, asked.control_variates, Steps(10, 10, 1), sampling)[0]
 
 
 def with_control_variates(case, anchor=True):

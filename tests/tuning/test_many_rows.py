@@ -507,7 +507,7 @@ def test_modes_are_those_of_all_rows(model):
     exact = find_modes(whole, problem.positions, 1.0, 0)
     policy = ManyRows(most_rows=20, growth=4)
     found = find_modes_of_many_rows(whole, problem.positions, 1.0, 0, policy=policy)
-    assert found.found
+    assert found.are_modes
     assert len(found.modes) == len(exact.modes) == 1
     away = found.best.gaussian.mean - exact.best.gaussian.mean
     sds = exact.best.gaussian.covariance.diagonal().sqrt()
@@ -526,7 +526,7 @@ def test_all_modes_are_followed():
     whole = density_of(problem)
     starts, policy = double([-2.0], [-1.0], [1.5], [2.0]), ManyRows(most_rows=20)
     found = find_modes_of_many_rows(whole, starts, 1.0, 0, policy=policy)
-    assert found.found
+    assert found.are_modes
     assert {frozenset(mode.searches) for mode in found.modes} == {
         frozenset({0, 1}),
         frozenset({2, 3}),
@@ -551,7 +551,7 @@ def test_where_there_is_no_mode_a_gaussian_stands_for_it_given_all_rows_too():
     problem = problem_of(funnel, (GROUP, y), chains=4)
     how = {"policy": ManyRows(most_rows=60)}
     found = find_modes_of_many_rows(density_of(problem), problem.positions, 1.0, 0, **how)
-    assert not found.found
+    assert not found.are_modes
     sds = found.best.gaussian.covariance.diagonal().sqrt()
     assert 0.1 < float(sds[0]) < 3  # of log s
     assert float(sds[1:].min()) > 0.2 * (GROUPS / N) ** 0.5  # not of the funnel's neck

@@ -45,7 +45,7 @@ def test_of_a_gaussian_all_is_exact():
     for temperature in (1.0, 4.0):
         found = searched(gaussian, temperature=temperature)
         (mode,) = found.modes
-        assert found.found
+        assert found.are_modes
         assert sorted(mode.searches) == [0, 1, 2, 3]
         close(mode.gaussian.mean, MEAN, 1e-6)
         close(mode.gaussian.covariance, temperature * ROOT @ ROOT.T)
@@ -90,7 +90,7 @@ def test_where_the_mode_is_not_typical_a_gaussian_on_the_way_up_stands_for_it():
         pyro.sample("x", dist.Normal(torch.zeros(9), (s / 2).exp()).to_event(1))
 
     found = searched(funnel)
-    assert not found.found
+    assert not found.are_modes
     assert abs(float(found.best.gaussian.mean[0])) < 6
     assert math.isfinite(found.best.log_evidence)
 
@@ -145,8 +145,8 @@ def test_l_bfgs_that_ends_on_a_plateau_begins_nearer_to_zero():
     assert float(density.lbfgs(start, "").position[0]) < -29
     found = find_diagonal_modes(density, start[None], 1.0)
     newton = find_modes(density, 0 * start[None], 1.0, 0)
-    assert found.found
-    assert newton.found
+    assert found.are_modes
+    assert newton.are_modes
     close(found.best.gaussian.mean, newton.best.gaussian.mean, 0.05)
     assert found.evaluations > newton.searches * 2 * 200  # of three searches
 
@@ -254,7 +254,7 @@ def test_a_search_ends_where_it_has_spent_its_share(most):
     told = []
     found = searched(falling, limits=SearchLimits(most, told.append))
     each_step, at_places = 10, 24 * 10
-    assert not found.found
+    assert not found.are_modes
     assert found.evaluations <= 4 * (most + 3 * each_step) + at_places
     assert math.isfinite(found.best.log_evidence)
     few = searched(falling, search=find_diagonal_modes, limits=SearchLimits(most))
