@@ -44,7 +44,7 @@ def plan_run(
         ArgumentError: what is to be chosen cannot be chosen for this model, or within the budget.
     """
     begun, steps = time.perf_counter(), config.steps
-    anchor = _resolve_anchor(problem, settings.control_variates)
+    anchor = resolve_anchor(problem, settings.control_variates)
     facts, choice = dict[str, Any](), None
     trains = is_trained(problem, settings, steps is None)
     whitens = settings.precondition is not None and not trains
@@ -90,7 +90,7 @@ def is_trained(problem: Problem, settings: Settings, chooses_length: bool) -> bo
     return settings.chooses_lr and is_auto and is_network(problem)
 
 
-def _resolve_anchor(problem: Problem, anchor: Anchor) -> bool | Tensor:
+def resolve_anchor(problem: Problem, anchor: Anchor) -> bool | Tensor:
     """Whether there are control variates, or the position of their anchor, [D].
 
     Raises:

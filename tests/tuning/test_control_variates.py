@@ -24,6 +24,7 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.model.control_variates import ControlVariates
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning.choice import Settings
+from pyro_scale.tuning.plan import resolve_anchor
 from pyro_scale.tuning.step_size import tune
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -101,7 +102,8 @@ def found_out(model, data, *, kernel=None, num_chains=1, sampling="shuffle", ask
     kernel = kernel or kernels.SGLD(lr=0.01)
     problem = prepare(log_posterior, data, kernel, None, num_chains, 3)
     asked = dataclasses.replace(NOTHING, **asked)
-    return tune(problem, asked, asked.control_variates, Steps(10, 10, 1), sampling)[0]
+    anchor = resolve_anchor(problem, asked.control_variates)
+    return tune(problem, asked, anchor, Steps(10, 10, 1), sampling)[0]
 
 
 def with_control_variates(case, anchor=True):
