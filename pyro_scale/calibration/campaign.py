@@ -1,4 +1,4 @@
-"""All simulations of a method on a model, block by block."""
+"""Runs all simulations of a calibration in blocks, and continues interrupted ones."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from pyro_scale.run.resume import digest_of
 from pyro_scale.tuning.groups import Lengths
 from pyro_scale.tuning.policy import SIMULATIONS
 
-#: Copies of a data set, and numbers of draws and their neighbors, that a simulation takes.
-_COPIES, _COPIES_OF_DRAWS = 4, 3
-#: By how much another machine may round what the first simulations have come to.
+#: Memory of a simulation: copies of its data set, and copies of its draws in float64.
+_COPIES_OF_DATA, _COPIES_OF_DRAWS = 4, 3
+#: Relative difference that rounding on another machine may make.
 _MACHINE_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """What is simulated, and how it is fitted and ranked.
+    """The simulations of a call of `sbc`.
 
     Attributes:
-        truth: where data sets come from.
-        stack: of the first data set, with what all have in common.
-        fitter: of the method.
+        truth: draws true params and data sets.
+        stack: the first data set, and rows that all data sets share.
+        fitter: fits the method to data sets.
         quantities: functions of (sites, data), ranked besides latents and the log likelihood.
         predict_at: rows whose observations are ranked among predictions; None for none.
-        count: simulations.
-        seed: of all.
-        title: of the progress bar.
-        progress: whether to show it.
-        memory_budget: bytes for data sets and draws; None for half of the machine's.
-        attrs: what is known of it.
+        count: number of simulations.
+        seed: seeds of all simulations are derived from it.
+        title: title of the progress bar.
+        progress: whether to show the bar.
+        memory_budget: bytes for data sets and draws; None for half of the machine's memory.
+        attrs: settings of the call, which the result keeps.
     """
 
     truth: Truth
@@ -67,18 +67,18 @@ class Campaign:
     attrs: Mapping[str, Any]
 
     def run(self, earlier: SBC | None = None) -> SBC:
-        """All simulations, or those that an earlier call was interrupted before.
+        """Runs all simulations, or those that are missing in an interrupted call's result.
 
         Warns:
-            PyroScaleWarning: it was interrupted; the result has the simulations until then.
+            PyroScaleWarning: the run was interrupted; the result has the simulations until then.
         """
         begun = time.perf_counter()
         params = self.truth.params(self.count, self.seed)
-        lengths = None if earlier is None else Lengths(**earlier.attrs["lengths"])
+        blocks, facts, lengths, done, seconds = list[_Block](), dict[str, Any](), None, 0, 0.0
         if earlier is not None:
             self._check_same(earlier, params)
-        done = 0 if earlier is None else earlier.num_simulations
-        parts, facts = [] if earlier is None else [_part_of(earlier)], dict[str, Any]()
+            blocks, done = [_Block.from_result(earlier)], earlier.num_simulations
+            lengths, seconds = Lengths(**earlier.attrs["lengths"]), earlier.attrs["seconds"]
         spans = self._spans(done)
         with Progress(self.count, self.title, self.progress) as bar:
             bar.update(done)
@@ -93,47 +93,46 @@ class Campaign:
                             f"sbc: all of the first {stop} simulations broke: {sampled.failed[0]}; "
                             "run the method on the data themselves to see why"
                         )
-                    a_fit = (time.perf_counter() - started) / (stop - start)
-                    parts.append(_Part.of(sampled, ranked, start))
+                    seconds_a_fit = (time.perf_counter() - started) / (stop - start)
+                    blocks.append(_Block.from_fit(sampled, ranked, start))
                     facts |= {"program": sampled.program, **sampled.facts}
                     facts |= {f"steps_{stage}": n for stage, n in sampled.steps.items()}
                     bar.update(stop - start)
-                    bar.say(f"at most about {a_fit * (self.count - stop):,.0f} s more")
+                    bar.say(f"at most about {seconds_a_fit * (self.count - stop):,.0f} s more")
             except KeyboardInterrupt:
-                if not parts:
+                if not blocks:
                     raise
-                kept = sum(len(part.ess) for part in parts)
+                kept = sum(len(block.ess) for block in blocks)
                 warn(
                     PyroScaleWarning,
                     f"interrupted: {kept} of {self.count} simulations are done; the same call "
                     "with resume= goes on with them",
                 )
-        spent = time.perf_counter() - begun
-        own = {
+        facts |= {
             "seed": self.seed,
             "blocks": len(spans),
             "rows": self._rows,
             "log_densities": self._log_densities,
             "lengths": dataclasses.asdict(lengths or Lengths()),
-            "seconds": round(spent + (0 if earlier is None else earlier.attrs["seconds"]), 2),
+            "seconds": round(time.perf_counter() - begun + seconds, 2),
         }
-        return self._result(parts, {**self.attrs, **facts, **own})
+        return self._result(blocks, {**self.attrs, **facts})
 
     def _fit(
         self, params: Mapping[str, Tensor], start: int, stop: int, lengths: Lengths | None
     ) -> tuple[Sampled, Ranked]:
-        """Simulations start ... stop - 1."""
-        stack, true = self._simulated(params, start, stop)
+        """Draws and ranks of simulations start ... stop - 1."""
+        stack, true = self._simulate(params, start, stop)
         sampled = self.fitter.fit(stack, lengths)
         seed = derived_seed(self.seed, start, Purpose.SIMULATION, 3)
-        how = self.quantities, self.predict_at, seed
-        return sampled, rank(self.truth.fitted, stack, true, sampled.positions, *how)
+        model, draws = self.truth.fitted, sampled.positions
+        return sampled, rank(model, stack, true, draws, self.quantities, self.predict_at, seed)
 
-    def _simulated(
+    def _simulate(
         self, params: Mapping[str, Tensor], start: int, stop: int
     ) -> tuple[Stack, Tensor]:
-        """(The data sets start ... stop - 1, the params that they were drawn from,
-        `[data sets, D]`)."""
+        """Data sets start ... stop - 1, and the params that they were drawn from,
+        `[data sets, D]`."""
         observed = self.truth.observed(params, start, stop, self.seed)
         seeds = [simulation_seed(self.seed, number) for number in range(start, stop)]
         stack = self.stack.with_data(observed, seeds)
@@ -144,10 +143,10 @@ class Campaign:
         return stack, torch.stack(true)
 
     def _check_same(self, earlier: SBC, params: Mapping[str, Tensor]) -> None:
-        """Refuses the simulations of another call.
+        """Checks that an earlier result is of this call.
 
         Raises:
-            ArgumentError: it says what differs.
+            ArgumentError: what differs.
         """
         for name, value in self.attrs.items():
             if earlier.attrs.get(name) != value:
@@ -155,10 +154,10 @@ class Campaign:
                     f"resume: it was run with {name}={earlier.attrs.get(name)}, and not {value}: "
                     "pass the arguments of the interrupted call"
                 )
-        own = {*self.truth.fitted.latents, LOGLIK, *self.quantities}
+        names = {*self.truth.fitted.latents, LOGLIK, *self.quantities}
         if self.predict_at is not None:
-            own |= {f"{name} (predicted)" for name in self.truth.fitted.places}
-        if own != set(earlier.ranks):
+            names |= {f"{name} (predicted)" for name in self.truth.fitted.places}
+        if names != set(earlier.ranks):
             differs = "it is of another model, or of other quantities"
         elif earlier.attrs.get("rows") != self._rows:
             differs = "covariates, or the rows of predictive=, are other ones"
@@ -166,73 +165,73 @@ class Campaign:
             earlier.attrs.get("log_densities", {}), self._log_densities, _MACHINE_TOLERANCE
         ):
             differs = f"the model, the simulator or the rows are other ones: {line}"
-        elif other := self._other_value(earlier, params):
-            differs = f"'{other}' has other values at the same latents and data"
+        elif quantity := self._quantity_that_differs(earlier, params):
+            differs = f"'{quantity}' has other values at the same latents and data"
         else:
             return
         raise ArgumentError(f"resume: {differs}: pass the arguments of the interrupted call")
 
-    def _other_value(self, earlier: SBC, params: Mapping[str, Tensor]) -> str | None:
-        """What the first true latents and data sets have another value of, in an earlier result."""
+    def _quantity_that_differs(self, earlier: SBC, params: Mapping[str, Tensor]) -> str | None:
+        """A quantity whose true values in the first simulations are not those of an earlier
+        result; None if all agree."""
         count = min(earlier.num_simulations, AT_ONCE)
-        stack, true = self._simulated(params, 0, count)
-        here = rank(
-            self.truth.fitted, stack, true, true[:, None].expand(-1, 2, -1), self.quantities
-        )
-        for name, values in here.true.items():
-            then = earlier.true[name][:count]
-            if then.shape != values.shape or not torch.allclose(
-                then.double(), values, rtol=1e-4, atol=_MACHINE_TOLERANCE, equal_nan=True
+        stack, true = self._simulate(params, 0, count)
+        twice = true[:, None].expand(-1, 2, -1)
+        for name, values in rank(
+            self.truth.fitted, stack, true, twice, self.quantities
+        ).true.items():
+            before = earlier.true[name][:count]
+            if before.shape != values.shape or not torch.allclose(
+                before.double(), values, rtol=1e-4, atol=_MACHINE_TOLERANCE, equal_nan=True
             ):
                 return name
         return None
 
     @cached_property
     def _rows(self) -> str:
-        """Digests of the rows that simulations have in common, and of those of predictions."""
-        given = [self.stack.shared, self.predict_at]
-        return ", ".join("none" if each is None else digest_of(each) for each in given)
+        """Digests of the rows that all data sets share, and of the rows of predictions."""
+        parts = [self.stack.shared, self.predict_at]
+        return ", ".join("none" if part is None else digest_of(part) for part in parts)
 
     @cached_property
     def _log_densities(self) -> dict[str, float]:
-        """What tells the first simulation from that of another model, simulator or rows."""
+        """Log densities of the first simulation, which another model, simulator or rows change."""
         params = self.truth.params(1, self.seed)
-        stack = self._simulated(params, 0, 1)[0]
+        stack = self._simulate(params, 0, 1)[0]
         first = {name: value[0] for name, value in params.items()}
         rows, where = stack.arguments(torch.tensor(0)), "at the first true latents"
         return model_fingerprint(stack.log_posterior, first, rows, where=where)
 
     def _spans(self, done: int) -> list[tuple[int, int]]:
-        """The blocks that are left, as (first simulation, the one after the last): a small one,
-        which tells how long it takes, and as many at a time as memory holds."""
-        data = sum(table[0].nbytes for table in self.stack.own.values())
-        each = _COPIES * data + _COPIES_OF_DRAWS * SIMULATIONS.draws * self.stack.layout.size * 8
-        there = self.memory_budget or bytes_of(torch.device("cpu")) // 2
-        most = max(1, min(self.fitter.most_at_once, there // each))
+        """The blocks after `done` simulations, as (first, one after the last).  The first block is
+        small, to show how long simulations take; others are as large as memory allows."""
+        bytes_of_data = sum(table[0].nbytes for table in self.stack.tables.values())
+        bytes_of_draws = SIMULATIONS.draws * self.stack.layout.size * 8
+        bytes_of_one = _COPIES_OF_DATA * bytes_of_data + _COPIES_OF_DRAWS * bytes_of_draws
+        budget = self.memory_budget or bytes_of(torch.device("cpu")) // 2
+        most = max(1, min(self.fitter.most_at_once, budget // bytes_of_one))
         first = min(self.count, done + min(most, AT_ONCE))
         size = math.ceil((self.count - first) / max(1, math.ceil((self.count - first) / most)))
-        others = range(first, self.count, max(1, size))
-        return [(done, first), *((at, min(at + size, self.count)) for at in others)]
+        starts = range(first, self.count, max(1, size))
+        return [(done, first), *((start, min(start + size, self.count)) for start in starts)]
 
-    def _result(self, parts: Sequence[_Part], attrs: dict[str, Any]) -> SBC:
-        names = list(parts[0].ranked.ranks)
+    def _result(self, blocks: Sequence[_Block], attrs: dict[str, Any]) -> SBC:
+        names = list(blocks[0].ranked.ranks)
 
-        def joined(field: str) -> dict[str, Tensor]:
-            columns = [getattr(part.ranked, field) for part in parts]
+        def join(field: str) -> dict[str, Tensor]:
+            columns = [getattr(block.ranked, field) for block in blocks]
             return {name: torch.cat([column[name] for column in columns]) for name in names}
 
-        ess = torch.cat([part.ess for part in parts])
-        failed = {number: why for part in parts for number, why in part.failed.items()}
-        slow = [number for part in parts for number in part.slow]
+        ess = torch.cat([block.ess for block in blocks])
         return SBC(
-            ranks=joined("ranks"),
+            ranks=join("ranks"),
             num_draws=SIMULATIONS.ranked,
-            true=joined("true"),
-            mean=joined("mean"),
-            sd=joined("sd"),
+            true=join("true"),
+            mean=join("mean"),
+            sd=join("sd"),
             ess=ess,
-            failed=failed,
-            slow=slow,
+            failed={number: why for block in blocks for number, why in block.failed.items()},
+            slow=[number for block in blocks for number in block.slow],
             seeds=[simulation_seed(self.seed, number) for number in range(len(ess))],
             attrs=attrs,
             of_data=(LOGLIK, *self.quantities),
@@ -243,29 +242,39 @@ class Campaign:
         """The data of one simulation, as the fitted model takes them."""
         params = self.truth.params(self.count, self.seed)
         observed = self.truth.observed(params, number, number + 1, self.seed)
-        return self.truth.fitted.given({name: table[0] for name, table in observed.items()})
+        model = self.truth.fitted
+        return model.fill_arguments({name: table[0] for name, table in observed.items()})
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What some simulations came to."""
+class _Block:
+    """Simulations that were run together.
+
+    Attributes:
+        ess: effective draws, `[simulations]`.
+        slow: numbers of simulations with too few effective draws.
+        failed: what went wrong in failed simulations, by number.
+        ranked: ranks and moments.
+    """
 
     ess: Tensor
     slow: Sequence[int]
-    failed: dict[int, str]
+    failed: Mapping[int, str]
     ranked: Ranked
 
     @classmethod
-    def of(cls, sampled: Sampled, ranked: Ranked, start: int) -> _Part:
-        """Those from a number on."""
-        slow = (start + torch.nonzero(sampled.ess < sampled.enough)[:, 0]).tolist()
+    def from_fit(cls, sampled: Sampled, ranked: Ranked, start: int) -> _Block:
+        """The block whose first simulation has number `start`."""
         failed = {start + number: why for number, why in sampled.failed.items()}
-        return cls(sampled.ess, [each for each in slow if each not in failed], failed, ranked)
+        slow = (start + torch.nonzero(sampled.ess < sampled.enough)[:, 0]).tolist()
+        slow = [number for number in slow if number not in failed]
+        return cls(sampled.ess, slow, failed, ranked)
 
-
-def _part_of(sbc: SBC) -> _Part:
-    ranked = Ranked(dict(sbc.ranks), dict(sbc.true), dict(sbc.mean), dict(sbc.sd))
-    return _Part(torch.as_tensor(sbc.ess), sbc.slow, dict(sbc.failed), ranked)
+    @classmethod
+    def from_result(cls, sbc: SBC) -> _Block:
+        """All simulations of an earlier result."""
+        ranked = Ranked(dict(sbc.ranks), dict(sbc.true), dict(sbc.mean), dict(sbc.sd))
+        return cls(torch.as_tensor(sbc.ess), sbc.slow, dict(sbc.failed), ranked)
 
 
 def simulation_seed(seed: int, number: int) -> int:

@@ -1,4 +1,4 @@
-"""Draws from the posterior of every data set, by a chain each."""
+"""Draws from the posterior of every data set, by one chain each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_scale.calibration.stack import Stack
-from pyro_scale.calibration.stacked_groups import Kind, StackedGroups, start_at_modes
+from pyro_scale.calibration.stack import Stack, find_starts
+from pyro_scale.calibration.stacked_chains import Kind, StackedChains, start_at_modes
 from pyro_scale.core.autocorrelation import autocorrelation_time, by_group
 from pyro_scale.data.stacked import StackedBatches
 from pyro_scale.engine.checkpoint import Checkpoint
-from pyro_scale.engine.draws import Draws, Failure, Steps
+from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.kernels import Kernel
+from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.run.extend import every_second
 from pyro_scale.tuning.adjust import adjust, first_lr, without_adjustment
-from pyro_scale.tuning.choose import kernel_at_first
 from pyro_scale.tuning.groups import Lengths, Limit
 from pyro_scale.tuning.pilot import pilot
 from pyro_scale.tuning.policy import (
@@ -33,20 +33,47 @@ from pyro_scale.tuning.policy import (
     SINGLE_WARM_UP,
     WARM_UP,
 )
+from pyro_scale.tuning.stable_lr import kernel_for_whitened
 from pyro_scale.tuning.windows import NoStableStep, warm_up
 
 
 @dataclass(frozen=True)
-class Method:
-    """A sampler, and what of it is to be chosen.
+class Sampled:
+    """Ranked draws of all data sets, and how they were made.
 
     Attributes:
-        kernel: with stand-ins for what is chosen.
-        lr: whether the step size is chosen.
-        friction: whether the friction is.
-        kind: of the coordinates; None where chains move in params.
-        warmup_steps: of the run; None where they are to be chosen.
-        thinning: of the run; None likewise.
+        positions: params of the ranked draws, `[data sets, draws, D]`; NaN after a chain broke.
+        ess: effective draws before thinning, of the slowest element, `[data sets]`.
+        enough: effective draws that are enough.
+        failed: what went wrong in failed simulations, by number.
+        lengths: lengths of the stages.
+        steps: steps of each chain, by stage.
+        facts: further facts for the result's `attrs`.
+        program: how steps were executed, in words.
+    """
+
+    positions: Tensor
+    ess: Tensor
+    enough: float
+    failed: dict[int, str]
+    lengths: Lengths = field(default_factory=Lengths)
+    steps: Mapping[str, int] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    program: str = "one by one"
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """A sampler with its settings: the chains of all data sets are moved by one program.
+
+    Attributes:
+        kernel: with placeholders for values that are chosen.
+        lr: whether the step size is chosen; chains are whitened then.
+        friction: whether the friction is chosen.
+        kind: the form of the coordinates; None if chains move in params.
+        warmup_steps: steps before the first draw; None to choose them.
+        thinning: steps from one draw to the next; None to choose them.
+        init: one of Pyro's init functions; None for the library's.
     """
 
     kernel: Kernel
@@ -55,217 +82,191 @@ class Method:
     kind: Kind | None
     warmup_steps: int | None
     thinning: int | None
+    init: InitFunction | None = None
+
+    most_at_once = 500
 
     @property
-    def adjusts(self) -> bool:
-        """Whether the step size is chosen by the part of proposals that are accepted."""
+    def has_lengths(self) -> bool:
+        is_set = self.warmup_steps is not None and self.thinning is not None
+        return self.kind is not None or not is_set
+
+    @property
+    def chooses_acceptance(self) -> bool:
+        """Whether the step size is chosen by the acceptance rate."""
         return self.lr and self.kernel.adjusted
 
-
-@dataclass(frozen=True)
-class Sampled:
-    """What all chains return.
-
-    Attributes:
-        positions: params of the ranked draws, `[chains, draws, D]`; NaN after a chain broke.
-        ess: effective draws before thinning, of the element that has fewest, `[chains]`.
-        enough: how many of them are enough.
-        failed: what became of chains that broke, by number.
-        lengths: of the stages.
-        steps: of each chain, by stage.
-        facts: what else there is to say.
-        program: how steps were run, in words.
-    """
-
-    positions: Tensor
-    ess: Tensor
-    enough: float
-    failed: dict[int, str]
-    lengths: Lengths
-    steps: dict[str, int]
-    facts: Mapping[str, Any]
-    program: str
-
-
-def sample(stack: Stack, method: Method, starts: Tensor, lengths: Lengths | None = None) -> Sampled:
-    """Runs a chain on every data set.
-
-    Args:
-        stack: the data sets.
-        method: the sampler.
-        starts: where chains begin, or searches for modes, params `[chains, D]`.
-        lengths: of the stages; None has these data sets decide.
-    """
-    # a chain that rejects all proposals would stay where it starts
-    kernel = without_adjustment(method.kernel) if method.adjusts else method.kernel
-    moving = kernel_at_first(kernel, method.lr, method.friction)
-    groups = StackedGroups(stack, moving, starts, None, torch.ones(len(starts)), False)
-    if method.kind is not None:
-        groups = start_at_modes(stack, moving, starts, method.kind, method.lr)
-    groups, shown, taken = _tune(groups, method, lengths)
-    groups, draws = _sound_run(groups, method, shown.thinning)
-    if method.thinning is None:
-        allowed = SIMULATIONS.slow * stack.num_chains + (lengths is None)  # one of a pilot's may be
-        groups, draws = _until_effective(groups, method, shown.thinning, draws, allowed)
-    every = draws.positions.shape[1] // SIMULATIONS.ranked
-    params, lr = draws.positions[:, every - 1 :: every], groups.kernel.columns(1)["lr"].flatten()[0]
-    if groups.coordinates is not None:
-        params = groups.coordinates.mapped("to_params", params.to(starts))
-        lr = groups.coordinates.factor * lr
-    return Sampled(
-        positions=params.cpu(),
-        ess=_effective(draws),
-        # a thinning that is set is judged
-        enough=SIMULATIONS.least_ess if method.thinning is None else 0,
-        failed={each.chain: _why(each) for each in draws.failures},
-        lengths=shown,
-        steps={
-            "warm-up": taken + (method.warmup_steps or 0),
-            "draws": draws.num_steps - (method.warmup_steps or 0),
-        },
-        facts={"lr": _in_words(lr)},
-        program=draws.program,
-    )
+    def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
+        starts = find_starts(stack, self.init)
+        # a chain that rejects all proposals would stay where it starts
+        kernel = without_adjustment(self.kernel) if self.chooses_acceptance else self.kernel
+        kernel = kernel_for_whitened(kernel, self.lr, self.friction)
+        if self.kind is None:
+            chains = StackedChains(stack, kernel, starts)
+        else:
+            chains = start_at_modes(stack, kernel, starts, self.kind, self.lr)
+        chains, lengths_used, warmup_steps = _tune(chains, self, lengths)
+        chains, draws = _run_until_sound(chains, self, lengths_used.thinning)
+        if self.thinning is None:
+            # while lengths are determined, one more chain may be slow
+            allowed = SIMULATIONS.slow * stack.num_chains + (lengths is None)
+            chains, draws = _extend_slow(chains, self, lengths_used.thinning, draws, allowed)
+        every = draws.positions.shape[1] // SIMULATIONS.ranked
+        lr = chains.kernel.columns(1)["lr"].flatten()[0]
+        if chains.whitening is not None:
+            lr = chains.lr_factor * lr
+        set_steps = self.warmup_steps or 0
+        return Sampled(
+            positions=chains.to_params(draws.positions[:, every - 1 :: every].to(starts)).cpu(),
+            ess=_effective_draws(draws),
+            # with a set thinning, autocorrelation is part of what is tested
+            enough=SIMULATIONS.least_ess if self.thinning is None else 0,
+            failed={
+                failure.chain: (
+                    f"not finite after step {failure.step:,}, at site '{failure.site}' first"
+                )
+                for failure in draws.failures
+            },
+            lengths=lengths_used,
+            steps={"warm-up": warmup_steps + set_steps, "draws": draws.num_steps - set_steps},
+            facts={"lr": _in_words(lr)},
+            program=draws.program,
+        )
 
 
 def _tune(
-    groups: StackedGroups, method: Method, lengths: Lengths | None
-) -> tuple[StackedGroups, Lengths, int]:
-    """Runs windows and pilots.  Returns the groups after them, the lengths of all stages, and the
+    chains: StackedChains, method: Stacked, lengths: Lengths | None
+) -> tuple[StackedChains, Lengths, int]:
+    """Runs windows and pilots.  Returns the chains after them, the lengths of all stages, and the
     steps of each chain."""
-    limit, shown, taken, time = Limit(math.inf, lambda: False, lengths), Lengths(), 0, 1.0
+    limit, used, total, time = Limit(math.inf, lambda: False, lengths), Lengths(), 0, 1.0
     if method.kind is not None or method.warmup_steps is None:
         with contextlib.suppress(NoStableStep):  # the run tells which chains break
-            groups, window = warm_up(groups, limit, SINGLE_WARM_UP)
-            shown = dataclasses.replace(shown, windows=window.number)
-            taken, time = window.steps, window.time
+            chains, window = warm_up(chains, limit, SINGLE_WARM_UP)
+            used = dataclasses.replace(used, windows=window.number)
+            total, time = window.steps, window.time
     if method.lr:
-        if method.adjusts:
-            stable, lr = groups.lr, first_lr(groups.num_latents)
-            kernel = dataclasses.replace(method.kernel, lr=lr)
-            groups = dataclasses.replace(groups, kernel=kernel)
-            groups, tried = adjust(groups, stable, limit, SINGLE_ACCEPTANCE)
+        if method.chooses_acceptance:
+            stable = chains.lr
+            kernel = dataclasses.replace(method.kernel, lr=first_lr(chains.num_latents))
+            chains = dataclasses.replace(chains, kernel=kernel)
+            chains, tried = adjust(chains, stable, limit, SINGLE_ACCEPTANCE)
         else:
-            theory = groups.kernel.theory
+            theory = chains.kernel.theory
             order = 1 if theory is None else theory.order
-            groups, tried = pilot(groups, time, order, limit, SINGLE_PILOTS)
-        shown = dataclasses.replace(shown, pilots=tried.number, pilot=tried.length)
-        taken, time = taken + tried.steps, tried.time if math.isfinite(tried.time) else time
+            chains, tried = pilot(chains, time, order, limit, SINGLE_PILOTS)
+        used = dataclasses.replace(used, pilots=tried.number, pilot=tried.length)
+        total, time = total + tried.steps, tried.time if math.isfinite(tried.time) else time
     thinning = method.thinning or max(1, math.ceil(SIMULATIONS.thinning * math.ceil(time)))
     if lengths is not None and method.thinning is None:
         thinning = lengths.thinning
-    return groups, dataclasses.replace(shown, thinning=thinning), taken
+    return chains, dataclasses.replace(used, thinning=thinning), total
 
 
-def _until_effective(
-    groups: StackedGroups, method: Method, thinning: int, draws: Draws, allowed: float
-) -> tuple[StackedGroups, Draws]:
-    """(Chains with the step sizes that they were run with; draws of which at most as many chains as
-    allowed have too few effective ones): these go on at twice the thinning, again and again."""
-    stack = groups.stack
+def _extend_slow(
+    chains: StackedChains, method: Stacked, thinning: int, draws: Draws, allowed: float
+) -> tuple[StackedChains, Draws]:
+    """Doubles the thinning of chains with too few effective draws, until at most `allowed` chains
+    have too few or the work is too much.  Returns the chains with the step sizes of their runs, and
+    the draws of all chains."""
+    stack = chains.stack
     passes = draws.num_steps * stack.share_of_rows * stack.num_chains
     for _ in range(SIMULATIONS.doublings):
-        ess = _effective(draws)
-        # more steps mend nothing broken
+        ess = _effective_draws(draws)
+        # more steps do not help broken chains, which have 0
         slow = torch.nonzero((ess < SIMULATIONS.least_ess) & (ess > 0))[:, 0]
         passes += thinning * SIMULATIONS.draws * stack.share_of_rows * len(slow)
         if len(slow) <= allowed or passes > SIMULATIONS.most_passes * stack.num_chains:
             break
         thinning *= 2
-        last = partial(every_second, _some(draws, slow))
-        own, more = _sound_run(groups.of(slow), method, thinning, last)
-        draws = _replaced(draws, slow, more)
+        last = partial(every_second, _select_draws(draws, slow))
+        extended, longer = _run_until_sound(chains.select(slow), method, thinning, last)
+        draws = _replace_draws(draws, slow, longer)
         if method.lr:
-            groups = groups.with_lr(groups.lr.index_copy(0, slow, own.lr))
-    return groups, draws
+            chains = chains.with_lr(chains.lr.index_copy(0, slow, extended.lr))
+    return chains, draws
 
 
-def _sound_run(
-    groups: StackedGroups,
-    method: Method,
+def _run_until_sound(
+    chains: StackedChains,
+    method: Stacked,
     thinning: int,
     last: Callable[[StackedBatches], Checkpoint] | None = None,
-) -> tuple[StackedGroups, Draws]:
-    """(Chains with the step sizes that they were run with; their draws).
-
-    A chain whose step size was chosen begins again at half of it, where it has broken or left the
-    posterior.
-    """
-    draws = _run(groups, method, thinning, last)
+) -> tuple[StackedChains, Draws]:
+    """Runs the chains.  If step sizes are chosen, chains that break or leave the posterior are run
+    again from the center at half their step size.  Returns the chains with the step sizes of their
+    runs, and the draws."""
+    draws = _run(chains, method, thinning, last)
     for _ in range(WARM_UP.halvings if method.lr else 0):
-        places = torch.nonzero(~groups.are_sound(draws))[:, 0]
-        if not len(places):
+        broken = torch.nonzero(~chains.are_sound(draws))[:, 0]
+        if not len(broken):
             break
-        halves = groups.lr[places] / 2
-        groups = groups.with_lr(groups.lr.index_copy(0, places, halves))
-        own = groups.of(places)
-        own = dataclasses.replace(own, positions=torch.zeros_like(own.positions))
-        draws = _replaced(draws, places, _run(own, method, thinning))
-    return groups, draws
+        chains = chains.with_lr(chains.lr.index_copy(0, broken, chains.lr[broken] / 2))
+        restarted = chains.select(broken)
+        centers = torch.zeros_like(restarted.positions)
+        restarted = dataclasses.replace(restarted, positions=centers)
+        draws = _replace_draws(draws, broken, _run(restarted, method, thinning))
+    return chains, draws
 
 
 def _run(
-    groups: StackedGroups,
-    method: Method,
+    chains: StackedChains,
+    method: Stacked,
     thinning: int,
     last: Callable[[StackedBatches], Checkpoint] | None = None,
 ) -> Draws:
     count = SIMULATIONS.draws if method.thinning is None else SIMULATIONS.ranked
-    steps, where = Steps(count, method.warmup_steps or 0, thinning), groups.coordinates
-    return groups.stack.run(groups.kernel, groups.positions, steps, coordinates=where, last=last)
+    return chains.simulate(Steps(count, method.warmup_steps or 0, thinning), last=last)
 
 
-def _replaced(draws: Draws, places: Tensor, own: Draws) -> Draws:
-    """Draws of all chains, with others in the places of some of them."""
+def _replace_draws(draws: Draws, chains: Tensor, new: Draws) -> Draws:
+    """The draws of all chains, with new ones for these chains."""
 
-    def put(every: Tensor, some: Tensor) -> Tensor:
-        return every.index_copy(0, places, some)
+    def put(table: Tensor, entries: Tensor) -> Tensor:
+        return table.index_copy(0, chains, entries)
 
-    numbers = places.tolist()
-    failures = [each for each in draws.failures if each.chain not in numbers]
-    failures += [dataclasses.replace(each, chain=numbers[each.chain]) for each in own.failures]
+    numbers = chains.tolist()
+    failures = [failure for failure in draws.failures if failure.chain not in numbers]
+    failures += [dataclasses.replace(one, chain=numbers[one.chain]) for one in new.failures]
     return dataclasses.replace(
         draws,
-        positions=put(draws.positions, own.positions),
-        log_joint=put(draws.log_joint, own.log_joint),
-        state=pytree.tree_map(put, draws.state, own.state),
+        positions=put(draws.positions, new.positions),
+        log_joint=put(draws.log_joint, new.log_joint),
+        state=pytree.tree_map(put, draws.state, new.state),
         failures=failures,
-        num_steps=max(draws.num_steps, own.num_steps),
+        num_steps=max(draws.num_steps, new.num_steps),
     )
 
 
-def _some(draws: Draws, places: Tensor) -> Draws:
-    """Those of some chains, which have not broken, after as many steps as they took."""
+def _select_draws(draws: Draws, chains: Tensor) -> Draws:
+    """The draws of these chains, none of which has failed."""
     return dataclasses.replace(
         draws,
-        positions=draws.positions[places],
-        log_joint=draws.log_joint[places],
-        state=pytree.tree_map(lambda leaf: leaf[places], draws.state),
+        positions=draws.positions[chains],
+        log_joint=draws.log_joint[chains],
+        state=pytree.tree_map(lambda leaf: leaf[chains], draws.state),
         failures=[],
     )
 
 
-def _effective(draws: Draws) -> Tensor:
-    """Effective draws of each chain, `[chains]`: 1 of a chain that does not move."""
-    ess = effective(torch.cat([draws.positions.double(), draws.log_joint[..., None]], -1))
+def _effective_draws(draws: Draws) -> Tensor:
+    """Effective number of draws of each chain, `[chains]`; at most 1 for a chain that does not
+    move."""
+    ess = effective_size(torch.cat([draws.positions.double(), draws.log_joint[..., None]], -1))
     moves = (draws.positions != draws.positions[:, :1]).any(1).all(-1)
     return torch.where(moves, ess, ess.clamp(max=1.0))
 
 
-def effective(series: Tensor) -> Tensor:
-    """Effective draws of each chain, of the element that has fewest, of series `[chains, draws,
-    elements]`; 0 of chains that broke."""
+def effective_size(series: Tensor) -> Tensor:
+    """Effective number of draws of each chain's slowest element, `[chains]`; 0 for chains that
+    broke.  `series` is `[chains, draws, elements]`."""
     sound = series.isfinite().all(-1).all(-1)
     series = torch.where(sound[:, None, None], series, 0.0)
     times = by_group(autocorrelation_time, series[:, None]).amax(1)
     return torch.where(sound, series.shape[1] / times, 0.0)
 
 
-def _why(failure: Failure) -> str:
-    return f"not finite after step {failure.step:,}, at site '{failure.site}' first"
-
-
 def _in_words(lr: Tensor) -> str:
-    """The step sizes of all chains."""
+    """The range of the chains' step sizes, for users."""
     least, most = float(lr.min()), float(lr.max())
     return f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"

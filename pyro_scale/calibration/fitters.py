@@ -1,94 +1,49 @@
-"""Ways to fit many data sets: all chains by one program, NUTS on one function, or one by one."""
+"""Ways to fit a method to many data sets: all by one compiled program, or one by one.
+
+A fitter's `fit(stack, lengths)` draws from the posterior of each data set.  If `lengths` is None,
+these data sets determine the lengths of the stages.  `has_lengths` tells whether there are any.
+`most_at_once` is the number of data sets that are fitted together, and lost by an interrupt.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_scale.calibration import chains
-from pyro_scale.calibration.chains import Sampled, effective
+from pyro_scale.calibration.chains import Sampled, Stacked, effective_size
 from pyro_scale.calibration.modes import find_modes
-from pyro_scale.calibration.stack import Stack
+from pyro_scale.calibration.stack import Stack, find_starts
+from pyro_scale.calibration.stacked_chains import StackedChains
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import evenly
 from pyro_scale.engine.draws import Steps
-from pyro_scale.errors import PyroScaleError, SiteError
+from pyro_scale.errors import PyroScaleError
 from pyro_scale.exact.chains import sample_each
 from pyro_scale.exact.log_density import EarlierFunction, log_density
 from pyro_scale.exact.nutpie_api import Settings
-from pyro_scale.model.diagnose import find_broken_site
 from pyro_scale.model.init_strategies import InitFunction
-from pyro_scale.model.log_posterior import MOST_STARTS
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.tuning.groups import Lengths
 from pyro_scale.tuning.policy import SIMULATIONS
 
-#: Letters of what a failure says.
+#: Length of a failure's message.
 _MOST_LETTERS = 200
-
-
-class Fitter(Protocol):
-    """Fits all data sets of a stack.
-
-    Attributes:
-        most_at_once: data sets that are fitted together at most: what Control-C costs.
-        has_lengths: whether some of them show how long the stages are.
-    """
-
-    @property
-    def most_at_once(self) -> int: ...
-
-    @property
-    def has_lengths(self) -> bool: ...
-
-    def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
-        """Draws from each posterior.
-
-        Args:
-            stack: the data sets.
-            lengths: of the stages; None has these data sets decide.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """A sampler whose chains have a data set each.
-
-    Attributes:
-        method: the sampler.
-        init: where chains start, one of Pyro's; None for the library's own.
-    """
-
-    method: chains.Method
-    init: InitFunction | None = None
-
-    most_at_once = 500
-
-    @property
-    def has_lengths(self) -> bool:
-        method = self.method
-        is_set = method.warmup_steps is not None and method.thinning is not None
-        return method.kind is not None or not is_set
-
-    def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
-        return chains.sample(stack, self.method, find_starts(stack, self.init), lengths)
 
 
 @dataclass(frozen=True)
 class StackedNUTS:
-    """NUTS on one compiled function, which is given another data set for each chain.
+    """NUTS: one compiled log density is called with the data of each chain.
 
     Attributes:
-        warmup_steps, max_depth, target_accept, low_rank: of each chain.
-        temperature: what the log joint is divided by.
-        compiled: whether to compile it.
-        init: where chains start.
+        warmup_steps, max_depth, target_accept, low_rank: nutpie's settings of each chain.
+        temperature: divides the log joint.
+        compiled: whether to compile the log density.
+        init: one of Pyro's init functions; None for the library's.
     """
 
     warmup_steps: int
@@ -104,30 +59,27 @@ class StackedNUTS:
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
         starts = find_starts(stack, self.init)
-        first = torch.tensor(0)
         density = log_density(
             stack.log_posterior,
-            stack.arguments(first),
+            stack.arguments(torch.tensor(0)),
             stack.layout.unflatten(starts[0]),
             self.temperature,
             self.compiled,
             EarlierFunction(),
         )
         numbers = torch.arange(stack.num_chains)
-        own = [density.on(stack.arguments(number)) for number in numbers]
+        densities = [density.on(stack.arguments(number)) for number in numbers]
         count = SIMULATIONS.draws if lengths is None else SIMULATIONS.draws * lengths.thinning
+        allowed = SIMULATIONS.slow * stack.num_chains + (lengths is None)
         for doublings in range(SIMULATIONS.doublings_of_nuts + 1):
             settings = Settings(
                 count, self.warmup_steps, self.max_depth, self.target_accept, self.low_rank
             )
-            draws = sample_each(own, starts, settings, stack.seeds, stack.bar)
+            draws = sample_each(densities, starts, settings, stack.seeds, stack.bar)
             log_joint = draws.sample_stats["lp"]
-            ess = effective(torch.cat([draws.positions, log_joint[..., None]], -1))
-            few = int((ess < SIMULATIONS.least_ess).sum())
-            if (
-                few <= SIMULATIONS.slow * stack.num_chains + (lengths is None)
-                or doublings == SIMULATIONS.doublings_of_nuts
-            ):
+            ess = effective_size(torch.cat([draws.positions, log_joint[..., None]], -1))
+            num_slow = int((ess < SIMULATIONS.least_ess).sum())
+            if num_slow <= allowed or doublings == SIMULATIONS.doublings_of_nuts:
                 break
             count *= 2
         every = count // SIMULATIONS.ranked
@@ -149,13 +101,13 @@ class StackedNUTS:
 
 @dataclass(frozen=True)
 class StackedFit:
-    """A Gaussian that follows an optimizer, from a start for each data set.
+    """VI or IVON: an optimizer on each data set, by one program, which ends at a Gaussian.
 
     Attributes:
         kernel: the method.
-        num_steps: of each.
-        fit_of: (a start's last state, the hyperparameters' last values, its seed) -> the fit.
-        init: where means start.
+        num_steps: steps on each data set.
+        fit_of: (last state, last hyperparameter values, seed) of a data set -> its fit.
+        init: one of Pyro's init functions, for the means; None for the library's.
     """
 
     kernel: Any
@@ -168,15 +120,15 @@ class StackedFit:
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
         starts, steps = find_starts(stack, self.init), Steps(self.num_steps, positions=False)
-        draws = stack.run(self.kernel, starts, steps)
-        values, drawn = self.kernel.values(self.num_steps - 1), []
+        draws = StackedChains(stack, self.kernel, starts).simulate(steps)
+        values, samples = self.kernel.values(self.num_steps - 1), []
         for chain, seed in enumerate(stack.seeds):
             state = pytree.tree_map(lambda leaf, i=chain: leaf[i], draws.state)
             fit = self.fit_of(state, values, seed)
             noise = fit.seeded_noise(SIMULATIONS.ranked, seed)
-            drawn.append(torch.cat(list(fit.draws(noise).blocks())))
-        positions = torch.stack(drawn)
-        failed = {each.chain: f"not finite after step {each.step:,}" for each in draws.failures}
+            samples.append(torch.cat(list(fit.draws(noise).blocks())))
+        positions = torch.stack(samples)
+        failed = {one.chain: f"not finite after step {one.step:,}" for one in draws.failures}
         positions[list(failed)] = torch.nan
         ess = torch.full((stack.num_chains,), float(SIMULATIONS.ranked), dtype=torch.float64)
         ess[list(failed)] = 0
@@ -185,21 +137,19 @@ class StackedFit:
             ess=ess,
             enough=SIMULATIONS.ranked / 2,
             failed=failed,
-            lengths=Lengths(),
             steps={"optimizer": self.num_steps},
-            facts={},
             program=draws.program,
         )
 
 
 @dataclass(frozen=True)
 class OneByOne:
-    """A method that is run for each data set by itself.
+    """Any other method, run on one data set after another.
 
     Attributes:
-        run: (the model's arguments, a seed, the mode by site if it is known) -> draws
+        run: (the model's arguments, a seed, the mode by site or None) -> draws
             `[chains, draws, D]`, and whether they are independent of each other.
-        takes_modes: whether it begins with the search for a mode, which is faster for all at once.
+        takes_modes: whether the method starts at a mode; modes are found for all data sets at once.
     """
 
     run: Callable[[Arguments, int, Mapping[str, Tensor] | None], tuple[Tensor, bool]]
@@ -215,72 +165,36 @@ class OneByOne:
         positions, ess, failed = list[Tensor](), list[float](), dict[int, str]()
         count, modes = SIMULATIONS.ranked, self._modes(stack)
         for number, seed in enumerate(stack.seeds):
-            drawn, is_independent = None, False
+            draws, is_independent = None, False
             try:
                 arguments = stack.arguments(torch.tensor(number))
-                drawn, is_independent = self.run(arguments, seed, modes[number])
+                draws, is_independent = self.run(arguments, seed, modes[number])
             except (PyroScaleError, RuntimeError, ValueError) as error:
                 failed[number] = " ".join(format(error).split())[:_MOST_LETTERS]
-                if len(failed) == stack.num_chains:  # it is the call
+                if len(failed) == stack.num_chains:  # the call is wrong, not the data
                     raise
-            if drawn is None:
-                drawn = torch.full((1, SIMULATIONS.ranked, stack.layout.size), torch.nan)
-            flat = drawn.flatten(0, 1)
+            if draws is None:
+                draws = torch.full((1, SIMULATIONS.ranked, stack.layout.size), torch.nan)
+            flat = draws.flatten(0, 1)
             count = len(flat)
-            positions.append(flat[evenly(len(flat), SIMULATIONS.ranked)])
-            ess.append(len(flat) if is_independent else float(effective(drawn.double()).sum()))
+            positions.append(flat[evenly(count, SIMULATIONS.ranked)])
+            ess.append(count if is_independent else float(effective_size(draws.double()).sum()))
         return Sampled(
             positions=torch.stack(positions),
             ess=torch.tensor(ess, dtype=torch.float64),
             enough=min(SIMULATIONS.least_ess, count / 2),
             failed=failed,
-            lengths=Lengths(),
-            steps={},
-            facts={},
-            program="one by one",
         )
 
     def _modes(self, stack: Stack) -> list[dict[str, Tensor] | None]:
-        """The mode of each data set, by site; None where none was found."""
+        """The mode of each data set, constrained, by site; None if its search found none."""
         if not (self.takes_modes and stack.vectorized):
             return [None] * stack.num_chains
         modes = find_modes(stack, find_starts(stack, None))
         return [
-            stack.log_posterior.constrain(stack.layout.unflatten(mean)) if found else None
-            for mean, found in zip(modes.mean, modes.found.tolist(), strict=True)
+            stack.log_posterior.constrain(stack.layout.unflatten(mean)) if is_mode else None
+            for mean, is_mode in zip(modes.mean, modes.is_mode.tolist(), strict=True)
         ]
 
 
-def find_starts(stack: Stack, init: InitFunction | None) -> Tensor:
-    """Where each data set's chain starts, params `[chains, D]`: where a run with its seed would.
-
-    The log joint of some may be finite at none: these break at once, and are counted as such.
-
-    Raises:
-        SiteError: the log joint of no data set is finite anywhere.
-    """
-
-    def drawn(number: int, attempt: int) -> Tensor:
-        params = stack.log_posterior.start(
-            stack.arguments(torch.tensor(number)), stack.seeds[number], 0, init, attempt=attempt
-        )
-        return stack.layout.flatten(params)
-
-    starts = torch.stack([drawn(number, 0) for number in range(stack.num_chains)])
-    for attempt in range(1, MOST_STARTS):
-        values = stack.log_joints(starts)
-        broken = torch.nonzero(~values.isfinite())[:, 0].tolist()
-        if not broken:
-            return starts
-        for number in broken:
-            starts[number] = drawn(number, attempt)
-    if len(broken) < stack.num_chains:
-        return starts
-    place = stack.layout.unflatten(starts[broken[0]]), stack.arguments(torch.tensor(broken[0]))
-    site, _ = find_broken_site(stack.log_posterior, *place)
-    raise SiteError(
-        f"site '{site or '?'}': the log joint of simulation {broken[0]} is not finite at any of "
-        f"{MOST_STARTS} starts: the model draws data that it gives no density, or init_strategy "
-        "starts where there is none",
-        code="not-finite",
-    )
+Fitter: TypeAlias = Stacked | StackedNUTS | StackedFit | OneByOne

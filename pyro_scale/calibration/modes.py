@@ -1,4 +1,4 @@
-"""The mode of each data set's posterior, all searches side by side."""
+"""The mode of each data set's posterior, by searches that run together under vmap."""
 
 from __future__ import annotations
 
@@ -10,69 +10,84 @@ from torch import Tensor
 from pyro_scale.calibration.stack import Stack, take_one
 from pyro_scale.core.warn import without_vmap_warnings
 
-#: Steps of Levenberg's and Marquardt's at most; the gain in nats that ends a search; the damping
-#: at first, and how it changes after a step that is taken or not.
-_SEARCH_STEPS, _GAIN_NATS, _DAMPING, _EASED, _DAMPED = 60, 1e-4, 0.1, 0.2, 5.0
-#: The least curvature, over the square of the slope.
+#: Steps of a search, at most.
+_MOST_STEPS = 60
+#: A search ends where a Newton step promises less than this, in nats.
+_NEAR_NATS = 1e-4
+#: Damping at first, and factors on it after a step that is taken, and after one that is not.
+_DAMPING, _DAMPING_IF_TAKEN, _DAMPING_IF_REFUSED = 0.1, 0.2, 5.0
+#: An element's curvature counts as at least this fraction of its squared slope.
 _SLOPE_CURVATURE = 1e-2
 
 
 class FoundModes(NamedTuple):
-    """What each search found.
+    """Ends of the searches.
 
     Attributes:
-        mean: the mode, or where the search ended, `[chains, D]`.
-        precision: minus the Hessian there, in float64, `[chains, D, D]`.
-        value: the log joint there, in nats, `[chains]`.
-        found: whether it is a mode, `[chains]`.
+        mean: the mode, or where the search ended without one, `[data sets, D]`.
+        precision: minus the Hessian there, in nats and float64, `[data sets, D, D]`.
+        value: log joint there, in nats, `[data sets]`.
+        is_mode: whether the search ended at a mode, `[data sets]`.
     """
 
     mean: Tensor
     precision: Tensor
     value: Tensor
-    found: Tensor
+    is_mode: Tensor
 
 
 def find_modes(stack: Stack, starts: Tensor) -> FoundModes:
-    """Newton's method from each start, `[chains, D]`, damped by curvature as it is needed, in units
-    of each element's own curvature."""
+    """Finds modes by Levenberg and Marquardt's method, in units of each element's curvature.
+
+    Args:
+        stack: the data sets.
+        starts: where searches begin, `[data sets, D]`.
+    """
     position = starts.clone()
     damping = torch.full((stack.num_chains,), _DAMPING, dtype=torch.float64)
-    value, slope, curvature = look(stack, position)
-    found = torch.zeros(stack.num_chains, dtype=torch.bool)
-    for _ in range(_SEARCH_STEPS):
-        own = curvature.diagonal(dim1=1, dim2=2).abs()
-        # where it is flat, an sd is no distance
-        own = torch.maximum(own, _SLOPE_CURVATURE * slope.square())
-        units = torch.where(own > 0, own, 1.0).rsqrt()
-        scaled = units[:, :, None] * curvature * units[:, None]
-        lengths, axes = torch.linalg.eigh(scaled)
+    value, slope, curvature = evaluate(stack, position)
+    is_mode = torch.zeros(stack.num_chains, dtype=torch.bool)
+    for _ in range(_MOST_STEPS):
+        diagonal = curvature.diagonal(dim1=1, dim2=2).abs()
+        # in flat places an sd is too far
+        diagonal = torch.maximum(diagonal, _SLOPE_CURVATURE * slope.square())
+        units = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
+        lengths, axes = torch.linalg.eigh(units[:, :, None] * curvature * units[:, None])
         along = (axes.mT @ (units * slope)[..., None])[..., 0]
         gain = (along.square() / lengths.clamp(min=1e-12)).sum(-1) / 2
-        found = (lengths[:, 0] > 0) & (gain < _GAIN_NATS)
-        if bool(found.all()):
+        is_mode = (lengths[:, 0] > 0) & (gain < _NEAR_NATS)
+        if bool(is_mode.all()):
             break
         shift = damping + (-lengths[:, 0]).clamp(min=0) * 1.5
         step = units * (axes @ (along / (lengths + shift[:, None]))[..., None])[..., 0]
-        there = position + step.to(position)
-        searching = torch.nonzero(~found)[:, 0]
-        ahead = look(stack.of(searching), there[searching])
-        better = ahead[0] >= (value - 1e-9 * value.abs())[searching]
-        damping[searching] *= torch.where(better, _EASED, _DAMPED).to(damping)
+        proposal = position + step.to(position)
+        searching = torch.nonzero(~is_mode)[:, 0]
+        ahead = evaluate(stack.select(searching), proposal[searching])
+        is_taken = ahead[0] >= (value - 1e-9 * value.abs())[searching]
+        factor = torch.where(is_taken, _DAMPING_IF_TAKEN, _DAMPING_IF_REFUSED)
+        damping[searching] *= factor.to(damping)
         damping.clamp_(1e-9, 1e9)
-        taken = searching[better]
-        position[taken] = there[taken]
-        for kept, new in zip((value, slope, curvature), ahead, strict=True):
-            kept[taken] = new[better]
-    return FoundModes(position, curvature, value, found)
+        moved = searching[is_taken]
+        position[moved] = proposal[moved]
+        for old, new in zip((value, slope, curvature), ahead, strict=True):
+            old[moved] = new[is_taken]
+    return FoundModes(position, curvature, value, is_mode)
 
 
-def look(stack: Stack, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(The log joint `[chains]`, its gradient `[chains, D]`, minus its Hessian `[chains, D, D]`) of
-    each data set at a position of its own, in nats and float64; the log joint is minus infinity
-    where any of them is not finite."""
+def evaluate(stack: Stack, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log joint, gradient and curvature of each data set at its position.
 
-    def of_one(number: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    Args:
+        stack: the data sets.
+        positions: params of each, `[data sets, D]`.
+
+    Returns:
+        The log joint `[data sets]`, its gradient `[data sets, D]`, minus its Hessian
+        `[data sets, D, D]`, in nats and float64.  If any of them is not finite, the log joint is
+        minus infinity.
+    """
+
+    def evaluate_one(number: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         def log_joint(position: Tensor) -> Tensor:
             return stack.log_joint(position, number)
 
@@ -80,12 +95,12 @@ def look(stack: Stack, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             slope, value = torch.func.grad_and_value(log_joint)(position)
             return slope, (slope, value)
 
-        here = take_one(positions, number)
-        hessian, (slope, value) = torch.func.jacrev(slope_and_both, has_aux=True)(here)
+        differentiate = torch.func.jacrev(slope_and_both, has_aux=True)
+        hessian, (slope, value) = differentiate(take_one(positions, number))
         return value, slope, hessian
 
     with without_vmap_warnings():
-        value, slope, hessian = (each.double() for each in stack.each(of_one))
+        value, slope, hessian = (tensor.double() for tensor in stack.map(evaluate_one))
     finite = value.isfinite() & slope.isfinite().all(-1) & hessian.isfinite().all(-1).all(-1)
     return (
         torch.where(finite, value, -torch.inf),

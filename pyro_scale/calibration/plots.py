@@ -1,13 +1,13 @@
 """Plots of ECDF differences.  Matplotlib is imported when the first is drawn.
 
-ArviZ's `plot_ecdf_pit` draws the same differences, but simulates its envelope and takes ranks as
-if they were continuous; the band here is the one that p-values belong to.
+ArviZ's `plot_ecdf_pit` draws the same differences, but simulates its band, for continuous values.
+This band is exact for ranks, and agrees with the p-values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,28 +18,45 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: A panel's width and height in inches.
+#: Width and height of a panel in inches.
 _PANEL_WIDTH, _PANEL_HEIGHT = 2.6, 2.1
-#: Okabe and Ito's (2008) blue, vermilion and a gray: they differ for color-blind eyes as well.
+#: Okabe and Ito's (2008) blue and vermilion, which color-blind people can tell apart, and gray.
 _INSIDE, _OUTSIDE, _BAND = "#0072B2", "#D55E00", "0.85"
 
 
 class Panel(NamedTuple):
-    """The ranks of one element, `[S]`, among as many draws."""
+    """A panel: the ranks of one element, `[S]`, among `num_draws` draws."""
 
     title: str
     ranks: Tensor
     num_draws: int
 
 
+def choose_labels(p_values: Any, most: int) -> tuple[list[str], str]:
+    """Labels of the elements with the smallest p-values, in the given order, and a note for the
+    figure if elements are left out.
+
+    Args:
+        p_values: a pandas Series, indexed by label.
+        most: number of labels at most.
+    """
+    labels = list(p_values.index)
+    if len(labels) <= most:
+        return labels, ""
+    smallest = set(p_values.sort_values(kind="stable").index[:most])
+    note = f"{most} of {len(labels)} elements: those with the smallest p-values"
+    return [label for label in labels if label in smallest], note
+
+
 def plot_ecdf_differences(
     rows: Sequence[Sequence[Panel | None]], level: float, note: str = ""
 ) -> Figure:
-    """A figure of small multiples: ECDF minus uniform, with its simultaneous band.
+    """A figure with a panel for each element: the ECDF of its ranks minus the uniform one, with a
+    simultaneous band.
 
     Args:
-        rows: the panels, rows of the same length; None stays empty.
-        level: the probability that the whole ECDF of uniform ranks stays inside.
+        rows: panels by row, all rows of the same length; None for an empty place.
+        level: probability that the whole ECDF of uniform ranks is inside of the band.
         note: a line below the panels.
     """
     import matplotlib.pyplot as plt
@@ -64,7 +81,7 @@ def plot_ecdf_differences(
             if shape not in bands:
                 bands[shape] = ecdf_band(*shape, level)
             _draw(ax, panel, *bands[shape])
-    for column in axes.T:  # the lowest panel of each column has the numbers of the places
+    for column in axes.T:  # the lowest panel of each column has tick labels
         shown = [ax for ax in column if ax.get_visible()]
         if shown:
             shown[-1].tick_params(labelbottom=True)
@@ -75,12 +92,13 @@ def plot_ecdf_differences(
 
 
 def _draw(ax: Axes, panel: Panel, lower: Tensor, upper: Tensor) -> None:
+    """Draws a panel; the band's bounds are `[L]`."""
     size, num_draws = len(panel.ranks), panel.num_draws
     z = torch.arange(num_draws + 2).double() / (num_draws + 1)
     ecdf = ecdf_counts(panel.ranks, num_draws).double() / size
     rounding = 0.5 / size
     is_inside = bool(((ecdf > lower - rounding) & (ecdf < upper + rounding)).all())
-    below, above, line = (_with_ends(each) - z for each in (lower, upper, ecdf))
+    below, above, line = (_with_ends(line) - z for line in (lower, upper, ecdf))
     ax.fill_between(z.numpy(), below.numpy(), above.numpy(), color=_BAND, lw=0)
     ax.axhline(0, color="0.5", lw=0.8)
     ax.plot(z.numpy(), line.numpy(), color=_INSIDE if is_inside else _OUTSIDE, lw=1.4)
@@ -91,5 +109,5 @@ def _draw(ax: Axes, panel: Panel, lower: Tensor, upper: Tensor) -> None:
 
 
 def _with_ends(fractions: Tensor) -> Tensor:
-    """An ECDF is 0 at 0 and 1 at 1."""
+    """The fractions with a 0 before and a 1 after them."""
     return torch.cat([fractions.new_zeros(1), fractions, fractions.new_ones(1)])

@@ -1,9 +1,9 @@
-"""What is ranked: latents, the log likelihood, and functions of latents and data."""
+"""Ranks of true values: of latents, the log likelihood, and functions of latents and data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,21 +16,22 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import terms_of
-from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
+from pyro_scale.posterior.draws import vmap_in_chunks
 
-#: A function of one draw's sites, and of the data as the model takes them.
+#: A function of (values of a draw's sites, the data as the model takes them).
 Quantity = Callable[..., Any]
-#: The name of the log likelihood, which is always ranked.
+#: Name of the log likelihood, which is always ranked.
 LOGLIK = "loglik"
 
 
 class Ranked(NamedTuple):
-    """Quantities of some data sets.
+    """Ranks of true values among posterior draws, by quantity.
 
     Attributes:
-        ranks: of the true value among draws, `[data sets, ...]`: how many are smaller.
-        true: the value that the data were drawn from.
-        mean, sd: of the draws.
+        ranks: number of draws below the true value, int64 `[data sets, ...]`.
+        true: the true value, `[data sets, ...]`.
+        mean: mean of the draws, `[data sets, ...]`.
+        sd: standard deviation of the draws, `[data sets, ...]`.
     """
 
     ranks: dict[str, Tensor]
@@ -39,18 +40,18 @@ class Ranked(NamedTuple):
     sd: dict[str, Tensor]
 
 
-def check_quantities(quantities: Mapping[str, Quantity], sites: tuple[str, ...]) -> None:
-    """Refuses names that are taken, and values that cannot be called.
+def check_quantities(quantities: Mapping[str, Quantity], latents: tuple[str, ...]) -> None:
+    """Checks that quantities can be called, and that their names are not those of latent sites.
 
     Raises:
-        ArgumentError: it names the quantity.
+        ArgumentError: a quantity cannot be called, or has the name of a latent site.
     """
     for name, function in quantities.items():
         if not callable(function):
             raise ArgumentError(
                 f"quantities[{name!r}] is not callable: pass a function of (sites, data)"
             )
-        if name in sites:
+        if name in latents:
             raise ArgumentError(
                 f"quantities[{name!r}]: a latent site has this name, and is ranked anyway: choose "
                 "another"
@@ -64,24 +65,30 @@ def check_values(
     predict_at: Arguments | None,
     seed: int,
 ) -> None:
-    """Tries quantities and predictions on the first data set, before the work starts.
+    """Computes quantities and predictions of the first data set once, before the work starts.
+
+    Args:
+        truth: draws the true params.
+        stack: the first data set.
+        quantities: functions of (sites, data).
+        predict_at: rows whose observations are predicted; None for none.
+        seed: of the true params, and of what is drawn.
 
     Raises:
-        ArgumentError: it names what fails.
+        ArgumentError: a quantity or the prediction fails.
     """
-    model, zero = truth.fitted, torch.tensor(0)
+    model = truth.fitted
     params = {name: value[0] for name, value in truth.params(1, seed).items()}
-    shared, own = cast(Any, stack.arguments(zero))
+    shared, tables = stack.arguments(torch.tensor(0))
     with own_generator(seed), torch.no_grad():
-        sites = stack.log_posterior.run(params, (shared, own)).sites
-        told = _sites_of(sites, model)
+        values = _values_for_users(stack.log_posterior.run(params, (shared, tables)).sites, model)
         for name, quantity in quantities.items():
             try:
-                torch.as_tensor(quantity(dict(told), model.given(own)))
+                torch.as_tensor(quantity(dict(values), model.fill_arguments(tables)))
             except Exception as error:
                 raise ArgumentError(
                     f"quantities[{name!r}] fails: {type(error).__name__}: {error}.  It is called "
-                    f"with a dict of the sites {list(told)} and the model's arguments, and "
+                    f"with a dict of the sites {list(values)} and the model's arguments, and "
                     "gives a number or a tensor"
                 ) from error
         if predict_at is not None:
@@ -103,45 +110,48 @@ def rank(
     predict_at: Arguments | None = None,
     seed: int = 0,
 ) -> Ranked:
-    """The ranks of true values among draws.
+    """Ranks true values among draws, and equal values in random order.
 
     Args:
-        model: the one that is fitted, which knows what users' functions take.
+        model: the fitted model.
         stack: the data sets.
         true: params that they were drawn from, `[data sets, D]`.
-        draws: params, `[data sets, draws, D]`; those of a chain that broke may be NaN.
+        draws: params, `[data sets, draws, D]`; NaN for draws of a chain that broke.
         quantities: functions of (sites, data).
-        predict_at: rows whose observations are drawn at every draw; None for none.
-        seed: of these, and of the order of equal values.
+        predict_at: rows whose observations are predicted by every draw; None for none.
+        seed: of the predictions, and of the order of equal values.
     """
-    count, names = draws.shape[1] + 1, set(model.places)
+    count, observed = draws.shape[1] + 1, set(model.places)
     positions = torch.cat([draws, true[:, None].to(draws)], 1).flatten(0, 1)
 
-    def values(number: Tensor) -> dict[str, Tensor]:
-        arguments: Any = stack.arguments(number // count)
-        shared, own = arguments
+    def compute(number: Tensor) -> dict[str, Tensor]:
+        shared, tables = stack.arguments(number // count)
         params = stack.layout.unflatten(take_one(positions, number))
-        sites = stack.log_posterior.run(params, (shared, own)).sites
-        latents = {s.name: s.value for s in sites.values() if s.kind == "latent"}
-        terms = terms_of(sites).values()
-        of_data = [(t.log_prob * t.scale).sum() for t in terms if names & set(t.name.split("+"))]
-        found = {**latents, LOGLIK: torch.stack([term.double() for term in of_data]).sum()}
+        sites = stack.log_posterior.run(params, (shared, tables)).sites
+        values = {site.name: site.value for site in sites.values() if site.kind == "latent"}
+        log_liks = [
+            (term.log_prob * term.scale).sum().double()
+            for term in terms_of(sites).values()
+            if observed & set(term.name.split("+"))
+        ]
+        values[LOGLIK] = torch.stack(log_liks).sum()
         for name, quantity in quantities.items():
-            found[name] = torch.as_tensor(quantity(_sites_of(sites, model), model.given(own)))
+            data = model.fill_arguments(tables)
+            values[name] = torch.as_tensor(quantity(_values_for_users(sites, model), data))
         if predict_at is not None:
-            drawn = model.log_posterior.simulate(params, predict_at).sites
-            found |= {f"{name} (predicted)": drawn[name].value for name in names}
-        return found
+            predicted = model.log_posterior.simulate(params, predict_at).sites
+            values |= {f"{name} (predicted)": predicted[name].value for name in observed}
+        return values
 
     numbers, is_random = torch.arange(len(positions)), predict_at is not None
     with own_generator(seed), torch.no_grad():
-        parts = list(vmap_in_chunks(values, [numbers], is_random))
-    every = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        parts = list(vmap_in_chunks(compute, [numbers], is_random))
     source = torch.Generator().manual_seed(seed)
     ranked = Ranked({}, {}, {}, {})
-    for name, flat in every.items():
-        value = flat.unflatten(0, (-1, count)).double()
-        drawn, truth = value[:, :-1], value[:, -1]
+    for name in parts[0]:
+        flat = torch.cat([part[name] for part in parts])
+        by_data_set = flat.unflatten(0, (-1, count)).double()
+        drawn, truth = by_data_set[:, :-1], by_data_set[:, -1]
         below = (drawn < truth[:, None]).sum(1)
         equal = (drawn == truth[:, None]).sum(1)
         tie = torch.rand(equal.shape, generator=source, dtype=torch.float64) * (equal + 1)
@@ -151,7 +161,7 @@ def rank(
     return ranked
 
 
-def _sites_of(sites: Mapping[str, Site], model: Generator) -> dict[str, Tensor]:
-    """What a quantity is told of a run: latents and observations, as the data set has them."""
-    told = {*model.latents, *model.places}
-    return {name: site.value for name, site in sites.items() if name in told}
+def _values_for_users(sites: Mapping[str, Site], model: Generator) -> dict[str, Tensor]:
+    """Values of latent and observed sites, as quantities take them."""
+    names = {*model.latents, *model.places}
+    return {name: site.value for name, site in sites.items() if name in names}

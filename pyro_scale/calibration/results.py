@@ -1,8 +1,8 @@
-"""What simulation-based calibration finds: ranks, and whether they are uniform."""
+"""The result of simulation-based calibration: ranks, and whether they are uniform."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_scale.calibration.plots import Panel, plot_ecdf_differences
-from pyro_scale.calibration.rank_shape import describe_ranks
-from pyro_scale.calibration.scores import scores
+from pyro_scale.calibration.plots import Panel, choose_labels, plot_ecdf_differences
+from pyro_scale.calibration.ranks import describe_ranks, scores
 from pyro_scale.errors import ArgumentError
 from pyro_scale.metrics.uniformity import holm, uniformity_p_values
 from pyro_scale.posterior import arviz_api
@@ -22,13 +21,13 @@ from pyro_scale.posterior.export import attributes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Ranks are not uniform where their p-value, by Holm's method over all elements, is at most this.
+#: Ranks are not uniform if their p-value, by Holm's method over all elements, is at most this.
 SIGNIFICANT = 0.05
-#: The share of simulations that may fail or be slow before ranks are no longer taken as they are.
+#: Fraction of simulations that may fail or be slow without a change of the verdict.
 MOST_DOUBTFUL = 0.01
-#: Panels of a figure, and columns.
-_MOST_PANELS, _COLUMNS = 20, 4
-#: Elements and simulations that a text names.
+#: Panels of an SBC's figure at most, and its columns; columns of a comparison's at most.
+_MOST_PANELS, _COLUMNS, _MOST_COLUMNS = 20, 4, 6
+#: Elements and simulations that a report names, at most.
 _MOST_NAMED = 10
 
 
@@ -36,27 +35,28 @@ _MOST_NAMED = 10
 class SBC:
     """Simulation-based calibration of a method: ranks of true values among posterior draws.
 
-    Parameters are drawn from the prior, data from the model, draws from the posterior of these
-    data, for each simulation.  If the draws are exact then the true value's rank among them is
+    Each simulation draws parameters from the prior, data from the model, and then draws from the
+    posterior of these data.  If the posterior draws are exact, the true value's rank among them is
     uniform, for every quantity of parameters and data (Talts et al. 2018; Modrak et al. 2023).
 
-    `print(sbc)` says what the ranks look like, `summary()` is the table, `plot()` the picture.
+    `print(sbc)` describes the ranks, `summary()` is the table, `plot()` the figure.
     The test is that of Saeilynoja, Buerkner and Vehtari (2022), without simulation.
 
     Attributes:
-        ranks: by quantity, how many draws lie below the true value, int64 `[S, *shape]`.
-        num_draws: L, the draws of each simulation; ranks are 0 to L.
+        ranks: by quantity, the number of draws below the true value, int64 `[S, *shape]`.
+        num_draws: L, the number of draws of each simulation; ranks are 0 to L.
         true: by quantity, the values that the data were simulated from, `[S, *shape]`.
-        mean: the draws' means, `[S, *shape]`.
-        sd: the draws' standard deviations, `[S, *shape]`.
-        ess: each simulation's least effective sample size, before draws were thinned to L,
+        mean: by quantity, the means of the draws, `[S, *shape]`.
+        sd: by quantity, the standard deviations of the draws, `[S, *shape]`.
+        ess: the least effective sample size of each simulation, before draws were thinned to L,
             `[S]`.
-        failed: simulations that broke, and why.  Their ranks count, among the draws they have.
-        slow: simulations with too few effective draws.
-        seeds: each simulation's seed, `[S]`.
+        failed: reasons of failure, by the simulation's number.  Ranks among the draws of failed
+            simulations count.
+        slow: numbers of simulations with too few effective draws.
+        seeds: seed of each simulation, `[S]`.
         attrs: method, settings, seconds.
-        of_data: the quantities that are functions of the data too, as the log likelihood is; they
-            have no prior variance.
+        of_data: names of quantities that depend on the data, such as the log likelihood; they have
+            no prior variance.
         data_of: a simulation's number -> its data, as the model takes them.
 
     Examples:
@@ -95,7 +95,7 @@ class SBC:
 
     @property
     def num_simulations(self) -> int:
-        """S."""
+        """S, the number of simulations."""
         return len(self.ess)
 
     @cached_property
@@ -104,9 +104,10 @@ class SBC:
         return dict(zip(self._of_label, self._flat(self.ranks).unbind(1), strict=True))
 
     def data(self, number: int) -> Any:
-        """The data of one simulation, as the model takes them, to look at it again: with
-        `seed=sbc.seeds[number]` and one chain, a method whose settings are all numbers gives the
-        draws that were ranked.
+        """The data of one simulation, as the model takes them, to fit them again.
+
+        A method whose settings are all numbers gives the draws that were ranked, if it is run with
+        `seed=sbc.seeds[number]` and one chain.
 
         Raises:
             ArgumentError: there is no such simulation, or this is not the result of `ps.sbc`.
@@ -118,7 +119,7 @@ class SBC:
         return self.data_of(number)
 
     def summary(self, var_names: Sequence[str] | None = None) -> Any:
-        """A DataFrame, one row an element of a quantity.
+        """A DataFrame with a row for each element of a quantity.
 
         | column | what | of exact draws |
         |---|---|---|
@@ -130,60 +131,56 @@ class SBC:
         | `contraction` | median of 1 - posterior variance / prior variance | |
         | `coverage_50`, `_80`, `_95` | how often central intervals hold the true value | 0.5, ... |
 
-        The prior variance is that of the true values over simulations; quantities that are
-        functions of the data have none, and NaN for a contraction (Schad, Betancourt and Vasishth
-        2021 for z-scores and contraction).  z-scores and contraction leave out simulations whose
-        mean or sd is not finite; all ranks count.
+        The prior variance is the variance of the true values over simulations.  Quantities that
+        depend on the data have none; their contraction is NaN.  For z-scores and contraction see
+        Schad, Betancourt and Vasishth (2021); both leave out simulations whose mean or sd is not
+        finite.  All ranks count.
 
         Args:
-            var_names: the quantities to show; all by default.
+            var_names: quantities to show; all by default.
 
         Raises:
             ArgumentError: an unknown quantity.
         """
-        chosen = self._names(var_names)
-        return self._table[[self._of_label[label] in chosen for label in self._table.index]].copy()
+        names = self._names(var_names)
+        return self._table[[self._of_label[label] in names for label in self._table.index]].copy()
 
     @cached_property
     def verdict(self) -> Literal["calibrated", "miscalibrated", "unknown"]:
         """Whether ranks are uniform, at 5% by Holm's method over all elements of all quantities.
 
-        If more than 1% of the simulations failed or were slow, ranks are not taken as they are.
-        The verdict is "miscalibrated" if it would be so for any ranks of these simulations, and
-        "unknown" otherwise.
+        If more than 1% of the simulations failed or were slow, the verdict is "miscalibrated" if
+        it does not depend on the ranks of these simulations, and "unknown" otherwise.
         """
         if len(self._doubtful) <= MOST_DOUBTFUL * self.num_simulations:
-            surely_not = bool((self._table.p_holm <= SIGNIFICANT).any())
-            return "miscalibrated" if surely_not else "calibrated"
+            is_significant = bool((self._table.p_holm <= SIGNIFICANT).any())
+            return "miscalibrated" if is_significant else "calibrated"
         is_doubtful = torch.zeros(self.num_simulations, dtype=torch.bool)
         is_doubtful[self._doubtful] = True
         p_values = uniformity_p_values(self._flat(self.ranks), self.num_draws, is_doubtful)
         return "miscalibrated" if bool((holm(p_values) <= SIGNIFICANT).any()) else "unknown"
 
     def plot(self, var_names: Sequence[str] | None = None, level: float = 0.95) -> Figure:
-        """ECDF differences, a panel an element, with the simultaneous band of uniform ranks.
+        """ECDF differences, a panel for each element, with the simultaneous band of uniform ranks.
 
-        A line that leaves its band is drawn in another color.  Above 0 on the left and below 0 on
-        the right, ranks pile up at both ends: draws are too narrow.  Of more than 20 elements,
-        those with the smallest p-values are shown.
+        A line that leaves its band is drawn in another color.  If a line is above 0 on the left and
+        below 0 on the right, ranks pile up at both ends: draws are too narrow.  Of more than 20
+        elements, those with the smallest p-values are shown.
 
         Args:
-            var_names: the quantities to show; all by default.
-            level: of the band, for each panel by itself.
+            var_names: quantities to show; all by default.
+            level: probability of the band of each panel.
 
         Raises:
             ArgumentError: an unknown quantity, or a level out of (0, 1).
         """
-        table = self.summary(var_names)
-        labels, note = list(table.index), ""
-        if len(labels) > _MOST_PANELS:
-            least = set(table.p_value.sort_values(kind="stable").index[:_MOST_PANELS])
-            labels = [label for label in labels if label in least]
-            note = f"{_MOST_PANELS} of {len(table)} elements: those with the smallest p-values"
-        titles = [f"{label}  p = {float(table.p_value[label]):.2g}" for label in labels]
+        p_values = self.summary(var_names).p_value
+        labels, note = choose_labels(p_values, _MOST_PANELS)
         panels: list[Panel | None] = [
-            Panel(title, self.elements[label], self.num_draws)
-            for title, label in zip(titles, labels, strict=True)
+            Panel(
+                f"{label}  p = {float(p_values[label]):.2g}", self.elements[label], self.num_draws
+            )
+            for label in labels
         ]
         columns = min(_COLUMNS, len(panels))
         panels += [None] * (-len(panels) % columns)
@@ -193,10 +190,10 @@ class SBC:
     def to_datatree(self) -> Any:
         """ArviZ's DataTree, or InferenceData before ArviZ 1, with the group `prior_sbc`.
 
-        As in simuk, a variable's dims are one chain, a draw for each simulation, and its own.
-        Values are PITs, (rank + 1/2) / (L + 1), in (0, 1): `arviz_plots.plot_ecdf_pit` takes them
-        as they are, while it would divide ranks by the largest that occurs.  `num_draws` is an
-        attribute.
+        As in simuk, the dimensions of a variable are one chain, a draw for each simulation, and the
+        variable's shape.  Values are PITs, (rank + 1/2) / (L + 1), in (0, 1):
+        `arviz_plots.plot_ecdf_pit` plots them unchanged, but would divide ranks by the largest one.
+        `num_draws` is an attribute.
 
         Examples:
             With ArviZ 1: `arviz_plots.plot_ecdf_pit(sbc.to_datatree())`.
@@ -228,20 +225,22 @@ class SBC:
     @property
     def headline(self) -> str:
         """The verdict in one line."""
-        table, of = self._table, f"{self.num_simulations:,} simulations of {self.num_draws:,} draws"
+        table = self._table
+        simulations = f"{self.num_simulations:,} simulations of {self.num_draws:,} draws"
         least = f"least p-value {float(table.p_holm.min()):.2g} by Holm's method"
+        elements = _count_elements(len(table))
         if self.verdict == "calibrated":
-            return f"CALIBRATED: {_elements(len(table))} have uniform ranks in {of}; {least}"
+            return f"CALIBRATED: {elements} have uniform ranks in {simulations}; {least}"
         if self.verdict == "unknown":
             return (
-                f"NOT KNOWN: {len(self._doubtful):,} of {of} failed or were slow, and it depends "
-                "on them; try: longer runs, or settings with which none breaks"
+                f"NOT KNOWN: {len(self._doubtful):,} of {simulations} failed or were slow, and it "
+                "depends on them; try: longer runs, or settings with which none breaks"
             )
         count = int((table.p_holm <= SIGNIFICANT).sum())
-        return f"MISCALIBRATED: {count:,} of {_elements(len(table))} in {of}; {least}"
+        return f"MISCALIBRATED: {count:,} of {elements} in {simulations}; {least}"
 
     def _shapes(self) -> list[str]:
-        """A line for each element whose ranks are not uniform."""
+        """Lines of the report on elements whose ranks are not uniform."""
         off = self._table[self._table.p_holm <= SIGNIFICANT].sort_values("p_holm", kind="stable")
         lines = []
         for label, row in off[:_MOST_NAMED].iterrows():
@@ -250,33 +249,33 @@ class SBC:
                 f"{label}: {shape} (ECDF off by {row.ecdf_deviation:.2g}, p = {row.p_holm:.2g})"
             )
         more = len(off) - len(lines)
-        return [*lines, f"and {_elements(more)} more"] if more else lines
+        return [*lines, f"and {_count_elements(more)} more"] if more else lines
 
     def _troubles(self) -> list[str]:
-        """Lines on simulations that failed or were slow."""
-        lines = []
+        """Lines of the report on simulations that failed or were slow."""
+        lines, total = [], f"of {self.num_simulations:,} simulations"
         if self.failed:
             by_reason: dict[str, list[str]] = {}
-            for place, why in sorted(self.failed.items()):
-                by_reason.setdefault(why, []).append(str(place))
-            named = [f"{_listed(places)} ({why})" for why, places in by_reason.items()]
-            lines.append(f"Failed, {_of(self.failed, self)}: {_listed(named)}")
+            for number, why in sorted(self.failed.items()):
+                by_reason.setdefault(why, []).append(str(number))
+            failed = [f"{_join(numbers)} ({why})" for why, numbers in by_reason.items()]
+            lines.append(f"Failed, {len(self.failed):,} {total}: {_join(failed)}")
         if self.slow:
-            named = [f"{place} (ESS {float(self.ess[place]):.3g})" for place in sorted(self.slow)]
-            lines.append(f"Too few effective draws, {_of(self.slow, self)}: {_listed(named)}")
+            slow = [f"{number} (ESS {float(self.ess[number]):.3g})" for number in sorted(self.slow)]
+            lines.append(f"Too few effective draws, {len(self.slow):,} {total}: {_join(slow)}")
         return lines
 
     @property
     def _doubtful(self) -> list[int]:
-        """The simulations that failed or were slow."""
+        """Numbers of the simulations that failed or were slow."""
         return sorted({*self.failed, *self.slow})
 
     @cached_property
     def _table(self) -> Any:
-        """The summary of all quantities."""
+        """The DataFrame of `summary`, of all quantities."""
         import pandas
 
-        true, mean, sd = (self._flat(each).double() for each in (self.true, self.mean, self.sd))
+        true, mean, sd = (self._flat(x).double() for x in (self.true, self.mean, self.sd))
         is_of_data = torch.tensor([name in self.of_data for name in self._of_label.values()])
         columns = scores(self._flat(self.ranks), self.num_draws, true, mean, sd, is_of_data)
         return pandas.DataFrame(
@@ -286,12 +285,12 @@ class SBC:
 
     @cached_property
     def _of_label(self) -> dict[str, str]:
-        """Each element's quantity, in the order of `_flat`."""
-        found = {}
+        """Name of the quantity of each element, by the element's label, in the order of `_flat`."""
+        names = {}
         for name, ranks in self.ranks.items():
-            for place in np.ndindex(*ranks.shape[1:]):
-                found[f"{name}[{', '.join(map(str, place))}]" if place else name] = name
-        return found
+            for index in np.ndindex(*ranks.shape[1:]):
+                names[f"{name}[{', '.join(map(str, index))}]" if index else name] = name
+        return names
 
     def _flat(self, values: Mapping[str, Tensor]) -> Tensor:
         """All elements of all quantities, `[S, elements]`."""
@@ -299,23 +298,72 @@ class SBC:
         return torch.cat(parts, 1)
 
     def _names(self, var_names: Sequence[str] | None) -> Sequence[str]:
-        chosen = list(self.ranks) if var_names is None else var_names
-        if isinstance(chosen, str):
+        """Names of the quantities to show, checked."""
+        names = list(self.ranks) if var_names is None else var_names
+        if isinstance(names, str):
             raise ArgumentError(f"var_names={var_names!r}: pass a list, [{var_names!r}]")
-        for name in chosen:
+        for name in names:
             if name not in self.ranks:
                 raise ArgumentError(f"var_names: no quantity '{name}': use {list(self.ranks)}")
-        return chosen
+        return names
 
 
-def _elements(count: int) -> str:
+class SBCComparison(Mapping[str, SBC]):
+    """A mapping from names of methods or settings to their `SBC`.
+
+    Args:
+        results: by name; p-values are adjusted within each.
+    """
+
+    def __init__(self, results: Mapping[str, SBC]) -> None:
+        self._results = dict(results)
+
+    def __getitem__(self, setting: str) -> SBC:
+        return self._results[setting]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._results)
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def summary(self, var_names: Sequence[str] | None = None) -> Any:
+        """A DataFrame with the rows of every `SBC.summary`, indexed by (setting, element)."""
+        import pandas
+
+        tables = {setting: sbc.summary(var_names) for setting, sbc in self.items()}
+        return pandas.concat(tables, names=["setting", "element"])
+
+    def plot(self, var_names: Sequence[str] | None = None, level: float = 0.95) -> Figure:
+        """ECDF differences as in `SBC.plot`, with a row for each setting and a column for each
+        element.
+
+        Of more than 6 elements, those with the smallest p-values in any setting are shown.
+        """
+        table = self.summary(var_names)
+        least = table.p_value.groupby(level="element", sort=False).min()
+        labels, note = choose_labels(least, _MOST_COLUMNS)
+        rows: list[list[Panel | None]] = []
+        for setting, sbc in self.items():
+            rows.append([None] * len(labels))
+            for column, label in enumerate(labels):
+                if label in sbc.elements:
+                    p_value = float(table.p_value[setting, label])
+                    title = f"{setting}\n{label}  p = {p_value:.2g}"
+                    rows[-1][column] = Panel(title, sbc.elements[label], sbc.num_draws)
+        return plot_ecdf_differences(rows, level, note)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{setting}: {sbc.headline}" for setting, sbc in self.items())
+
+    def __repr__(self) -> str:
+        return f"SBCComparison({list(self)})"
+
+
+def _count_elements(count: int) -> str:
     return "1 element" if count == 1 else f"{count:,} elements"
 
 
-def _of(some: Sequence[int] | Mapping[int, str], sbc: SBC) -> str:
-    return f"{len(some):,} of {sbc.num_simulations:,} simulations"
-
-
-def _listed(named: Sequence[str]) -> str:
-    shown = ", ".join(named[:_MOST_NAMED])
-    return shown if len(named) <= _MOST_NAMED else f"{shown} and {len(named) - _MOST_NAMED:,} more"
+def _join(words: Sequence[str]) -> str:
+    shown = ", ".join(words[:_MOST_NAMED])
+    return shown if len(words) <= _MOST_NAMED else f"{shown} and {len(words) - _MOST_NAMED:,} more"

@@ -1,10 +1,15 @@
-"""Where the data sets of simulations come from: the prior, a posterior, or another model."""
+"""True params and data sets of simulations: from the prior, a posterior, or another model.
+
+`fitted` is the model that is fitted.  `params(count, seed)` draws unconstrained latents of it, by
+site, `[count, ...]`.  `observed(params, start, stop, seed)` draws the tables of data sets
+start ... stop - 1, by site, `[data sets, rows, ...]`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,58 +19,37 @@ from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.rng.seeds import Purpose, generator
 
 
-class Truth(Protocol):
-    """True params, and observations drawn from them.
-
-    Attributes:
-        fitted: the model that is fitted, on rows like those of each data set.
-    """
-
-    @property
-    def fitted(self) -> Generator: ...
-
-    def params(self, count: int, seed: int) -> dict[str, Tensor]:
-        """Unconstrained latents of the fitted model, `[count, ...]`."""
-        ...
-
-    def observed(
-        self, params: Mapping[str, Tensor], start: int, stop: int, seed: int
-    ) -> dict[str, Tensor]:
-        """Observations of data sets start ... stop - 1, by site, `[data sets, rows, ...]`."""
-        ...
-
-
 @dataclass(frozen=True)
 class FromPrior:
     """Latents from the prior, data from the model (Talts et al. 2018).
 
     Attributes:
         fitted: the model that is fitted.
-        drawn_by: the model that data are drawn from, the same one or another.
+        drawn_by: the model that latents and data are drawn from: the same or another one.
     """
 
     fitted: Generator
     drawn_by: Generator
 
     @classmethod
-    def of(cls, fitted: Generator, drawn_by: Generator) -> FromPrior:
-        """It checks that both have the same sites.
+    def from_models(cls, fitted: Generator, drawn_by: Generator) -> FromPrior:
+        """Checks that both models have the same sites.
 
         Raises:
-            ArgumentError: a site that only one of them has.
+            ArgumentError: a site that only one of them has, or that differs.
         """
-        for what, own, others in (
+        for kind, names, other_names in (
             ("latent", fitted.latents, drawn_by.latents),
             ("observed", tuple(fitted.places), tuple(drawn_by.places)),
         ):
-            for name in set(own) ^ set(others):
+            for name in set(names) ^ set(other_names):
                 raise ArgumentError(
-                    f"simulator: {what} site '{name}' is in only one of the two models: write both "
+                    f"simulator: {kind} site '{name}' is in only one of the two models: write both "
                     "with the same sites"
                 )
-        known, others_known = (m.log_posterior.model_info.sites for m in (fitted, drawn_by))
+        sites, other_sites = (m.log_posterior.model_info.sites for m in (fitted, drawn_by))
         for name in fitted.latents:
-            one, other = known[name], others_known[name]
+            one, other = sites[name], other_sites[name]
             if one.value.shape != other.value.shape or str(one.fn.support) != str(other.fn.support):
                 raise ArgumentError(
                     f"simulator: latent site '{name}' has a different shape or support than in the "
@@ -74,29 +58,29 @@ class FromPrior:
         return cls(fitted, drawn_by)
 
     def params(self, count: int, seed: int) -> dict[str, Tensor]:
-        drawn = self.drawn_by.prior_draws(count, seed)
-        return {name: drawn[name] for name in self.fitted.latents}
+        draws = self.drawn_by.prior_draws(count, seed)
+        return {name: draws[name] for name in self.fitted.latents}
 
     def observed(
         self, params: Mapping[str, Tensor], start: int, stop: int, seed: int
     ) -> dict[str, Tensor]:
-        drawn = self.drawn_by.draw(params, seed, start, stop)
+        tables = self.drawn_by.draw(params, seed, start, stop)
         if self.drawn_by is not self.fitted:
-            own = {name: value[start:stop] for name, value in params.items()}
-            self.fitted.check_support(own, drawn, start)
-        return drawn
+            latents = {name: value[start:stop] for name, value in params.items()}
+            self.fitted.check_support(latents, tables, start)
+        return tables
 
 
 @dataclass(frozen=True)
 class FromPosterior:
-    """Latents from the posterior of the data, and more data from these: the posterior of both
-    together is what is tested (Saeilynoja et al. 2025).
+    """Latents from the posterior of the data, and new data from these latents.  What is tested is
+    the posterior of the data and the new data together (Saeilynoja et al. 2025).
 
     Attributes:
-        fitted: the model, on the data's rows twice.
+        fitted: the model on data that have every row twice.
         drawn_by: the model on the data.
-        data: the observations, by site, `[rows, ...]`.
-        draws: of the posterior, unconstrained, `[draws, ...]`.
+        data: observations of the data, by site, `[rows, ...]`.
+        draws: unconstrained posterior draws, by site, `[draws, ...]`.
     """
 
     fitted: Generator
@@ -105,16 +89,19 @@ class FromPosterior:
     draws: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, model: Generator, draws: Mapping[str, Tensor]) -> FromPosterior:
-        """It doubles the rows.
+    def from_draws(cls, model: Generator, draws: Mapping[str, Tensor]) -> FromPosterior:
+        """Checks that rows can be added to the data of a model.
+
+        Args:
+            model: on the data.
+            draws: unconstrained posterior draws, by site, `[draws, ...]`.
 
         Raises:
-            ModelError: latents belong to rows, or the data are one joint density.
+            ModelError: a latent has a value for each row, or the data have one joint density.
         """
         info = model.log_posterior.model_info
-        local = [n for n, rule in info.scaling.rules.items() if rule.role == "rows"]
-        for name in local:
-            if name in model.latents:
+        for name, rule in info.scaling.rules.items():
+            if rule.role == "rows" and name in model.latents:
                 raise ModelError(
                     f"sbc(method='posterior'): latent '{name}' has a value for each row, and new "
                     "rows would need new ones: use method='prior'"
@@ -124,22 +111,25 @@ class FromPosterior:
                 "sbc(method='posterior'): the data are one joint density, to which no rows can be "
                 "added: use method='prior'"
             )
-        return cls(model.doubled(), model, model.observations(), draws)
+        return cls(model.with_rows_twice(), model, model.observations(), draws)
 
     def params(self, count: int, seed: int) -> dict[str, Tensor]:
-        there = len(next(iter(self.draws.values())))
+        num_draws = len(next(iter(self.draws.values())))
         source = generator(seed, 4, Purpose.SIMULATION)
-        chosen = torch.randperm(there, generator=source)[:count]
-        if count > there:  # the first ones are the same, however many there are
-            more = torch.randint(there, (count - there,), generator=source)
+        chosen = torch.randperm(num_draws, generator=source)[:count]
+        if count > num_draws:  # the first ones do not depend on the count
+            more = torch.randint(num_draws, (count - num_draws,), generator=source)
             chosen = torch.cat([chosen, more])
         return {name: self.draws[name][chosen] for name in self.fitted.latents}
 
     def observed(
         self, params: Mapping[str, Tensor], start: int, stop: int, seed: int
     ) -> dict[str, Tensor]:
-        drawn = self.drawn_by.draw(params, seed, start, stop)
+        tables = self.drawn_by.draw(params, seed, start, stop)
         return {
             name: torch.cat([self.data[name].to(new).expand_as(new), new], 1)
-            for name, new in drawn.items()
+            for name, new in tables.items()
         }
+
+
+Truth: TypeAlias = FromPrior | FromPosterior

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from pyro_scale.calibration.campaign import Campaign
-from pyro_scale.calibration.comparison import SBCComparison
 from pyro_scale.calibration.quantities import Quantity, check_quantities, check_values
-from pyro_scale.calibration.results import SBC
+from pyro_scale.calibration.results import SBC, SBCComparison
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.stack import Stack
 from pyro_scale.calibration.truth import FromPosterior, FromPrior, Truth
@@ -231,8 +230,8 @@ def _truth(
     num_data = inference._num_data or rows.count(arguments)
 
     def generator_of(model: Any) -> Generator:
-        generator = Generator.of(as_log_posterior(model, num_data), arguments)
-        return generator.resampling() if resample else generator
+        generator = Generator.from_model(as_log_posterior(model, num_data), arguments)
+        return generator.with_resampled_covariates() if resample else generator
 
     if method == "posterior":
         if simulator is not None or resample:
@@ -248,17 +247,17 @@ def _truth(
                 "the same ones"
             )
         params = result.layout.unflatten(torch.cat(list(result.blocks())))
-        return FromPosterior.of(generator_of(inference.model), params)
+        return FromPosterior.from_draws(generator_of(inference.model), params)
     fitted = generator_of(inference.model)
     if simulator is None:
         return FromPrior(fitted, fitted)
-    return FromPrior.of(fitted, generator_of(simulator))
+    return FromPrior.from_models(fitted, generator_of(simulator))
 
 
 def _problem(fitted: Generator, first: Mapping[str, Tensor], seed: int) -> Problem:
     """The analyzed model on the first data set."""
-    arguments = fitted.shared(), {name: table[0] for name, table in first.items()}
-    log_posterior = LogPosterior(fitted.model(), fitted.num_rows)
+    arguments = fitted.shared_arguments(), {name: table[0] for name, table in first.items()}
+    log_posterior = LogPosterior(fitted.stacked_model(), fitted.num_rows)
     opened = open_data(arguments, None, fitted.num_rows)
     return prepare(log_posterior, opened, Hyperparameters(), None, 1, seed)
 
@@ -287,8 +286,8 @@ def _stack(
     return Stack(
         log_posterior=problem.log_posterior,
         layout=problem.engine.layout,
-        shared=fitted.shared(),
-        own=first,
+        shared=fitted.shared_arguments(),
+        tables=first,
         seeds=[seed],
         batch_size=None if is_auto(size) or size == num_rows else size,
         sampling=sampling,

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_scale.calibration import chains
-from pyro_scale.calibration.fitters import Fitter, OneByOne, Stacked, StackedFit, StackedNUTS
+from pyro_scale.calibration.chains import Stacked
+from pyro_scale.calibration.fitters import Fitter, OneByOne, StackedFit, StackedNUTS
 from pyro_scale.calibration.stack import Stack
-from pyro_scale.calibration.stacked_groups import Kind
+from pyro_scale.calibration.stacked_chains import Kind
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import AUTO, as_count, is_auto
 from pyro_scale.data.open import open_data
@@ -64,7 +64,7 @@ def fitter_for(
     if isinstance(inference, Sampler) and can_start and not _trains(inference, problem, settings):
         stacked = _stacked(inference, stack, settings)
         if stacked is not None:
-            return Stacked(stacked, init)
+            return stacked
     if isinstance(inference, VI | IVON) and can_start and stack.vectorized:
         fitted = _stacked_fit(inference, problem, stack, settings)
         if fitted is not None:
@@ -111,7 +111,7 @@ def _stacked_fit(
     return StackedFit(inference.kernel, total, fit_of, inference._init_strategy)
 
 
-def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> chains.Method | None:
+def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> Stacked | None:
     """The sampler for chains with one data set each; None if it cannot be run so, for example with
     control variates, which belong to one data set."""
     options, kernel, lr = sampler._settings, sampler.kernel, "lr" in sampler._settings.chosen
@@ -131,13 +131,14 @@ def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> cha
     is_large = coordinates == "dense" and stack.layout.size > WARM_UP.matrix
     if (lr and coordinates is None) or is_large:
         return None
-    return chains.Method(
+    return Stacked(
         kernel=kernel,
         lr=lr,
         friction="friction" in options.chosen,
         kind=kinds[coordinates],
         warmup_steps=count_or_auto("warmup_steps", settings.get("warmup_steps", AUTO), least=0),
         thinning=count_or_auto("thinning", settings.get("thinning", AUTO)),
+        init=sampler._init_strategy,
     )
 
 

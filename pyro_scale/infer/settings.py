@@ -16,8 +16,7 @@ from pyro_scale.errors import ArgumentError, CallError, NotRunError
 from pyro_scale.infer.approximation import fit_of
 from pyro_scale.kernels import Kernel
 from pyro_scale.results.call_checks import unknown_argument
-from pyro_scale.tuning.choice import Precondition
-from pyro_scale.tuning.plan import Settings
+from pyro_scale.tuning.choice import Precondition, Settings
 
 if TYPE_CHECKING:
     from pyro_scale.infer.sampler import Sampler

@@ -1,9 +1,10 @@
-"""The step size of a kernel that accepts or rejects: by the part of proposals that it accepts.
+"""The step size of a kernel that accepts or rejects proposals, chosen by its acceptance rate.
 
-On a standard normal of D dimensions one leapfrog step changes the energy by about (lr^3 / 4) p q in
-each, of variance lr^6 / 16.  In many dimensions the sum is normal, and where its sd is s the
-acceptance is 2 Phi(-s / 2) (Neal 2011, section 5.4.4; Beskos et al. 2013).  Elsewhere s still goes
-about as lr^3, so that an acceptance that was seen says how much longer or shorter a step should be.
+On a standard normal of D dimensions, a leapfrog step changes the energy by about (lr^3 / 4) p q in
+each dimension, with variance lr^6 / 16.  In many dimensions the sum is normal; if its sd is s, the
+acceptance rate is 2 Phi(-s / 2) (Neal 2011, section 5.4.4; Beskos et al. 2013).  On other
+posteriors s is still about proportional to lr^3.  So an acceptance rate tells by which factor lr
+has to change.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ G = TypeVar("G", bound=Groups)
 
 
 def without_adjustment(kernel: Kernel) -> BAOA:
-    """The kernel that warm-up takes instead: it does not get stuck."""
+    """The kernel of windows, which does not get stuck by rejecting all proposals."""
     return BAOA(lr=1.0, temperature=kernel.temperature)
 
 
 def adjust(groups: G, stable: Tensor, limit: Limit, policy: Acceptance) -> tuple[G, Pilot]:
-    """Adjusts step sizes until most groups have about the target acceptance rate, in a pilot of
+    """Changes step sizes until most groups have about the target acceptance rate, in a pilot of
     sufficient length.
 
     Args:
@@ -53,60 +54,61 @@ def adjust(groups: G, stable: Tensor, limit: Limit, policy: Acceptance) -> tuple
         draws = groups.run(Steps(length // every, 0, every), Purpose.PILOT, number - 1)
         total += draws.num_steps
         sound = groups.are_sound(draws)
-        accepted = _acceptance(draws, sound)
+        rates = _acceptance_rates(draws, sound)
         time = math.inf
         if bool(sound.any()):
-            kept = groups.select(draws, sound)[..., : groups.num_latents].double()
+            kept = groups.sound_draws(draws, sound)[..., : groups.num_latents].double()
             time = slow_time(times_about_mean(kept)) * every
         groups = groups.moved_to(draws, sound)
         if number == most:
             break
-        factors = torch.tensor([_factor(each) for each in accepted.tolist()])
+        factors = torch.tensor([_factor(rate) for rate in rates.tolist()])
         is_settled = are_most((factors > 1 / policy.settled) & (factors < policy.settled))
         if fixed is None:
-            wanted = length
+            sufficient = length
             if math.isfinite(time):
-                wanted = min(policy.longest, math.ceil(policy.times * time))
-            longer = max(length, wanted) if is_settled else length
-            if (is_settled and length >= wanted) or limit.is_passed(total + longer):
+                sufficient = min(policy.longest, math.ceil(policy.times * time))
+            longer = max(length, sufficient) if is_settled else length
+            if (is_settled and length >= sufficient) or limit.is_passed(total + longer):
                 break
             length = longer
-        sizes = zip(lr.tolist(), accepted.tolist(), strict=True)
-        lr = torch.tensor([next_lr(*each) for each in sizes], dtype=torch.float64)
-    return groups, Pilot(number, length, total, time, acceptance=accepted)
+        pairs = zip(lr.tolist(), rates.tolist(), strict=True)
+        lr = torch.tensor([next_lr(*pair) for pair in pairs], dtype=torch.float64)
+    return groups, Pilot(number, length, total, time, acceptance=rates)
 
 
-def _acceptance(draws: Draws, sound: Tensor) -> Tensor:
+def _acceptance_rates(draws: Draws, sound: Tensor) -> Tensor:
     """Acceptance rate of each group's sound chains, `[groups]`; 0 if it has none."""
     accepted = draws.state.accepted.double().cpu().view_as(sound)
-    accepted = torch.where(sound, accepted, math.nan).nanmean(1) / draws.num_steps
-    return accepted.nan_to_num(0.0)
+    rates = torch.where(sound, accepted, math.nan).nanmean(1) / draws.num_steps
+    return rates.nan_to_num(0.0)
 
 
 def acceptance_rate(draws: Draws) -> float:
-    """The part of proposals that were accepted, of chains that are left."""
+    """Acceptance rate of a run's finished chains; 0 if there are none."""
     accepted = draws.state.accepted[draws.finished].double()
     return float(accepted.mean()) / draws.num_steps if len(accepted) else 0.0
 
 
 def first_lr(size: int) -> float:
-    """The step size of the acceptance on a standard normal of so many dimensions."""
-    return _short((4 * _spread(ACCEPTANCE.target) / size**0.5) ** (1 / 3))
+    """The step size with the target acceptance rate on a standard normal of `size` dimensions."""
+    return _round((4 * _energy_sd(ACCEPTANCE.target) / size**0.5) ** (1 / 3))
 
 
-def next_lr(lr: float, accepted: float) -> float:
-    """The step size after one at which such a part of proposals were accepted."""
-    return _short(lr * min(max(_factor(accepted), ACCEPTANCE.shorter), ACCEPTANCE.longer))
+def next_lr(lr: float, rate: float) -> float:
+    """The step size to try after one that had this acceptance rate."""
+    return _round(lr * min(max(_factor(rate), ACCEPTANCE.shorter), ACCEPTANCE.longer))
 
 
-def _factor(accepted: float) -> float:
-    return float((_spread(ACCEPTANCE.target) / _spread(accepted)) ** (1 / 3))
+def _factor(rate: float) -> float:
+    """Factor on a step size with this acceptance rate, to reach the target."""
+    return float((_energy_sd(ACCEPTANCE.target) / _energy_sd(rate)) ** (1 / 3))
 
 
-def _spread(accepted: float) -> float:
-    """The sd of the energy's change at an acceptance."""
-    return -2 * NormalDist().inv_cdf(min(max(accepted, 1e-6), 1 - 1e-6) / 2)
+def _energy_sd(rate: float) -> float:
+    """The sd of the energy's change at an acceptance rate."""
+    return -2 * NormalDist().inv_cdf(min(max(rate, 1e-6), 1 - 1e-6) / 2)
 
 
-def _short(number: float) -> float:
+def _round(number: float) -> float:
     return float(f"{number:.3g}")

@@ -1,19 +1,16 @@
-"""Everything that `"auto"` stands for: starts, geometry, step size, lengths.
+"""Chooses starts, geometry, step size and lengths of a run in a warm-up.
 
-modes of the posterior  ->  a Gaussian, in whose coordinates it is about isotropic
-windows of warm-up      ->  the geometry that draws have, a step size that is stable there
-coupled pilots          ->  a step size whose bias is small
+modes of the posterior  ->  a Gaussian, in whose coordinates the posterior is about isotropic
+windows of warm-up      ->  the geometry of the draws, and a stable step size
+coupled pilots          ->  a step size with a small bias
 autocorrelation         ->  a thinning at which draws are nearly independent
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
 
-import torch
+from torch import Tensor
 
 from pyro_scale.core.whitening import (
     DenseWhitening,
@@ -24,34 +21,29 @@ from pyro_scale.core.whitening import (
 from pyro_scale.curvature.control_variates import ControlVariates
 from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.data.row_sampler import Sampling
-from pyro_scale.engine.draws import Steps
+from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError
-from pyro_scale.kernels import Kernel
 from pyro_scale.model.diagnose import centered_latents, how_to_non_center
-from pyro_scale.run.blame import WITHIN, Broken, broken_sites
+from pyro_scale.run.blame import WITHIN, broken_sites
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
+from pyro_scale.run.config import RunConfig
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
-from pyro_scale.tuning.choice import Asked, Choice, Simulate, lr_in_words
+from pyro_scale.tuning.choice import Choice, Settings, Simulate, lr_in_words
+from pyro_scale.tuning.control_variates import center_of, with_anchor
 from pyro_scale.tuning.geometry import with_geometry
+from pyro_scale.tuning.gradient_noise import with_known_noise
 from pyro_scale.tuning.groups import Limit
-from pyro_scale.tuning.heat import (
-    center_of,
-    cool,
-    stays_cool,
-    with_anchor,
-    with_fewest_rows,
-    with_known_noise,
-)
+from pyro_scale.tuning.heat import Cooled, cool, stays_cool, with_fewest_rows
 from pyro_scale.tuning.modes import Modes
 from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.one_group import OneGroup
 from pyro_scale.tuning.pilot import Pilot, pilot
-from pyro_scale.tuning.policy import ACCEPTANCE, NOISE, PILOTS, SEARCH, STEP_SIZE, WARM_UP
-from pyro_scale.tuning.step_size import chain_at, check_target
+from pyro_scale.tuning.policy import ACCEPTANCE, NOISE, PILOTS, SEARCH, WARM_UP
+from pyro_scale.tuning.stable_lr import kernel_for_whitened, longest_whitened_lr
 from pyro_scale.tuning.windows import NoStableStep, Window, warm_up
 
-#: What chains are whitened by, in words.
+#: Coordinates of each form, in words.
 _WORDS: dict[type, str] = {
     DenseWhitening: "a matrix",
     DiagonalWhitening: "elements",
@@ -61,116 +53,150 @@ _WORDS: dict[type, str] = {
 
 
 def choose(
-    problem: Problem, asked: Asked, sampling: Sampling, simulate: Simulate, budget: Budget
+    problem: Problem,
+    settings: Settings,
+    anchor: bool | Tensor,
+    config: RunConfig,
+    simulate: Simulate,
+    budget: Budget,
 ) -> Choice:
-    """Chooses what is to be chosen, and warms the chains up.
+    """Chooses what is not set, and warms the chains up.
+
+    Args:
+        problem: chains at the user's or the library's starts.
+        settings: of the sampler.
+        anchor: of control variates: a position [D]; True for the center of the geometry; False for
+            no control variates.
+        config: arguments of the run.
+        simulate: runs the chains.
+        budget: of the run.
 
     Raises:
         ArgumentError: chains break at any step size; there is no step size to choose; the budget
             is too small for a warm-up.
     """
-    _check(budget, with_fewest_rows(problem), asked)
-    modes, density, cooled, passes = None, None, None, dict[str, float]()
-    most_rows = problem.data.batch_size
+    chooses_lr, sampling, num_samples = settings.chooses_lr, config.sampling, config.num_samples
+    _check_budget(budget, with_fewest_rows(problem), num_samples, chooses_lr)
+    num_data, most_rows = problem.log_posterior.num_data, problem.data.batch_size
     whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-    if asked.precondition is not None:
-        check_target(problem)
-        problem, modes, density = with_geometry(problem, asked, whole, budget.of_tuning)
+    modes, density, cooled, tried, passes = None, None, None, None, dict[str, float]()
+    if settings.precondition is not None:
+        problem, modes, density = with_geometry(problem, settings, whole, budget.of_tuning)
         passes["modes"] = 0 if modes is None else modes.evaluations
-        problem = with_anchor(problem, asked, whole)
-        problem = problem.with_engine(
-            kernel=kernel_at_first(problem.engine.kernel, asked.lr, asked.friction)
-        )
-        if asked.lr:
+        problem = with_anchor(problem, anchor, whole)
+        problem = _for_whitened(problem, settings)
+        if chooses_lr:
             cooled = cool(problem, sampling, whole, NOISE.far_at_first)
             problem, passes["noise"] = cooled.problem, cooled.passes
-        if asked.subtract_noise:
+        if settings.subtract_noise:
             problem = with_known_noise(problem, center_of(problem), sampling)
 
-    def left_over(budget: Budget) -> Budget:
-        return budget.after(sum(passes.values()), problem.log_posterior.num_data)
+    def steps_left(budget: Budget) -> int:
+        return budget.after(sum(passes.values()), num_data).steps(problem)
 
-    def for_tuning(reserve: int) -> int:
-        steps = left_over(budget.of_tuning).steps(problem)
-        return (steps - budget.of_tuning.num_samples - reserve) // 2
+    def limit(least: int, reserve: int = 0) -> Limit:
+        """Half of the steps that are left for warm-up."""
+        steps = (steps_left(budget.of_tuning) - budget.of_tuning.num_samples - reserve) // 2
+        return Limit(max(least, steps), lambda: budget.is_over_for_all)
 
-    def for_pilots() -> int:
-        return max(3 * PILOTS.least, for_tuning(0))
-
-    def limit(steps: int) -> Limit:
-        return Limit(steps, lambda: budget.is_over_for_all)
-
-    _check(left_over(budget), problem, asked)
-    for_windows = max(WARM_UP.first_window, for_tuning(_for_pilots(asked)))
-    kernel, adjusts = problem.engine.kernel, asked.lr and problem.engine.kernel.adjusted
+    left = budget.after(sum(passes.values()), num_data)
+    _check_budget(left, problem, num_samples, chooses_lr)
+    kernel, adjusts = problem.engine.kernel, chooses_lr and problem.engine.kernel.adjusted
     if adjusts:  # a chain that rejects all proposals would stay where it starts
-        problem = problem.with_engine(
-            kernel=kernel_at_first(without_adjustment(kernel), asked.lr, asked.friction)
-        )
-    group = OneGroup(problem, simulate, density if asked.lr else None, whole)
+        problem = _for_whitened(problem.with_engine(kernel=without_adjustment(kernel)), settings)
+    group = OneGroup(problem, simulate, density if chooses_lr else None, whole)
     try:
-        group, window = warm_up(group, limit(for_windows), WARM_UP)
+        limits = limit(WARM_UP.first_window, reserve=_steps_of_pilots(chooses_lr))
+        group, window = warm_up(group, limits, WARM_UP)
     except NoStableStep as broken:
         last, draws = broken.args
-        sites = broken_sites(last.problem, draws)
-        raise _no_warm_up(problem, density, asked.lr, sites) from None
-    problem, tried, time = group.problem, None, window.time
+        raise _no_warm_up(last.problem, density, chooses_lr, draws) from None
+    problem, time = group.problem, window.time
     passes["windows"] = passes_of(problem, window.steps)
     if density is not None:
-        in_all = problem.log_posterior.num_data
-        share = (density.num_rows or in_all) / in_all
+        share = (density.num_rows or num_data) / num_data
         passes["curvature"] = window.looks * len(problem.positions[0]) * share
     if adjusts:
-        stable, tuned = group.lr, group.of(problem.with_engine(kernel=kernel))
-        group, tried = adjust(tuned, stable, limit(for_pilots()), ACCEPTANCE)
-    elif asked.lr:
+        stable, group = group.lr, group.with_problem(problem.with_engine(kernel=kernel))
+        group, tried = adjust(group, stable, limit(3 * PILOTS.least), ACCEPTANCE)
+    elif chooses_lr:
         if cooled is not None and problem.data.batch_size is not None:
-            # what is noisy at first may not be so here, and the other way round
-            stable_lr = float(window.stable_lr)
-            problem = problem.with_lr(min(longest_lr(problem.engine.kernel), stable_lr))
-            if not stays_cool(cooled, problem):
-                if problem.chooses_batches:
-                    problem = problem.in_batches_of(most_rows)
-                if asked.anchor is True:
-                    problem = with_anchor(problem, asked, whole)
-                cooled = cool(problem, sampling, whole, NOISE.far)
-                problem = cooled.problem
-                passes["noise"] += cooled.passes
+            longest = longest_whitened_lr(problem.engine.kernel)
+            problem = problem.with_lr(min(longest, float(window.stable_lr)))
+            cooled = _cool_again(cooled, problem, anchor, most_rows, sampling, whole)
+            problem = cooled.problem
+            passes["noise"] += cooled.passes
         theory = problem.engine.kernel.theory
-        order = 1 if theory is None else theory.order
-        group, tried = pilot(group.of(problem), time, order, limit(for_pilots()), PILOTS)
+        order, limits = 1 if theory is None else theory.order, limit(3 * PILOTS.least)
+        group, tried = pilot(group.with_problem(problem), time, order, limits, PILOTS)
+    warmup_steps = window.steps
     if tried is not None:
-        problem = group.problem
+        problem, warmup_steps = group.problem, window.steps + tried.steps
         time = tried.time if math.isfinite(tried.time) else time
         passes["pilots"] = passes_of(problem, tried.steps)
-    heat = None if cooled is None or cooled.heat is None else cooled.heat.added
-    taken = window.steps + (0 if tried is None else tried.steps)
-    most = max(1, left_over(budget).steps(problem) // asked.num_samples)
+    most = max(1, steps_left(budget) // num_samples)
     needed = max(1, math.ceil(time)) if math.isfinite(time) else most
-    thinning = asked.thinning or min(most, needed)
-    steps = Steps(asked.num_samples, asked.warmup_steps or 0, thinning)
-    reasons = _reasons(problem, modes, window, tried, thinning)
-    attrs: dict[str, Any] = {"lr_choice": reasons["step size"]} if asked.lr else {}
-    attrs["thinning"] = thinning
-    attrs |= {f"passes_{stage}": round(count, 2) for stage, count in passes.items()}
-    if asked.warmup_steps is None:
-        attrs["warmup_steps"] = taken
-    return Choice(problem, steps, modes, window, tried, passes, attrs, reasons, heat=heat)
+    thinning = config.thinning or min(most, needed)
+    return Choice(
+        problem=problem,
+        steps=Steps(num_samples, config.warmup_steps or 0, thinning),
+        passes=passes,
+        reasons=_explain(problem, modes, window, tried, thinning),
+        chooses_lr=chooses_lr,
+        warmup_steps=warmup_steps if config.warmup_steps is None else None,
+        modes=modes,
+        window=window,
+        pilot=tried,
+        heat=None if cooled is None or cooled.heat is None else cooled.heat.added,
+    )
 
 
-def _for_pilots(asked: Asked) -> int:
-    """Steps of each chain that pilots take at least."""
-    return 3 * PILOTS.least if asked.lr else 0
+def _cool_again(
+    cooled: Cooled,
+    problem: Problem,
+    anchor: bool | Tensor,
+    most_rows: int | None,
+    sampling: Sampling,
+    whole: FullDataDensity,
+) -> Cooled:
+    """Cools the chains after warm-up, whose geometry changes the noise of minibatches.
+
+    Args:
+        cooled: before warm-up.
+        problem: after warm-up, with the longest stable step size.
+        anchor: of control variates; True to move it to the new center.
+        most_rows: the largest batch size that the library may choose.
+        sampling: how rows are drawn.
+        whole: log density of all rows.
+    """
+    if stays_cool(cooled, problem):
+        return cooled._replace(problem=problem, passes=0.0)
+    if problem.chooses_batches:
+        problem = problem.in_batches_of(most_rows)
+    if anchor is True:
+        problem = with_anchor(problem, True, whole)
+    return cool(problem, sampling, whole, NOISE.far)
 
 
-def _check(budget: Budget, problem: Problem, asked: Asked) -> None:
-    """Refuses a budget that is too small for anything.
+def _for_whitened(problem: Problem, settings: Settings) -> Problem:
+    """The problem with the kernel of the first steps in whitened coordinates."""
+    chosen = settings.chooses_lr, settings.chooses_friction
+    return problem.with_engine(kernel=kernel_for_whitened(problem.engine.kernel, *chosen))
+
+
+def _steps_of_pilots(chooses_lr: bool) -> int:
+    """The least steps of each chain in pilots."""
+    return 3 * PILOTS.least if chooses_lr else 0
+
+
+def _check_budget(budget: Budget, problem: Problem, num_samples: int, chooses_lr: bool) -> None:
+    """Checks that a budget allows the shortest warm-up and the draws.
 
     Raises:
-        ArgumentError: it says how much would do.
+        ArgumentError: it does not.
     """
     most_steps = budget.steps(problem)
-    least = WARM_UP.first_window + asked.num_samples + _for_pilots(asked)
+    least = WARM_UP.first_window + num_samples + _steps_of_pilots(chooses_lr)
     if most_steps < least:
         rows = least * len(problem.positions) * rows_a_step(problem)
         needed = math.ceil(rows / (1 - SEARCH.fraction)) + budget.spent
@@ -183,13 +209,17 @@ def _check(budget: Budget, problem: Problem, asked: Asked) -> None:
 
 
 def _no_warm_up(
-    problem: Problem,
-    density: FullDataDensity | None,
-    chooses_lr: bool,
-    sites: Mapping[int, Broken],
+    problem: Problem, density: FullDataDensity | None, chooses_lr: bool, draws: Draws
 ) -> ArgumentError:
-    """What to say where no step size is stable, and where the log densities of sites broke."""
-    for chain, broken in sites.items():
+    """The error if all chains break at every step size.
+
+    Args:
+        problem: of the last window.
+        density: log density whose curvature is evaluated often; None if lr is set.
+        chooses_lr: whether the step size is chosen.
+        draws: of the last window.
+    """
+    for chain, broken in broken_sites(problem, draws).items():
         if broken.is_far:
             continue
         tried = "any step size that was tried" if chooses_lr else "the step size that was set"
@@ -207,8 +237,8 @@ def _no_warm_up(
     position, advice = problem.positions[0], ": start elsewhere (init_strategy=)"
     if density is not None:
         advice = what_to_try(density, position)
-    log_posterior, params = problem.log_posterior, problem.engine.layout.unflatten(position)
-    centered = centered_latents(log_posterior, params, problem.data.first())
+    params = problem.engine.layout.unflatten(position)
+    centered = centered_latents(problem.log_posterior, params, problem.data.first())
     for site, parents in list(centered.items())[:1]:
         advice = f": try {how_to_non_center(site, parents)}"
     return ArgumentError(
@@ -218,74 +248,45 @@ def _no_warm_up(
     )
 
 
-def _reasons(
+def _explain(
     problem: Problem, modes: Modes | None, window: Window, tried: Pilot | None, thinning: int
 ) -> dict[str, str]:
-    """What was chosen, and why."""
-    engine = problem.engine
-    kernel, whitening, found = engine.kernel, engine.whitening, {}
+    """The reason of each choice, in words."""
+    engine, reasons = problem.engine, dict[str, str]()
+    whitening, lr = engine.whitening, lr_in_words(engine.kernel)
     if modes is not None:
-        one = "a Gaussian on the way up, as there is no mode or its Gaussian does not fit"
-        found["start"] = (
-            f"draws at twice the sd around {'the mode' if modes.found else one}, which "
+        stand_in = "a Gaussian on the way up, as there is no mode or its Gaussian does not fit"
+        reasons["start"] = (
+            f"draws at twice the sd around {'the mode' if modes.are_modes else stand_in}, which "
             f"{modes.searches} searches found"
         )
     if whitening is not None:
-        by = _WORDS[type(whitening)]
-        found["geometry"] = f"whitened by {by}, from the draws of {window.steps} steps of warm-up"
+        form = _WORDS[type(whitening)]
+        reasons["geometry"] = (
+            f"whitened by {form}, from the draws of {window.steps} steps of warm-up"
+        )
     size, density = problem.data.batch_size, engine.density
     if size is not None:
         how = "without control variates"
         if isinstance(density, ControlVariates):
             order = ("first", "second")[density.order - 1]
             how = f"with control variates of {order} order"
-        found["minibatches"] = f"{size:,} of {density.num_data:,} rows a step, {how}"
-    lr = lr_in_words(kernel)
+        reasons["minibatches"] = f"{size:,} of {density.num_data:,} rows a step, {how}"
     if tried is None:
-        found["step size"] = f"{lr}, as it was set"
+        reasons["step size"] = f"{lr}, as it was set"
     elif tried.acceptance is not None:
-        found["step size"] = (
+        reasons["step size"] = (
             f"{lr} in whitened coordinates: {float(tried.acceptance):.0%} of proposals were "
             f"accepted (about {ACCEPTANCE.target:.0%} are to be)"
         )
     elif tried.bias is None:
-        found["step size"] = f"{lr}; its bias could not be measured"
+        reasons["step size"] = f"{lr}; its bias could not be measured"
     else:
-        found["step size"] = (
+        reasons["step size"] = (
             f"{lr}{' in whitened coordinates' if whitening is not None else ''}: by a "
             "coupled run at half of it, the bias is "
             f"{float(tried.bias.mean.abs().max()):.2g} sds in means and "
             f"{100 * float(tried.bias.log_sd.abs().max()):.2g}% in sds at most"
         )
-    found["thinning"] = f"{thinning} steps from one draw to the next, about as many as they need"
-    return found
-
-
-def kernel_at_first(kernel: Kernel, lr: bool, friction: bool) -> Kernel:
-    """The kernel with the friction of whitened coordinates, and the longest step size there.
-
-    Args:
-        kernel: the method.
-        lr: whether the step size is chosen.
-        friction: whether the friction is.
-    """
-    if friction and hasattr(kernel, "friction") and not kernel.adjusted:
-        own: dict[str, Any] = {"friction": STEP_SIZE.friction}
-        kernel = dataclasses.replace(kernel, **own)
-    if lr and not kernel.adjusted:
-        kernel = dataclasses.replace(kernel, lr=longest_lr(kernel))
-    return kernel
-
-
-def longest_lr(kernel: Kernel) -> float:
-    """The longest step size whose law on a standard normal has nearly its sd."""
-    theory = kernel.theory
-    assert theory is not None
-    for lr in torch.linspace(0, -3, 61, dtype=torch.float64):
-        length = min(STEP_SIZE.longest * 10 ** float(lr), theory.largest_lr)
-        chain = chain_at(kernel, length)
-        if bool(chain.stable.all()):
-            sd = float(chain.covariance(torch.zeros(1, dtype=torch.float64))[0, 0, 0]) ** 0.5
-            if abs(math.log(sd)) <= STEP_SIZE.sd_bias:
-                return float(f"{length:.3g}")
-    raise ArgumentError("lr='auto': no step size samples a standard normal; pass a number for lr")
+    reasons["thinning"] = f"{thinning} steps from one draw to the next, about as many as they need"
+    return reasons

@@ -1,4 +1,4 @@
-"""The posterior's modes in many dimensions, with Gaussians of independent elements."""
+"""Modes of a posterior in many dimensions, with Gaussians of independent elements."""
 
 from __future__ import annotations
 
@@ -13,58 +13,63 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Diagonal
 from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.curvature.modes import lbfgs
-from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.tuning.modes import Check, Mode, Modes, each_once, in_order
+from pyro_scale.tuning.modes import NO_LIMITS, Mode, Modes, SearchLimits, merge_by, run_searches
 from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.policy import SEARCH
 
-#: Passes of a search by L-BFGS, about.
+#: Passes of a search by L-BFGS, roughly.
 _LBFGS_PASSES = 100
-#: Places on the way from one mode to another at which the log density is looked at.
-_BETWEEN = 9
+#: Places between two modes at which the log density is evaluated.
+_PLACES_BETWEEN = 9
 
 
 def find_diagonal_modes(
     density: FullDataDensity,
     starts: Tensor,
     temperature: float,
-    check: Check | None = None,
-    ranks: Ranks = ALONE,
-    most: float = math.inf,
+    limits: SearchLimits = NO_LIMITS,
 ) -> Modes:
-    """The same in many dimensions: by L-BFGS, and with Gaussians of independent elements.
+    """Searches for modes of log joint / temperature by L-BFGS from every start.
 
-    Where no search leads to a mode, their ends stand for one: warm-up goes on from there.
+    If no search leads to a mode, the ends of the searches replace modes; warm-up goes on from them.
+
+    Args:
+        density: log density of all rows, or of rows that represent them.
+        starts: where searches begin, `[searches, D]`.
+        temperature: of the posterior.
+        limits: of the searches.
+
+    Raises:
+        ArgumentError: L-BFGS fails from every start.
     """
-    look, device = partial(_search_diagonal, density, most), starts.device
-    found, passes = in_order(look, list(starts), check, ranks, device)
-    ends = [(search, end) for search, end in enumerate(found) if end is not None]
+    search, device = partial(_search, density, limits.passes), starts.device
+    results, passes = run_searches(search, list(starts), limits, device)
+    ends = [(number, end) for number, end in enumerate(results) if end is not None]
     if not ends:
         raise ArgumentError(
             f"no mode could be reached from {len(starts)} starts{what_to_try(density, starts[0])}",
             code="not-finite",
         )
-    reached = [(search, end) for search, end in ends if end.is_mode]
+    at_modes = [(number, end) for number, end in ends if end.is_mode]
     modes = list[Mode]()
-    for search, end in reached or ends:
+    for number, end in at_modes or ends:
         gaussian = Diagonal.of_precision(end.position.double(), end.precision / temperature)
         evidence = end.value / temperature + float(gaussian.log_det) / 2
-        modes.append(Mode(gaussian, evidence, (search,)))
-    distinct = each_once(
-        modes, lambda one, other: _are_one(density, one, other, temperature, starts)
-    )
-    return Modes(tuple(distinct), bool(reached), len(starts), math.nan, math.ceil(passes))
+        modes.append(Mode(gaussian, evidence, (number,)))
+    are_same = partial(_are_connected, density, temperature, starts)
+    distinct = tuple(merge_by(modes, are_same))
+    return Modes(distinct, bool(at_modes), len(starts), math.nan, math.ceil(passes))
 
 
 class _End(NamedTuple):
-    """Where L-BFGS ended.
+    """The end of a search by L-BFGS.
 
     Attributes:
-        position: the end, [D].
-        precision: the diagonal of minus the Hessian there, of its size, in nats, [D].
-        value: the log joint there, in nats.
-        is_mode: whether no element is far from where its own curvature says that its mode is.
+        position: [D].
+        precision: absolute diagonal of the Hessian there, in nats, [D].
+        value: log joint there, in nats.
+        is_mode: whether every element is close to its mode, as its own curvature has it.
     """
 
     position: Tensor
@@ -73,16 +78,15 @@ class _End(NamedTuple):
     is_mode: bool
 
 
-def _search_diagonal(
-    density: FullDataDensity, most: float, start: Tensor, check: Check | None
+def _search(
+    density: FullDataDensity, most: float, start: Tensor, limits: SearchLimits
 ) -> tuple[_End | None, float]:
-    """(Where L-BFGS ends, or None if it does not, the passes that it took), from a start, or from
-    nearer to 0 where it leads to no mode: a scale that falls to 0 before what it multiplies has
-    the right sign is on a plateau, which L-BFGS does not leave."""
+    """The end of L-BFGS from a start, None if it fails; and the passes that it took.  If it is no
+    mode, the search is repeated from closer to 0: a scale that falls to 0 before the effects that
+    it multiplies have the right sign leaves L-BFGS on a plateau."""
     best, passes, num_data = None, 0, density.log_posterior.num_data
     for shrinkage in SEARCH.shrinkages:
-        if check is not None:
-            check(passes)
+        limits.check(passes)
         if passes and passes >= most:
             break
         passes += 2 * _LBFGS_PASSES
@@ -103,12 +107,12 @@ def _search_diagonal(
     return best, passes
 
 
-def _are_one(
-    density: FullDataDensity, one: Mode, other: Mode, temperature: float, like: Tensor
+def _are_connected(
+    density: FullDataDensity, temperature: float, like: Tensor, one: Mode, other: Mode
 ) -> bool:
-    """Whether the log density does not fall between two places."""
+    """Whether the log density does not fall between two modes; `like` has a position's dtype."""
     way = other.gaussian.mean - one.gaussian.mean
-    parts = torch.linspace(0, 1, _BETWEEN, dtype=way.dtype)[:, None].to(way.device)
+    parts = torch.linspace(0, 1, _PLACES_BETWEEN, dtype=way.dtype)[:, None].to(way.device)
     places = (one.gaussian.mean + parts * way).to(like)
     values = density.values(places).double() * density.log_posterior.num_data / temperature
     return float(values.min()) > min(float(values[0]), float(values[-1])) - SEARCH.same_nats

@@ -1,4 +1,4 @@
-"""Whether an objective still improves, judged from its noisy trace."""
+"""Whether an objective still rises, judged from its noisy trace."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pyro_scale.tuning.policy import TRAINING
 
 
 class EarlyStopping:
-    """Says when every chain's objective is known not to rise any more.
+    """Ends a run when every chain's objective no longer rises.
 
     Args:
-        window: steps from one time that it is asked to the next.
+        window: steps from one check to the next.
         size: dimensions.
     """
 
@@ -21,51 +21,49 @@ class EarlyStopping:
         self.window, self._size = window, size
 
     def reached(self, draws: Draws) -> bool:
-        """Whether the run until now says so."""
+        """Whether the objective of every unbroken chain has converged."""
         if draws.num_steps < 4 * self.window:
             return False
-        return bool(
-            has_converged(draws.log_joint[draws.finished, : draws.num_steps], self._size).all()
-        )
+        traces = draws.log_joint[draws.finished, : draws.num_steps]
+        return bool(has_converged(traces, self._size).all())
 
 
 def has_converged(trace: Tensor, size: int) -> Tensor:
-    """Whether each trace `[..., steps]` is known to change by nothing that matters from its third
-    quarter to its last, up or down, and has not got worse since its first; where noise hides it, it
-    is not."""
-    rise, error = _rise(trace, 2, 3)
+    """Whether each trace `[..., steps]` has stopped rising: its change from the third to the last
+    quarter is surely negligible, and it has not become worse since the first."""
+    rise, error = _rise(trace, 2)
     is_small = rise.abs() + TRAINING.errors * error < TRAINING.small_change * size**0.5
     return is_small & ~got_worse(trace, size)
 
 
 def still_rises(trace: Tensor, size: int) -> Tensor:
-    """Whether each trace `[..., steps]` is known to rise by what matters from its third quarter to
-    its last."""
-    rise, error = _rise(trace, 2, 3)
+    """Whether each trace `[..., steps]` surely rises from its third to its last quarter, by more
+    than is negligible."""
+    rise, error = _rise(trace, 2)
     return rise - TRAINING.errors * error > TRAINING.small_change * size**0.5
 
 
 def got_worse(trace: Tensor, size: int) -> Tensor:
-    """Whether each trace `[..., steps]` is known to fall by what matters from its first quarter to
-    its last."""
-    rise, error = _rise(trace, 0, 3)
+    """Whether each trace `[..., steps]` surely falls from its first to its last quarter, by more
+    than is negligible."""
+    rise, error = _rise(trace, 0)
     return rise + TRAINING.errors * error < -TRAINING.small_change * size**0.5
 
 
-def _rise(trace: Tensor, one: int, other: int) -> tuple[Tensor, Tensor]:
-    """(By how much a quarter's mean is above that of one before; its error)."""
+def _rise(trace: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """The rise of the mean from one quarter (0 to 2) to the last, and its standard error."""
     quarter = trace.shape[-1] // 4
     if quarter < 2:
         return torch.zeros(trace.shape[:-1]), torch.full(trace.shape[:-1], torch.inf)
     quarters = trace[..., -4 * quarter :].unflatten(-1, (4, quarter))
-    before, now = quarters[..., one, :], quarters[..., other, :]
-    error = (_square_error(before) + _square_error(now)).sqrt()
-    return now.mean(-1) - before.mean(-1), error
+    before, last = quarters[..., first, :], quarters[..., 3, :]
+    error = (_square_error(before) + _square_error(last)).sqrt()
+    return last.mean(-1) - before.mean(-1), error
 
 
-def _square_error(part: Tensor) -> Tensor:
-    """The square of the standard error of a mean over dependent steps, by means of its parts."""
-    parts = min(TRAINING.parts, part.shape[-1])
-    length = part.shape[-1] // parts
-    means = part[..., : parts * length].unflatten(-1, (parts, length)).mean(-1)
+def _square_error(values: Tensor) -> Tensor:
+    """The squared standard error of the mean of dependent values `[..., steps]`, by batch means."""
+    parts = min(TRAINING.parts, values.shape[-1])
+    length = values.shape[-1] // parts
+    means = values[..., : parts * length].unflatten(-1, (parts, length)).mean(-1)
     return means.var(-1) / parts

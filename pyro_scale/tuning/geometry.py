@@ -1,9 +1,10 @@
-"""Where chains start, and the coordinates that they move in."""
+"""Coordinates of chains, and their starts in these coordinates."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,85 +21,114 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
-from pyro_scale.tuning.choice import Asked, Precondition
+from pyro_scale.tuning.choice import Precondition, Settings
 from pyro_scale.tuning.diagonal_modes import find_diagonal_modes
 from pyro_scale.tuning.low_rank import with_axes
 from pyro_scale.tuning.many_rows import find_modes_of_many_rows
-from pyro_scale.tuning.modes import Modes, find_modes
+from pyro_scale.tuning.modes import Modes, SearchLimits, find_modes
 from pyro_scale.tuning.policy import GEOMETRY, SEARCH
 from pyro_scale.tuning.search_starts import search_starts
 
+#: Forms of coordinates; "fit" has the form of the given Gaussian.
+_Form: TypeAlias = Literal["dense", "kron", "low_rank", "diag", "fit"]
+
 
 def with_geometry(
-    problem: Problem, asked: Asked, whole: FullDataDensity, budget: Budget
+    problem: Problem, settings: Settings, whole: FullDataDensity, budget: Budget
 ) -> tuple[Problem, Modes | None, FullDataDensity]:
-    """(Chains at their starts, in whitened coordinates; the modes, if they were looked for; the
-    density whose curvature can be looked at often).
+    """Finds modes, and starts chains around them in whitened coordinates.
 
     Args:
-        problem: chains where the user, or the library, would have them start.
-        asked: for what.
-        whole: the log density of all rows.
+        problem: chains at the user's or the library's starts.
+        settings: of the sampler.
+        whole: log density of all rows.
         budget: of the run.
 
+    Returns:
+        The problem; the modes, None if the geometry is that of a given Gaussian; the log density
+        for frequent evaluations of the curvature.
+
     Raises:
-        ArgumentError: there is nowhere to start, or the time is over before it is found.
+        ArgumentError: there is nowhere to start, or the time is over before a start is found.
     """
     size = whole.layout.size
     affordable, few = (max(GEOMETRY.least_rows, work // size) for work in GEOMETRY.work)
     density, num_data = whole, problem.log_posterior.num_data
     if num_data > min(GEOMETRY.most_rows, affordable):
         density = whole.of_some_rows(min(GEOMETRY.most_rows, few), problem.seed)
-    like = problem.positions
-    modes, gaussian = None, asked.precondition
+    modes, gaussian = None, settings.precondition
+    form = _form(gaussian, problem.positions.shape[1])
     temperature = float(problem.engine.kernel.values(0)["temperature"])
     if isinstance(gaussian, str):
-        ranks = problem.ranks
-        own_clock = dataclasses.replace(budget, ranks=ALONE)  # searches differ in length
-
-        starts = search_starts(problem, density) if asked.starts else like[: SEARCH.most]
-        most = SEARCH.fraction * budget.most_rows(problem) / num_data / len(starts)
-        own = own_clock.check, ranks, most
-        if _kind(gaussian, len(like[0])) == "dense":
-            find = find_modes if density is whole else find_modes_of_many_rows
-            modes = find(whole, starts, temperature, problem.seed, *own)
-        else:
-            modes = find_diagonal_modes(density, starts, temperature, *own)
-            if density is not whole:
-                ends = [_on_all_rows(m.gaussian, whole, like) for m in ranks.share.of(modes.modes)]
-                means = ranks.in_turn(ends, "modes given all rows", like.device)
-                refined = [
-                    mode._replace(gaussian=Diagonal(mean, mode.gaussian.sd))
-                    for mode, mean in zip(modes.modes, means, strict=True)
-                    if isinstance(mode.gaussian, Diagonal)
-                ]
-                modes = dataclasses.replace(modes, modes=tuple(refined))
+        modes = _find_modes(problem, settings.starts, form, whole, density, budget)
         gaussian = modes.best.gaussian
     assert gaussian is not None
-    kind = _kind(asked.precondition, len(gaussian.mean))
-    if kind == "kron":
-        sites, mode = problem.log_posterior.latents, gaussian.mean.to(like)
+    if form == "kron":
+        sites, mode = problem.log_posterior.latents, gaussian.mean.to(problem.positions)
         factors = kronecker_at(density, CurvatureSpec(mode, sites, "ggn", problem.seed)).double()
         gaussian = factors.temper(temperature)
-    elif kind == "diag":
+    elif form == "diag":
         gaussian = as_structure(gaussian, dense=False)
     problem = whitened_by(problem, gaussian)
     whitening = problem.engine.whitening
-    if kind == "low_rank" and isinstance(whitening, DiagonalWhitening):
+    if form == "low_rank" and isinstance(whitening, DiagonalWhitening):
         problem = problem.with_engine(whitening=with_axes(whitening, density, temperature))
-    if asked.starts:
+    if settings.starts:
         problem = dataclasses.replace(problem, positions=_starts(problem, density, modes, gaussian))
     if modes is not None and isinstance(modes.best.gaussian, Dense) and density is not whole:
         mean, precision = modes.best.gaussian.mean, modes.best.gaussian.precision
-        density = anchored(density, mean.to(like), precision * temperature)
+        density = anchored(density, mean.to(problem.positions), precision * temperature)
     return problem, modes, density
+
+
+def _find_modes(
+    problem: Problem,
+    chooses_starts: bool,
+    form: _Form,
+    whole: FullDataDensity,
+    density: FullDataDensity,
+    budget: Budget,
+) -> Modes:
+    """The modes of the posterior given all rows.
+
+    Args:
+        problem: chains at their starts.
+        chooses_starts: whether searches begin at further places than these.
+        form: of the coordinates.
+        whole: log density of all rows.
+        density: log density of all rows, or of rows that represent them.
+        budget: of the run.
+    """
+    like, ranks, num_data = problem.positions, problem.ranks, problem.log_posterior.num_data
+    temperature = float(problem.engine.kernel.values(0)["temperature"])
+    starts = search_starts(problem, density) if chooses_starts else like[: SEARCH.most]
+    passes = SEARCH.fraction * budget.most_rows(problem) / num_data / len(starts)
+    # each rank looks at its own clock, as searches differ in length
+    limits = SearchLimits(passes, dataclasses.replace(budget, ranks=ALONE).check, ranks)
+    if form == "dense":
+        find = find_modes if density is whole else find_modes_of_many_rows
+        return find(whole, starts, temperature, problem.seed, limits)
+    modes = find_diagonal_modes(density, starts, temperature, limits)
+    if density is whole:
+        return modes
+    means = [
+        lbfgs(whole, mode.gaussian.mean.to(like), "").position.double()
+        for mode in ranks.share.of(modes.modes)
+    ]
+    means = ranks.in_turn(means, "modes given all rows", like.device)
+    refined = [
+        mode._replace(gaussian=Diagonal(mean, mode.gaussian.sd))
+        for mode, mean in zip(modes.modes, means, strict=True)
+        if isinstance(mode.gaussian, Diagonal)
+    ]
+    return dataclasses.replace(modes, modes=tuple(refined))
 
 
 def whitened_by(problem: Problem, gaussian: Gaussian) -> Problem:
     """The problem in coordinates in which a Gaussian over its latents is isotropic.
 
     Raises:
-        ArgumentError: it has another number of elements.
+        ArgumentError: the Gaussian has another number of elements.
     """
     elements, latents = len(gaussian.mean), problem.engine.num_latents
     if elements != latents:
@@ -110,33 +140,29 @@ def whitened_by(problem: Problem, gaussian: Gaussian) -> Problem:
     return problem.with_engine(whitening=whiten(gaussian, num_data, problem.positions))
 
 
-def _kind(asked: Precondition, size: int) -> str:
-    """The form of the geometry, of so many dimensions."""
-    if asked == "auto":
+def _form(precondition: Precondition, size: int) -> _Form:
+    """The form of the coordinates in `size` dimensions."""
+    if precondition == "auto":
         return "dense" if size <= GEOMETRY.dense else "low_rank"
-    if isinstance(asked, str):
-        return asked
-    if isinstance(asked, Dense):
+    if isinstance(precondition, str):
+        return precondition
+    if isinstance(precondition, Dense):
         return "dense" if size <= GEOMETRY.dense else "diag"
-    return "as it is"
-
-
-def _on_all_rows(gaussian: Gaussian, whole: FullDataDensity, like: Tensor) -> Tensor:
-    """The mode of all rows, which is near."""
-    return lbfgs(whole, gaussian.mean.to(like), "").position.double()
+    return "fit"
 
 
 def _starts(
     problem: Problem, density: FullDataDensity, modes: Modes | None, gaussian: Gaussian
 ) -> Tensor:
-    """Starts around each chain's own mode, `[chains, D]`."""
+    """Overdispersed starts of chains around their modes, `[chains, D]`.  Without modes, all chains
+    start around the Gaussian."""
     positions, num_data = problem.positions, problem.log_posterior.num_data
-    found = modes.starting_points(len(positions)) if modes else [gaussian] * len(positions)
+    gaussians = modes.starting_points(len(positions)) if modes else [gaussian] * len(positions)
     size = len(gaussian.mean)
-    centers = torch.stack([own.mean.to(positions) for own in found])
+    centers = torch.stack([one.mean.to(positions) for one in gaussians])
     lowest = density.values(centers) - GEOMETRY.depth(size) / num_data
-    noise = [standard_normal(problem.seed, chain, size) for chain in range(len(found))]
-    draws = [own.sample(z) - own.mean for own, z in zip(found, noise, strict=True)]
+    noise = [standard_normal(problem.seed, chain, size) for chain in range(len(gaussians))]
+    draws = [one.sample(z) - one.mean for one, z in zip(gaussians, noise, strict=True)]
 
     def is_deep(away: Tensor) -> Tensor:
         values, slopes = density.grads(centers + away)
@@ -152,12 +178,13 @@ def standard_normal(seed: int, chain: int, size: int) -> Tensor:
 
 
 def disperse(draws: Tensor, is_deep: Callable[[Tensor], Tensor]) -> Tensor:
-    """Overdispersed starts, as distances from each chain's mode, `[chains, D]`: twice as far as the
+    """Overdispersed starts, relative to each chain's mode, `[chains, D]`: twice as far away as the
     draws, halved until the log joint is not too far below the mode.
 
     Args:
-        draws: draws of the Gaussian around each chain's mode, as distances from it, `[chains, D]`.
-        is_deep: distances -> whether the log joint there is too far below the mode, `[chains]`.
+        draws: draws of the Gaussian at each chain's mode, relative to the mode, `[chains, D]`.
+        is_deep: (starts relative to the mode) -> whether the log joint is too far below the mode,
+            `[chains]`.
     """
     away = GEOMETRY.dispersion * draws
     for _ in range(GEOMETRY.halvings):

@@ -1,4 +1,4 @@
-"""The variance of minibatch gradients, from the gradients of single rows."""
+"""The variance of minibatch gradients, from gradients of single rows."""
 
 from __future__ import annotations
 
@@ -19,42 +19,48 @@ from pyro_scale.curvature.ggn import row_moments
 from pyro_scale.data.batches import Batches, batches_from
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.step import Density, Engine
-from pyro_scale.errors import BiasWarning
+from pyro_scale.errors import ArgumentError, BiasWarning
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.run.measurements import GradientNoise
 from pyro_scale.run.problem import Problem
 from pyro_scale.storage.lazy_draws import Positions, spread
 from pyro_scale.tuning.policy import NOISE
 
-#: Rows times D, above which rows are not differentiated one by one.
+#: Rows of a batch times D, above which gradients of single rows are not computed.
 _MOST_GRADIENT_NUMBERS = 2**28
-#: Numbers on the way back from rows that are differentiated at once.
+#: Numbers in the gradients of rows that are differentiated together.
 NUMBERS_AT_ONCE = 2**22
-#: Numbers in these rows' gradients, unless there are the fewest draws alone.
+#: Numbers in all gradients that estimate the noise of a run, unless the fewest draws have more.
 _NOISE_NUMBERS = 2**24
-#: By how much a row's log likelihood may differ from its own in a batch.
+#: Difference allowed between a row's log likelihood alone and in a batch.
 _ROW_TOLERANCE = 1e-3
-#: One chain's batch: the model's arguments, and indices for one that subsamples by itself.
-OwnBatch = tuple[Arguments, Tensor | None]
+#: A batch of one chain: the model's arguments, and indices if the model subsamples by itself.
+ChainBatch = tuple[Arguments, Tensor | None]
+
+
+def first_batches(problem: Problem, num_rows: int, sampling: Sampling) -> list[ChainBatch]:
+    """The first batches of a single chain, with `num_rows` rows or more."""
+    count = -(-num_rows // problem.batch_size)
+    batches = batches_from(problem.batches(1, sampling), 0, count)
+    return [batch.of_chain(0) for batch in batches]
 
 
 def row_gradients(
     problem: Problem,
     density: Density,
     positions: Tensor,
-    batches: Sequence[Sequence[OwnBatch]],
+    batches: Sequence[Sequence[ChainBatch]],
     singly: bool | None = None,
 ) -> Tensor | None:
-    """Each row's gradient of its log likelihood, `[positions, rows, latents]`, in nats.
-
-    None where the model has no rows, or they are too many to differentiate one by one.
+    """Gradients of the log likelihoods of single rows, `[positions, rows, latents]`, in nats.
+    None if the model has no rows, or too many to differentiate one by one.
 
     Args:
         problem: the model.
-        density: the target; with control variates, rows' differences to the anchor count.
-        positions: `[positions, D]`.
-        batches: whose rows to use, some at each position.
-        singly: whether the model takes rows one by one; found out by default.
+        density: log posterior; control variates are subtracted from the gradients.
+        positions: params, `[positions, D]`.
+        batches: batches whose rows are used, by position.
+        singly: whether the model takes single rows; determined by default.
     """
     scaling, layout = problem.log_posterior.model_info.scaling, problem.engine.layout
     has_rows = any(rule.role == "rows" for rule in scaling.rules.values())
@@ -66,32 +72,33 @@ def row_gradients(
         singly = takes_single_rows(problem, positions[0], first)
     latents = [name for name in layout.names if name in problem.log_posterior.latents]
 
-    def of_batch(position: Tensor, *batch: Any) -> Tensor:
+    def gradients_of_batch(position: Tensor, *batch: Any) -> Tensor:
         gradients = density.row_gradients(layout.unflatten(position), *batch)
         return torch.cat(
             [gradients[name].reshape(len(gradients[name]), -1) for name in latents], dim=1
         )
 
-    def of_rows(position: Tensor, arguments: Arguments, _: None) -> Tensor:
-        def of_row(row: Arguments) -> Tensor:
-            return of_batch(position, row)[0]
+    def gradients_of_rows(position: Tensor, arguments: Arguments, _: None) -> Tensor:
+        def gradient(row: Arguments) -> Tensor:
+            return gradients_of_batch(position, row)[0]
 
-        return _over_rows(of_row, arguments)
+        return _vmap_rows(gradient, arguments)
 
-    each_at = zip(positions, batches, strict=True)
-    pairs = [(position, *batch) for position, some in each_at for batch in some]
-    row = layout.size + sum(leaf[0].numel() for leaf in rows.leaves(pairs[0][1]))
-    # without single rows, every row's gradient goes back through a whole batch
-    together = max(1, NUMBERS_AT_ONCE // ((size if singly else problem.batch_size**2) * row))
+    by_position = zip(positions, batches, strict=True)
+    pairs = [(position, *batch) for position, group in by_position for batch in group]
+    numbers = layout.size + sum(leaf[0].numel() for leaf in rows.leaves(pairs[0][1]))
+    # if the model takes no single rows, the gradient of each row passes through a whole batch
+    together = max(1, NUMBERS_AT_ONCE // ((size if singly else problem.batch_size**2) * numbers))
     blocks = (pairs[i : i + together] for i in range(0, len(pairs), together))
-    parts = [_of_each(of_rows if singly else of_batch, block) for block in blocks]
+    function = gradients_of_rows if singly else gradients_of_batch
+    parts = [_vmap_pairs(function, block) for block in blocks]
     gradients = parts[0] if len(parts) == 1 else torch.cat(parts)
     return gradients.reshape(len(positions), -1, gradients.shape[-1])
 
 
 def takes_single_rows(problem: Problem, position: Tensor, arguments: Arguments) -> bool:
-    """Whether the model gives a row by itself the log likelihood that it has in a batch: its
-    gradient is then that of a model on one row."""
+    """Whether a row alone has the same log likelihood as in a batch, so that its gradient can be
+    computed alone."""
     log_posterior = problem.log_posterior
     has_batches = log_posterior.model_info.own_plate is None and problem.features is None
     if not (has_batches and is_row_wise(log_posterior) and problem.engine.vectorized):
@@ -102,30 +109,30 @@ def takes_single_rows(problem: Problem, position: Tensor, arguments: Arguments) 
         return torch.stack(list(log_posterior.log_likelihood(params, arguments).values())).sum(0)
 
     try:
-        together, alone = log_lik(arguments), _over_rows(log_lik, arguments)[:, 0]
+        together, alone = log_lik(arguments), _vmap_rows(log_lik, arguments)[:, 0]
         return torch.allclose(alone, together, rtol=_ROW_TOLERANCE, atol=_ROW_TOLERANCE)
-    except Exception as error:  # the model's own, of one row
+    except Exception as error:  # raised by the model on one row
         raise_if_from_handler(error)
         return False
 
 
-def _over_rows(function: Callable[[Arguments], Tensor], arguments: Arguments) -> Tensor:
-    """A function of a batch of one row, of each of a batch's rows, `[B, ...]`."""
+def _vmap_rows(function: Callable[[Arguments], Tensor], arguments: Arguments) -> Tensor:
+    """Values of a function of one-row batches for all rows of a batch, `[B, ...]`."""
     single = rows.map_rows(lambda leaf: leaf[:, None], arguments)
     return torch.vmap(function, in_dims=(rows.vmap_dims(single, 0),))(single)
 
 
-def _of_each(function: Callable[..., Tensor], pairs: Sequence[tuple[Any, ...]]) -> Tensor:
-    """A function of positions and batches, of each pair: vmapped, or one by one where vmap
-    refuses."""
+def _vmap_pairs(function: Callable[..., Tensor], pairs: Sequence[tuple[Any, ...]]) -> Tensor:
+    """Values of a function of (position, arguments, indices) for all pairs of a position and a
+    batch, one by one if vmap refuses the model."""
     positions, arguments, indices = zip(*pairs, strict=True)
-    is_shared = all(each is arguments[0] for each in arguments)
+    is_shared = all(one is arguments[0] for one in arguments)
     stacked = arguments[0] if is_shared else rows.stack(arguments)
     dims = rows.vmap_dims(stacked, None if is_shared else 0)
-    own = None if indices[0] is None else torch.stack(indices)
+    places = None if indices[0] is None else torch.stack(indices)
     try:
-        every = torch.vmap(function, in_dims=(0, dims, None if own is None else 0))
-        return every(torch.stack(positions), stacked, own)
+        vmapped = torch.vmap(function, in_dims=(0, dims, None if places is None else 0))
+        return vmapped(torch.stack(positions), stacked, places)
     except (RuntimeError, NotImplementedError):
         return torch.stack([function(*pair) for pair in pairs])
 
@@ -135,39 +142,67 @@ def gradient_variance(
 ) -> Tensor:
     """The variance of the minibatch gradient of the log joint over N, `[latents]`.
 
-    V / B, V the variance of rows' gradients, on average over positions; times 1 - B/N where the
-    rows of a batch are all different.
+    It is V / B, where V is the variance of gradients of single rows, averaged over positions; times
+    1 - B/N if all rows of a batch are different.
 
     Args:
-        gradients: of rows, `[positions, rows, latents]`.
+        gradients: of single rows, `[positions, rows, latents]`.
         batch_size: B.
         num_data: N.
         sampling: how rows are drawn.
     """
-    # torch's own var is many times slower here
+    # torch.var is many times slower here
     centered = gradients - gradients.mean(1, keepdim=True)
     variance = (centered.square_().sum(1) / (gradients.shape[1] - 1)).mean(0)
-    return variance * _part_of_batches(batch_size, num_data, sampling)
+    return variance * variance_factor(batch_size, num_data, sampling)
 
 
-def _part_of_batches(batch_size: int, num_data: int, sampling: Sampling) -> float:
-    """The variance of a batch's mean over that of rows: less where its rows are all different."""
+def variance_factor(batch_size: int, num_data: int, sampling: Sampling) -> float:
+    """The variance of a batch's mean relative to that of rows, which is smaller if all rows of a
+    batch are different."""
     all_different = 0.0 if sampling == "replacement" else batch_size / num_data
     return (1 - all_different) / batch_size
 
 
+def with_known_noise(problem: Problem, mode: Tensor, sampling: Sampling) -> Problem:
+    """The problem with the variance of minibatch gradients at a mode [D], which its engine
+    subtracts from the injected noise.
+
+    Raises:
+        ArgumentError: there are no minibatches, or no gradients of single rows.
+    """
+    log_posterior, engine = problem.log_posterior, problem.engine
+    size = problem.data.batch_size
+    if size is None:
+        raise ArgumentError("subtract_noise: the whole data at every step has no noise")
+    batches = first_batches(problem, NOISE.rows, sampling)
+    gradients = row_gradients(problem, log_posterior, mode[None], [batches])
+    if gradients is None:
+        raise ArgumentError(
+            "subtract_noise needs the gradient of single rows, which this model does not give: "
+            "leave it out and lower lr"
+        )
+    if engine.whitening is not None:
+        gradients = engine.whitening.pull_back(gradients)
+    variance = gradient_variance(gradients, size, log_posterior.num_data, sampling)
+    return problem.with_engine(known_noise=engine.pad(variance))
+
+
 def _variance_of_rows(
-    log_posterior: LogPosterior, layout: Layout, position: Tensor, batches: Sequence[OwnBatch]
+    log_posterior: LogPosterior, layout: Layout, position: Tensor, batches: Sequence[ChainBatch]
 ) -> Tensor:
-    """The variance of rows' gradients, `[latents]`, without a row's own."""
-    params, every = layout.unflatten(position), [arguments for arguments, _ in batches]
-    moments = [row_moments(log_posterior, params, arguments) for arguments in every]
+    """The variance of gradients of single rows, `[latents]`, from their moments in batches: no
+    gradient of a single row is kept in memory."""
+    params = layout.unflatten(position)
+    moments = [row_moments(log_posterior, params, arguments) for arguments, _ in batches]
     latents = [name for name in layout.names if name in log_posterior.latents]
     total, squares = (
-        torch.stack([torch.cat([of[name].flatten() for name in latents]) for of in each]).sum(0)
-        for each in zip(*moments, strict=True)
+        torch.stack(
+            [torch.cat([by_site[name].flatten() for name in latents]) for by_site in kind]
+        ).sum(0)
+        for kind in zip(*moments, strict=True)
     )
-    count = sum(rows.count(arguments) or 1 for arguments in every)
+    count = sum(rows.count(arguments) or 1 for arguments, _ in batches)
     return (squares - total.square_() / count).clamp_(min=0) / (count - 1)
 
 
@@ -180,64 +215,63 @@ def gradient_noise(
     values: Mapping[str, Tensor],
     sampling: Sampling,
 ) -> GradientNoise | None:
-    """The noise of minibatches at some draws, from batches at each; None where the rows'
-    gradients cannot be had at once, and at temperature 0.
+    """Measures the noise of minibatches at a few draws, from a few batches at each.  None if
+    gradients of single rows cannot be computed together, or the temperature is 0.
 
     Args:
         problem: the model.
-        positions: of the finished chains' draws.
-        finished: which chains those are.
+        positions: draws of the finished chains.
+        finished: numbers of these chains.
         batches: of the run.
-        step: the first that the run did not take.
-        values: the hyperparameters', on average over the draws.
+        step: the first step after the run, whose batch is used first.
+        values: average hyperparameter values over the draws.
         sampling: how rows are drawn.
     """
     log_posterior, engine = problem.log_posterior, problem.engine
     size, num_latents = problem.batch_size, engine.num_latents
     if values["temperature"] == 0 or not engine.vectorized:
         return None
-    if problem.data.batch_size is None:  # the whole data at every step
+    if problem.data.batch_size is None:  # all rows at every step
         return GradientNoise(torch.ones(num_latents), torch.zeros(num_latents))
-    each = -(-NOISE.rows_each // size)  # batches at one draw
+    count = -(-NOISE.rows_each // size)  # batches of each draw
     singly = takes_single_rows(problem, problem.positions[0], problem.data.first())
-    few = slice(min(size, NOISE.rows_each))  # rows of each, if the rest has no part in them
-    in_rows = each * (few.stop if singly else size) * engine.layout.size
-    places = max(NOISE.fewest_draws, min(NOISE.draws // each, _NOISE_NUMBERS // in_rows))
-    chains = finished[:places]
-    chosen = spread(positions, places // len(chains))
+    few = slice(min(size, NOISE.rows_each))  # single rows of each batch
+    numbers = count * (few.stop if singly else size) * engine.layout.size
+    num_draws = max(NOISE.fewest_draws, min(NOISE.draws // count, _NOISE_NUMBERS // numbers))
+    chains = finished[:num_draws]
+    chosen = spread(positions, num_draws // len(chains))
     draws = positions[torch.arange(len(chains))[:, None], chosen]
-    at = draws.flatten(0, 1).to(problem.positions.device)
-    run_batches = batches_from(batches, step, each * len(chosen))
-    own = [
-        [batch.of_chain(chain) for batch in run_batches[i : i + each]]
+    places = draws.flatten(0, 1).to(problem.positions.device)
+    run_batches = batches_from(batches, step, count * len(chosen))
+    by_draw = [
+        [batch.of_chain(chain) for batch in run_batches[i : i + count]]
         for chain in chains
-        for i in range(0, len(run_batches), each)
+        for i in range(0, len(run_batches), count)
     ]
     if singly:
-        own = [[(rows.take(arguments, few), None) for arguments, _ in some] for some in own]
-
-    together = max(1, NUMBERS_AT_ONCE // in_rows)  # positions whose rows' gradients are in memory
+        by_draw = [[(rows.take(args, few), None) for args, _ in group] for group in by_draw]
+    together = max(1, NUMBERS_AT_ONCE // numbers)  # draws whose gradients are in memory
 
     def variance_of(density: Density, heats: bool = False) -> Tensor | None:
-        """The mean over positions; in the direction that an element of whitened chains is heated
-        from."""
-        own_axes = not heats or engine.whitening is None
-        if isinstance(density, LogPosterior) and singly and own_axes and together == 1:
-            pairs = zip(at, own, strict=True)
-            each = [_variance_of_rows(density, engine.layout, *pair) for pair in pairs]
-            part = _part_of_batches(size, density.num_data, sampling)
-            return torch.stack(each).mean(0).mul_(part).cpu()
+        """Average variance over the draws, `[latents]`; with `heats`, the variance that heats each
+        element of chains in whitened coordinates."""
+        mixes_axes = heats and engine.whitening is not None
+        if isinstance(density, LogPosterior) and singly and not mixes_axes and together == 1:
+            pairs = zip(places, by_draw, strict=True)
+            variances = [_variance_of_rows(density, engine.layout, *pair) for pair in pairs]
+            factor = variance_factor(size, density.num_data, sampling)
+            return torch.stack(variances).mean(0).mul_(factor).cpu()
         parts = []
-        for block in torch.arange(len(at)).split(together):
-            batches_there = [own[place] for place in block]
-            gradients = row_gradients(problem, density, at[block], batches_there, singly)
+        for block in torch.arange(len(places)).split(together):
+            batches_there = [by_draw[place] for place in block]
+            gradients = row_gradients(problem, density, places[block], batches_there, singly)
             if gradients is None:
                 return None
             if heats and engine.whitening is not None:
                 along = engine.whitening.push_forward(engine.whitening.pull_back(gradients))
                 gradients = along / engine.whitening.variance.sqrt()
             variance = gradient_variance(gradients, size, log_posterior.num_data, sampling)
-            parts.append(variance.cpu() * len(block) / len(at))
+            parts.append(variance.cpu() * len(block) / len(places))
         return torch.stack(parts).sum(0)
 
     variance, reduction = variance_of(engine.density), None
@@ -252,8 +286,8 @@ def gradient_noise(
 
 
 def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -> Tensor | None:
-    """By what minibatches multiply the temperature, and by what part is taken off again; None
-    where the kernel has no theory."""
+    """Factor on the temperature of each latent by minibatches, net of subtracted noise,
+    `[latents]`; None if the kernel has no theory."""
     theory = engine.kernel.theory
     if theory is None:
         return None
@@ -265,8 +299,7 @@ def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -
 
 
 def warn_of_a_bad_anchor(noise: GradientNoise | None) -> None:
-    """Warns where control variates add noise: their anchor is far from where the chains are, or
-    the rows' gradients change too much on the way, if it is the mode."""
+    """Warns if control variates add noise to the gradient of any element."""
     if noise is None or noise.reduction is None:
         return
     least = float(noise.reduction[noise.reduction > 0].amin()) if (noise.reduction > 0).any() else 1

@@ -2,7 +2,7 @@
 
 The chains of a group sample one posterior and share a geometry and a step size.  A run is one group
 of several chains (`one_group.py`).  A calibration has many groups of one chain each
-(`calibration/stacked_groups.py`).  R-hat, autocorrelation, geometry, bias and acceptance rate are
+(`calibration/stacked_chains.py`).  R-hat, autocorrelation, geometry, bias and acceptance rate are
 computed for each group.  All groups have windows and pilots of the same lengths.
 """
 
@@ -85,7 +85,7 @@ class Groups(Protocol):
     def moved_to(self, draws: Draws, sound: Tensor) -> Self:
         """The groups with sound chains at their last draws, and the other chains restarted."""
 
-    def select(self, draws: Draws, sound: Tensor) -> Tensor:
+    def sound_draws(self, draws: Draws, sound: Tensor) -> Tensor:
         """Draws of the sound chains, `[groups, chains, draws, D]`."""
 
     def to_whitened(self, kept: Tensor) -> Tensor:
@@ -151,10 +151,10 @@ def are_most(groups: Tensor) -> bool:
 
 
 def times_of(draws: Tensor, center: Tensor | float) -> Tensor:
-    """Autocorrelation times in draws, `[groups, elements]`: the larger of an element's own and that
-    of its square about a center.  Draws are `[groups, chains, draws, elements]`."""
+    """Autocorrelation times in draws, `[groups, elements]`: the larger of an element's and of its
+    square's about a center.  Draws are `[groups, chains, draws, elements]`."""
     squares = (draws - center).square()
-    return torch.maximum(*(by_group(autocorrelation_time, each) for each in (draws, squares)))
+    return torch.maximum(*(by_group(autocorrelation_time, series) for series in (draws, squares)))
 
 
 def times_about_mean(draws: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Geometries of many dimensions: elements on scales of their own, and the few directions in which
-that is not enough."""
+"""Geometries of many dimensions: a scale for each element, and a few directions with scales that
+differ from those of their elements."""
 
 from __future__ import annotations
 
@@ -12,19 +12,27 @@ from torch import Tensor
 from pyro_scale.core.whitening import DiagonalWhitening, LowRankWhitening, Whitening
 from pyro_scale.curvature.density import FullDataDensity
 
-#: Directions, half of them at either end of the curvature's spectrum.
+#: Directions at most; half of them are at either end of the curvature's spectrum.
 MOST_AXES = 48
-#: Sds of a direction, over those of its elements, within which it needs none of its own.
+#: Factor between a direction's sd and that of its elements, within which it is left out.
 _PLAIN = 2**0.5
-#: Accuracy of the curvature along a direction, and restarts of Lanczos' method at most.
+#: Relative accuracy of curvatures along directions, and restarts of Lanczos' method at most.
 _LANCZOS_TOLERANCE, _MOST_RESTARTS = 0.05, 20
+#: Steps of the power method.
+_POWERS = 8
 
 
 def with_axes(
     whitening: DiagonalWhitening, density: FullDataDensity, temperature: float
 ) -> LowRankWhitening:
-    """The geometry with the directions in which the curvature at its center is furthest from the
-    temperature, by Lanczos' method on products with the Hessian (ARPACK's, through SciPy)."""
+    """Adds the directions in which the whitened curvature at the center is furthest from the
+    temperature, by Lanczos' method on products with the Hessian (ARPACK, through SciPy).
+
+    Args:
+        whitening: scales of the elements.
+        density: log density of all rows, or of rows that represent them.
+        temperature: of the posterior.
+    """
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh  # slow to import
 
     center, scale = whitening.center, whitening.scale
@@ -44,26 +52,29 @@ def with_axes(
     how = {"k": min(MOST_AXES, size - 1), "which": "BE", "v0": start.numpy()}
     try:
         lengths, axes = eigsh(operator, tol=_LANCZOS_TOLERANCE, maxiter=_MOST_RESTARTS, **how)
-    except ArpackNoConvergence as found:
-        lengths, axes = found.eigenvalues, found.eigenvectors
+    except ArpackNoConvergence as error:
+        lengths, axes = error.eigenvalues, error.eigenvectors
     sds = (torch.from_numpy(lengths).abs().clamp(min=1e-12) / temperature).rsqrt()
-    return _of_axes(center, scale, torch.from_numpy(axes), sds)
+    return _with_furthest(center, scale, torch.from_numpy(axes), sds)
 
 
 def learn(
     old: LowRankWhitening, z: Tensor, count: float, largest: float
 ) -> tuple[Tensor, LowRankWhitening]:
-    """(The variances of draws in the old geometry, of elements and along its axes; the new geometry
-    about the old center).
+    """Updates scales and directions to those of draws.
 
-    Elements take the scales that draws show.  Directions are the old ones and those in which draws
-    vary more than chance, by Marchenko and Pastur's edge, makes of independent elements.
+    The new directions are the old ones, and those in which the draws vary more than independent
+    elements do by chance (above twice Marchenko and Pastur's edge).
 
     Args:
-        old: the geometry of the draws.
-        z: draws in that, `[draws, d]`, of variance 1 where it is right.
-        count: how many independent ones they are worth.
-        largest: the factor by which an sd may change.
+        old: geometry of the draws.
+        z: draws in that geometry, `[draws, d]`; of variance 1 if the geometry is right.
+        count: effective number of draws.
+        largest: largest factor by which an sd may change.
+
+    Returns:
+        Variances of the draws in the old geometry, of elements and along its directions; the new
+        geometry with the old center.
     """
     size, share = z.shape[1], count / (count + 2)
     doubled = old.double()
@@ -72,7 +83,7 @@ def learn(
     ratio = moved.square().mean(0) / doubled.variance
     bounded = (share * ratio + 1 - share).clamp(largest**-2, largest**2)
     scale = doubled.scale * bounded.sqrt()
-    units = moved / scale  # of variance 1 + what the axes add, element by element
+    units = moved / scale  # elements have variance 1, plus that along directions
     _, singular, rows = torch.linalg.svd(units, full_matrices=False)
     edge = (1 + (size / count) ** 0.5) ** 2
     stands_out = singular.square() / len(units) > 2 * edge
@@ -82,14 +93,14 @@ def learn(
     before = doubled.pull_back((basis / scale[:, None]).mT)
     covariance = share * inner.mT @ inner / len(inner) + (1 - share) * before @ before.mT
     lengths, turned = torch.linalg.eigh(covariance)
-    seen = torch.cat([ratio, (z @ doubled.axes).square().mean(0)])
+    variances = torch.cat([ratio, (z @ doubled.axes).square().mean(0)])
     sds = lengths.clamp(min=1e-12).sqrt()
-    return seen, _of_axes(old.center, scale.to(old.scale), basis @ turned, sds)
+    return variances, _with_furthest(old.center, scale.to(old.scale), basis @ turned, sds)
 
 
-def _of_axes(center: Tensor, scale: Tensor, axes: Tensor, sds: Tensor) -> LowRankWhitening:
-    """Of so many directions at most, the furthest from what elements say; as many from one window
-    to the next, so that the program stays the same."""
+def _with_furthest(center: Tensor, scale: Tensor, axes: Tensor, sds: Tensor) -> LowRankWhitening:
+    """The geometry with those of the axes `[d, axes]` whose sds differ most from 1.  Axes that
+    hardly differ are kept with sd 1, so that windows have equally many and share one program."""
     away = sds.log().abs()
     chosen = away.argsort(descending=True)[:MOST_AXES]
     stretch = torch.where(away > math.log(_PLAIN), sds, 1.0)[chosen]
@@ -98,15 +109,11 @@ def _of_axes(center: Tensor, scale: Tensor, axes: Tensor, sds: Tensor) -> LowRan
     )
 
 
-#: Steps of the power method.
-_POWERS = 8
-
-
 def steepest_by_products(
     density: FullDataDensity, whitening: Whitening | None, position: Tensor
 ) -> float:
-    """The largest curvature over N at a position, `[D]`, in whitened coordinates if there are any;
-    from below, by the power method on products with the Hessian."""
+    """The largest curvature over N at a position, `[D]`, in whitened coordinates if there are any:
+    a lower bound, by the power method on products with the Hessian."""
     vector, length = torch.ones_like(position), math.nan
     for _ in range(_POWERS):
         vector = vector / vector.norm()

@@ -1,12 +1,13 @@
-"""The posterior's modes, each chain's search its own, and a Gaussian to start from."""
+"""Modes of a posterior, found by a search from each start, and a Gaussian to start from."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,23 +22,53 @@ from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.policy import SEARCH
 
-#: Is told of passes through the data, and may raise.
-Check: TypeAlias = Callable[[float], None]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
-#: The evidence lower bound of a Gaussian, its mean and factor, the log evidence.
-Bounded: TypeAlias = tuple[float, Tensor, Tensor, float]
 
-T = TypeVar("T")
-Found = TypeVar("Found")
+def _never_ends(passes: float) -> None:
+    """A check that lets all searches go on."""
+
+
+@dataclass(frozen=True)
+class SearchLimits:
+    """Limits of searches for modes, and the processes that share them out.
+
+    Attributes:
+        passes: most passes through the data of each search.  If the log joint rises without end,
+            the path until then is enough for a Gaussian on the way up.
+        check: called with the passes of all searches so far; ends the searches by raising.
+        ranks: the processes.
+    """
+
+    passes: float = math.inf
+    check: Callable[[float], None] = _never_ends
+    ranks: Ranks = ALONE
+
+    def after(self, passes: float, share: float = 1.0) -> SearchLimits:
+        """Limits of a search that counts its passes from here on.
+
+        Args:
+            passes: passes through the data so far.
+            share: share of the rows that the search passes through.
+        """
+
+        def check(more: float) -> None:
+            self.check(passes + share * more)
+
+        return dataclasses.replace(self, passes=self.passes / share, check=check)
+
+
+NO_LIMITS = SearchLimits()
 
 
 class Mode(NamedTuple):
-    """A mode, or what stands for one.
+    """A mode, or a Gaussian that stands for one.
 
     Attributes:
-        gaussian: around it.
+        gaussian: the Gaussian at the mode.
         log_evidence: by Laplace's approximation, in nats.
-        searches: which searches led there.
+        searches: numbers of the searches that led there.
     """
 
     gaussian: Gaussian
@@ -47,52 +78,55 @@ class Mode(NamedTuple):
 
 @dataclass(frozen=True)
 class Modes:
-    """What searches from several points found.
+    """Results of the searches from all starts.
 
     Attributes:
-        modes: the best first; one Gaussian that stands for all where there is none.
-        found: whether they are modes.
-        searches: how many there were.
-        gap: nats by which the first one's Gaussian differs from the posterior (its
-            Kullback-Leibler divergence from it), as far as draws of the Gaussian tell.
-        evaluations: passes through the data, a Hessian counted as one for each dimension.
+        modes: the best first; if there is none, one Gaussian that stands for the posterior.
+        are_modes: whether they are modes.
+        searches: number of searches.
+        gap: Kullback-Leibler divergence of the best mode's Gaussian from the posterior, in nats,
+            estimated from the Gaussian's draws.
+        evaluations: passes through the data; a Hessian counts as one for each dimension.
     """
 
     modes: tuple[Mode, ...]
-    found: bool
+    are_modes: bool
     searches: int
     gap: float
     evaluations: int
 
     @property
     def best(self) -> Mode:
-        """The mode of most evidence."""
+        """The mode with the most evidence."""
         return self.modes[0]
 
     @property
     def worth_visiting(self) -> tuple[Mode, ...]:
-        """Those where something of the posterior is."""
+        """The modes that hold more than a negligible part of the posterior."""
         least = self.best.log_evidence - SEARCH.negligible_nats
         return tuple(mode for mode in self.modes if mode.log_evidence > least)
 
     def starting_points(self, num_chains: int) -> list[Gaussian]:
-        """The Gaussian that each chain starts from: that of its own search, unless nothing of the
-        posterior is there."""
-        own = {search: mode.gaussian for mode in self.worth_visiting for search in mode.searches}
+        """The Gaussian that each chain starts from: that of the search with its number, or of the
+        best mode if that search led to nothing.  The last chains start from modes that no other
+        chain starts from."""
+        by_search = {
+            search: mode.gaussian for mode in self.worth_visiting for search in mode.searches
+        }
         searches = max(1, self.searches)
-        chosen = [own.get(chain % searches, self.best.gaussian) for chain in range(num_chains)]
-        left = [g for g in own.values() if not any(g is each for each in chosen)]
-        for place, gaussian in enumerate(left[: num_chains - 1]):  # of searches that no chain has
+        chosen = [by_search.get(i % searches, self.best.gaussian) for i in range(num_chains)]
+        left = [g for g in by_search.values() if not any(g is other for other in chosen)]
+        for place, gaussian in enumerate(left[: num_chains - 1]):
             chosen[-1 - place] = gaussian
         return chosen
 
     def unvisited(self, num_chains: int) -> list[Mode]:
-        """Modes with something of the posterior from which none of so many chains starts."""
+        """Modes worth visiting from which no chain starts."""
         starts = self.starting_points(num_chains)
         return [
             mode
             for mode in self.worth_visiting
-            if not any(mode.gaussian is each for each in starts)
+            if not any(mode.gaussian is start for start in starts)
         ]
 
 
@@ -101,155 +135,146 @@ def find_modes(
     starts: Tensor,
     temperature: float,
     seed: int,
-    check: Check | None = None,
-    ranks: Ranks = ALONE,
-    most: float = math.inf,
+    limits: SearchLimits = NO_LIMITS,
 ) -> Modes:
-    """Searches from each of the starts, `[searches, D]`, for the modes of log joint / temperature.
+    """Searches for modes of log joint / temperature by Newton's method from every start.
 
-    Where the log density has none (a funnel, an improper posterior), or its Gaussian is far from
-    the posterior, the best Gaussian at a point on the ways up stands for it, by the evidence lower
-    bound: that of Pathfinder (Zhang, Carpenter, Gelman and Vehtari, JMLR 2022), with Hessians.
+    If there is no mode (a funnel, an improper posterior), or its Gaussian is far from the
+    posterior, the Gaussian of the best point on the ways up replaces it, by the evidence lower
+    bound: Pathfinder (Zhang, Carpenter, Gelman and Vehtari, JMLR 2022) with Hessians.
 
     Args:
-        density: of all rows, or some that stand for them.
-        starts: where searches begin.
+        density: log density of all rows, or of rows that represent them.
+        starts: where searches begin, `[searches, D]`.
         temperature: of the posterior.
-        seed: of what is drawn.
-        check: is told of the passes through the rows, and may end the search by raising.
-        ranks: the processes, which share searches out.
-        most: passes through the rows that each search may take: where it rises without end, what
-            it has seen by then is enough for a Gaussian on the way up.
+        seed: of the draws that estimate the evidence lower bound.
+        limits: of the searches.
 
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
     """
-    search, device = partial(_search, density, most), starts.device
-    ascents, passes = in_order(search, list(starts), check, ranks, device)
+    search, device = partial(_search, density, limits.passes), starts.device
+    ascents, passes = run_searches(search, list(starts), limits, device)
     evaluations = int(passes)
-    modes = _distinct([(i, each) for i, each in enumerate(ascents) if each.is_mode], temperature)
+    modes = merge([mode_at(end, temperature, (i,)) for i, end in enumerate(ascents) if end.is_mode])
     gap, stand_in = math.inf, None
     if modes:
         best = modes[0].gaussian
         assert isinstance(best, Dense)
         bound, evidence = _bound(density, best, temperature, seed)
         gap = evidence - bound
-    if not gap <= SEARCH.gap_nats * starts.shape[1] + 1:  # nor where it is not known
-        chosen = some_places(ascents)
-        evaluations += len(chosen) * density.passes
-        stand_in = best_on_the_way(density, chosen, temperature, seed, ranks)
+    if not gap <= SEARCH.gap_nats * starts.shape[1] + 1:  # also if it is NaN
+        places = places_on_the_way(ascents)
+        evaluations += len(places) * density.passes
+        stand_in = best_on_the_way(density, places, temperature, seed, limits.ranks)
     if stand_in is None and not modes:
         raise ArgumentError(
             f"no Gaussian fits the posterior anywhere on the way up from {len(starts)} starts"
             f"{what_to_try(density, ascents[0].position)}",
             code="not-finite",
         )
-    if stand_in is not None and (not modes or stand_in[0] > bound):
-        everything = tuple(range(len(starts)))
-        mode = Mode(stand_in[1], stand_in[0], everything)
-        return Modes((mode,), False, len(starts), stand_in[2] - stand_in[0], evaluations)
+    if stand_in is not None and (not modes or stand_in.bound > bound):
+        mode = stand_in.as_mode(tuple(range(len(starts))))
+        gap = stand_in.evidence - stand_in.bound
+        return Modes((mode,), False, len(starts), gap, evaluations)
     return Modes(tuple(modes), bool(modes), len(starts), gap, evaluations)
 
 
-def in_order(
-    search: Callable[[T, Check | None], tuple[Found, float]],
-    items: Sequence[T],
-    check: Check | None,
-    ranks: Ranks,
+def run_searches(
+    search: Callable[[Item, SearchLimits], tuple[Result, float]],
+    items: Sequence[Item],
+    limits: SearchLimits,
     device: torch.device,
     spent: float = 0,
-) -> tuple[list[Found], float]:
-    """(What searches from some items come to, in order, on every rank; the passes that they took,
-    with those before).
+) -> tuple[list[Result], float]:
+    """Runs searches, shared out among ranks.
 
-    Each rank does some of the searches, and tells the check of those passes; afterwards it tells
-    it of all, as one process does.
+    Each rank checks the passes of its own searches; afterwards all ranks check those of all, as one
+    process does.
 
     Args:
-        search: from an item, with a check of its own passes: what it comes to, a pytree of
-            tensors, and the passes that it took.
+        search: (item, limits of one search) -> a pytree of tensors, and the passes that it took.
         items: where searches begin.
-        check: is told of passes, and may end the searches by raising.
-        ranks: the processes.
-        device: where positions are.
-        spent: passes before.
+        limits: of the searches.
+        device: device of the results.
+        spent: passes so far.
+
+    Returns:
+        The results, in the order of `items`, on every rank; the passes so far.
     """
-    own, passes = list[tuple[Found, float, float]](), spent
+    ranks, done, passes = limits.ranks, list[tuple[Result, float, float]](), spent
     for item in ranks.share.of(items):
-        told = [0.0]
+        checked = [0.0]
 
-        def checked(more: float, passes: float = passes, told: list[float] = told) -> None:
-            told.append(more)
-            if check is not None:
-                check(passes + more)
+        def check(more: float, passes: float = passes, checked: list[float] = checked) -> None:
+            checked.append(more)
+            limits.check(passes + more)
 
-        found, taken = search(item, checked)
-        own.append((found, taken, max(told)))
+        result, taken = search(item, dataclasses.replace(limits, check=check))
+        done.append((result, taken, max(checked)))
         passes += taken
     if ranks.is_alone:
-        return [found for found, _, _ in own], passes
-    every, passes = ranks.in_turn(own, "searches for modes", device), spent
-    for _, taken, most in every:
-        if check is not None:
-            check(passes + most)
+        return [result for result, _, _ in done], passes
+    done, passes = ranks.in_turn(done, "searches for modes", device), spent
+    for _, taken, most in done:
+        limits.check(passes + most)
         passes += taken
-    return [found for found, _, _ in every], passes
+    return [result for result, _, _ in done], passes
 
 
 def _search(
-    density: FullDataDensity, most: float, start: Tensor, check: Check | None
+    density: FullDataDensity, most: float, start: Tensor, limits: SearchLimits
 ) -> tuple[Ascent, int]:
-    """(The way up from a start, or from nearer to 0 where it leads to no mode, the passes that
-    it took): far out a log density may be too steep for its derivatives to be told from rounding.
-    """
+    """The way up from a start, and the passes that it took.  If it leads to no mode, the search is
+    repeated from closer to 0: far out, derivatives of a steep log density drown in rounding."""
     ascents, passes = list[Ascent](), 0
     for shrinkage in SEARCH.shrinkages:
         steps = min(MOST_STEPS, (most - passes) / density.passes)
         if ascents and steps < 1:
             break
-        own = further(check, passes)
-        ascents.append(ascend(density, start * shrinkage, most_steps=int(steps), check=own))
+        check = limits.after(passes).check
+        ascents.append(ascend(density, start * shrinkage, most_steps=int(steps), check=check))
         passes += len(ascents[-1].path) * density.passes
         if ascents[-1].is_mode:
             return ascents[-1], passes
     return max(ascents, key=lambda ascent: ascent.value), passes
 
 
-def further(check: Check | None, passes: float, part: float = 1.0) -> Check | None:
-    """The check of passes through a part of the rows, after so many through all."""
-    return None if check is None else lambda more: check(passes + part * more)
-
-
-def _distinct(found: Sequence[tuple[int, Ascent]], temperature: float) -> list[Mode]:
-    """Modes, the best first, without those that are another one's."""
-    return merged([mode_at(ascent, temperature, (search,)) for search, ascent in found])
-
-
 def mode_at(ascent: Ascent, temperature: float, searches: tuple[int, ...]) -> Mode:
-    """The Gaussian where an ascent ended, and its evidence."""
+    """The mode where an ascent ended."""
     gaussian = gaussian_at(ascent.position, ascent.precision, temperature)
     constant = len(ascent.position) / 2 * math.log(2 * math.pi)
     evidence = ascent.value / temperature + float(gaussian.log_det) / 2 + constant
     return Mode(gaussian, evidence, searches)
 
 
-def merged(modes: Sequence[Mode]) -> list[Mode]:
-    """Modes whose Gaussian is finite, the best first; equal ones count once, with the searches of
-    all."""
-    return each_once([mode for mode in modes if _is_finite(mode)], _are_near)
+def gaussian_at(position: Tensor, precision: Tensor, temperature: float) -> Dense:
+    """The Gaussian of a curvature, in float64; negative curvatures count by their absolute
+    value."""
+    scale = precision.diagonal().abs().clamp(min=1e-300).rsqrt()
+    lengths, axes = torch.linalg.eigh(scale[:, None] * precision * scale)
+    lengths = lengths.abs().clamp(min=SEARCH.flattest * float(lengths.abs().max()))
+    root = scale[:, None] * axes * (temperature / lengths).sqrt()
+    return Dense(position.double(), triangular(root))
 
 
-def each_once(modes: Sequence[Mode], are_one: Callable[[Mode, Mode], bool]) -> list[Mode]:
-    """The best first, without those that are one with a better one, which has their searches.
+def merge(modes: Sequence[Mode]) -> list[Mode]:
+    """Distinct modes with a finite Gaussian, the best first."""
+    return merge_by([mode for mode in modes if _is_finite(mode)], _are_near)
+
+
+def merge_by(modes: Sequence[Mode], are_same: Callable[[Mode, Mode], bool]) -> list[Mode]:
+    """Distinct modes, the best first.  Of modes that are the same, the best one is kept, with the
+    searches of all.
 
     Args:
         modes: in any order.
-        are_one: whether two are one, the better one first.
+        are_same: whether two modes are the same, the better one first.
     """
     distinct: list[Mode] = []
     for mode in sorted(modes, key=lambda mode: -mode.log_evidence):
         for place, better in enumerate(distinct):
-            if are_one(better, mode):
+            if are_same(better, mode):
                 distinct[place] = better._replace(searches=(*better.searches, *mode.searches))
                 break
         else:
@@ -263,33 +288,45 @@ def _is_finite(mode: Mode) -> bool:
 
 
 def _are_near(better: Mode, mode: Mode) -> bool:
-    """Whether two modes are one by the distance of their means and by their evidence."""
-    sds, own = (_sds_between(mode, better, by.gaussian) for by in (better, mode))
+    """Whether two modes are the same, by the distance of their means and their evidence."""
+    sds, sds_of_better = (_distance(mode, better, by.gaussian) for by in (better, mode))
     nats = abs(mode.log_evidence - better.log_evidence)
     alike = sds < SEARCH.same_sds and nats < SEARCH.same_nats
-    return alike or max(sds, own) < SEARCH.surely_same_sds
+    return alike or max(sds, sds_of_better) < SEARCH.surely_same_sds
 
 
-def _sds_between(one: Mode, other: Mode, by: Gaussian) -> float:
-    """How far two modes are apart, in sds of a Gaussian."""
+def _distance(one: Mode, other: Mode, by: Gaussian) -> float:
+    """Distance of two modes' means, in sds of a Gaussian."""
     assert isinstance(by, Dense)
     away = (one.gaussian.mean - other.gaussian.mean)[:, None]
     return float(torch.linalg.solve_triangular(by.scale_tril, away, upper=False).norm())
 
 
-def gaussian_at(position: Tensor, precision: Tensor, temperature: float) -> Dense:
-    """The Gaussian of a curvature: where that is negative, of its size; in float64."""
-    scale = precision.diagonal().abs().clamp(min=1e-300).rsqrt()
-    lengths, axes = torch.linalg.eigh(scale[:, None] * precision * scale)
-    lengths = lengths.abs().clamp(min=SEARCH.flattest * float(lengths.abs().max()))
-    root = scale[:, None] * axes * (temperature / lengths).sqrt()
-    return Dense(position.double(), triangular(root))
+class StandIn(NamedTuple):
+    """A Gaussian that stands for the posterior.
+
+    Attributes:
+        bound: its evidence lower bound, in nats.
+        mean: [D].
+        scale_tril: its lower triangular factor, [D, D].
+        evidence: log evidence, estimated by its draws, in nats.
+    """
+
+    bound: float
+    mean: Tensor
+    scale_tril: Tensor
+    evidence: float
+
+    def as_mode(self, searches: tuple[int, ...]) -> Mode:
+        """The mode that it replaces, of these searches."""
+        return Mode(Dense(self.mean, self.scale_tril), self.bound, searches)
 
 
 def _bound(
     density: FullDataDensity, gaussian: Dense, temperature: float, seed: int
 ) -> tuple[float, float]:
-    """(The evidence lower bound of a Gaussian, the log evidence by importance), by its draws."""
+    """The evidence lower bound of a Gaussian, and the log evidence by importance sampling, from its
+    draws."""
     source = generator(seed, 0, Purpose.SEARCH)
     shape = SEARCH.path_draws, len(gaussian.mean)
     noise = torch.randn(shape, generator=source, dtype=torch.float64)
@@ -303,28 +340,26 @@ def _bound(
     return bound, float(torch.logsumexp(ratio, 0)) - math.log(SEARCH.path_draws)
 
 
-def some_places(ascents: Sequence[Ascent]) -> Tensor:
-    """Some points on the ways up, `[places, D]`."""
-    every = torch.cat([each.path for each in ascents])
-    return every[torch.linspace(0, len(every) - 1, SEARCH.path_places).round().long().unique()]
+def places_on_the_way(ascents: Sequence[Ascent]) -> Tensor:
+    """Points on the ways up, evenly spread, `[places, D]`."""
+    path = torch.cat([ascent.path for ascent in ascents])
+    return path[torch.linspace(0, len(path) - 1, SEARCH.path_places).round().long().unique()]
 
 
 def best_on_the_way(
     density: FullDataDensity, places: Tensor, temperature: float, seed: int, ranks: Ranks = ALONE
-) -> tuple[float, Dense, float] | None:
-    """(The evidence lower bound, the Gaussian, the log evidence) of the best of some points, which
-    ranks share out."""
+) -> StandIn | None:
+    """The Gaussian with the best evidence lower bound, of the curvatures at some places
+    `[places, D]`; None if no bound is finite."""
 
-    def at(place: Tensor, check: Check | None) -> tuple[Bounded | None, float]:
+    def fit(place: Tensor, limits: SearchLimits) -> tuple[StandIn | None, float]:
         hessian = density.hessian(place).double()
         if not bool(torch.isfinite(hessian).all()):
             return None, 0
         gaussian = gaussian_at(place, -hessian * density.log_posterior.num_data, temperature)
         bound, evidence = _bound(density, gaussian, temperature, seed)
-        return (bound, gaussian.mean, gaussian.scale_tril, evidence), 0
+        return StandIn(bound, gaussian.mean, gaussian.scale_tril, evidence), 0
 
-    best = None
-    for found in in_order(at, list(places), None, ranks, places.device)[0]:
-        if found is not None and math.isfinite(found[0]) and (best is None or found[0] > best[0]):
-            best = found
-    return None if best is None else (best[0], Dense(best[1], best[2]), best[3])
+    fits, _ = run_searches(fit, list(places), SearchLimits(ranks=ranks), places.device)
+    finite = [one for one in fits if one is not None and math.isfinite(one.bound)]
+    return max(finite, key=lambda one: one.bound, default=None)

@@ -1,4 +1,4 @@
-"""What to say where chains have nowhere to start."""
+"""Advice for error messages if there is no mode, or no stable step size, to start from."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from torch import Tensor
 from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.model.diagnose import improper_latents
 
-#: Curvatures below this part of the largest are those of a flat direction.
+#: Curvatures below this fraction of the largest count as flat.
 _FLAT_CURVATURE = 1e-6
-#: Dimensions up to which a flat direction is looked for.
-_MOST_LOOKED_AT = 2_000
+#: Dimensions up to which the Hessian is searched for a flat direction.
+_MOST_DIMENSIONS = 2_000
 
 
 def what_to_try(density: FullDataDensity, position: Tensor) -> str:
-    """What to try where chains have nowhere to start, after what was seen at a position: it speaks
-    of priors only where they may be the cause."""
+    """The end of an error message, from its colon on: what to try if chains have nowhere to start.
+    It recommends priors only if the density is flat or a prior improper.
+
+    Args:
+        density: log density of all rows, or of rows that represent them.
+        position: the end of a search, or where a chain broke, [D].
+    """
     params, first = density.layout.unflatten(position), density.data.first()
     try:
         improper = improper_latents(density.log_posterior, params, first)
@@ -36,9 +41,9 @@ def what_to_try(density: FullDataDensity, position: Tensor) -> str:
 
 
 def _flat_direction(density: FullDataDensity, position: Tensor) -> str:
-    """The site along which the log density hardly curves, in words; none if there is none, or if
-    there are too many dimensions to look."""
-    if len(position) > _MOST_LOOKED_AT:
+    """A remark on the site along which the log density hardly curves; empty if there is none, or if
+    there are too many dimensions."""
+    if len(position) > _MOST_DIMENSIONS:
         return ""
     precision = -density.hessian(position).double()
     if not bool(torch.isfinite(precision).all()):

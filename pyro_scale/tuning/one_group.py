@@ -46,7 +46,7 @@ class OneGroup:
     density: FullDataDensity | None
     whole: FullDataDensity
 
-    def of(self, problem: Problem) -> OneGroup:
+    def with_problem(self, problem: Problem) -> OneGroup:
         """The group with another problem."""
         return dataclasses.replace(self, problem=problem)
 
@@ -63,7 +63,7 @@ class OneGroup:
         return torch.tensor([float(self.problem.engine.kernel.lr)], dtype=torch.float64)
 
     def with_lr(self, lr: Tensor) -> OneGroup:
-        return self.of(self.problem.with_lr(float(lr[0])))
+        return self.with_problem(self.problem.with_lr(float(lr[0])))
 
     def run(self, steps: Steps, purpose: Purpose, number: int, halved: bool = False) -> Draws:
         problem, kernel = self.problem, self.problem.engine.kernel
@@ -86,7 +86,7 @@ class OneGroup:
         problem = self.problem
         if problem.data.batch_size is None:
             left = have_left(draws.log_joint[draws.finished], self.num_latents)
-        else:  # whose estimates of it scatter
+        else:  # on batches, the log joint is noisy
             ends = draws.positions[draws.finished][:, [0, -1], : self.num_latents]
             values = self.density.values(ends.flatten(0, 1).to(problem.positions)).double()
             values = (values * problem.log_posterior.num_data).nan_to_num(-math.inf)
@@ -106,9 +106,10 @@ class OneGroup:
             elif whitening is not None:
                 center = whitening.tensors[0]
                 positions[chain, : len(center)] = (positions[chain, : len(center)] + center) / 2
-        return self.of(dataclasses.replace(problem, positions=positions).moved_to(draws, chains))
+        moved = dataclasses.replace(problem, positions=positions).moved_to(draws, chains)
+        return self.with_problem(moved)
 
-    def select(self, draws: Draws, sound: Tensor) -> Tensor:
+    def sound_draws(self, draws: Draws, sound: Tensor) -> Tensor:
         return draws.positions[sound[0]][None]
 
     def to_whitened(self, kept: Tensor) -> Tensor:
@@ -119,13 +120,13 @@ class OneGroup:
         problem, old = self.problem, self.problem.engine.whitening
         assert old is not None
         change, new = learn(old, draws.z[0], problem.log_posterior.num_data, draws.counts[0])
-        learned = self.of(problem.with_engine(whitening=new))
+        learned = self.with_problem(problem.with_engine(whitening=new))
         if float(draws.r_hat) >= WARM_UP.most_r_hat and change >= WARM_UP.largest_change:
-            learned = learned._look_again()
+            learned = learned._with_curvature_at_mean()
         steepest = [learned._steepest(place.to(problem.positions)) for place in draws.places[0]]
         return learned, change.view(1).cpu(), torch.tensor([steepest])
 
-    def _look_again(self) -> OneGroup:
+    def _with_curvature_at_mean(self) -> OneGroup:
         """Recomputes the geometry from the curvature at the draws' mean, as their covariance does
         not show stiff directions once chains have moved away from the mode without mixing.
 
@@ -136,13 +137,14 @@ class OneGroup:
         temperature = float(problem.engine.kernel.values(0)["temperature"])
         num_data, like = problem.log_posterior.num_data, problem.positions
         if isinstance(whitening, LowRankWhitening):
-            # whole variances for scales: of some rows' axes, none must make elements longer
+            # scales from all of the variance, as the new axes must not make elements longer
             elements = DiagonalWhitening(whitening.center, whitening.variance.sqrt())
-            return self.of(problem.with_engine(whitening=with_axes(elements, density, temperature)))
+            low_rank = with_axes(elements, density, temperature)
+            return self.with_problem(problem.with_engine(whitening=low_rank))
         if not isinstance(whitening, DenseWhitening):
             return self
-        some = self.whole.of_some_rows(GEOMETRY.most_rows, problem.seed)
-        precision = -num_data * some.hessian(whitening.center).double()
+        many_rows = self.whole.of_some_rows(GEOMETRY.most_rows, problem.seed)
+        precision = -num_data * many_rows.hessian(whitening.center).double()
         if not bool(torch.isfinite(precision).all()):
             return self
         if isinstance(density, AnchoredDensity):

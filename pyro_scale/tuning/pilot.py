@@ -1,4 +1,4 @@
-"""The bias of a step size, measured before the run by a coupled run at half of it."""
+"""The step size, chosen by its bias: the difference to a coupled run at half the step size."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ G = TypeVar("G", bound=Groups)
 
 
 class Bias(NamedTuple):
-    """By how much a step size is too long, element by element of the latents, `[d]`.
+    """Step-size bias of every latent element, `[d]`.
 
     Attributes:
-        mean: what is too much in the mean, in posterior sds.
-        mean_mcse: its standard error.
-        log_sd: what is too much in the logarithm of the sd.
-        log_sd_mcse: its standard error.
+        mean: bias of the mean, in posterior sds.
+        mean_mcse: standard error of `mean`.
+        log_sd: bias of the log sd.
+        log_sd_mcse: standard error of `log_sd`.
     """
 
     mean: Tensor
@@ -34,7 +34,7 @@ class Bias(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """How many times too large what is surely there is."""
+        """The largest significant part of a bias, relative to what a step size may have."""
         means = (self.mean.abs() - PILOTS.errors * self.mean_mcse) / PILOTS.mean_bias
         sds = (self.log_sd.abs() - PILOTS.errors * self.log_sd_mcse) / PILOTS.sd_bias
         return float(torch.maximum(means, sds).max())
@@ -51,14 +51,15 @@ class Bias(NamedTuple):
 
     @property
     def is_vague(self) -> bool:
-        """Whether paths have parted: a bias twice as large as may be would not be seen."""
+        """Whether the coupled paths have parted, so that a bias at the tolerance would not be
+        significant."""
         return bool(
             (self.mean_mcse > TOLERANCE.mean).any() | (self.log_sd_mcse > TOLERANCE.sd).any()
         )
 
     @property
     def is_known(self) -> Tensor:
-        """Whether it is known to be inside of what a run is judged by, `[d]`."""
+        """Whether mean and sd are within tolerance, standard errors included, `[d]`."""
         means = self.mean.abs() + PILOTS.errors * self.mean_mcse < TOLERANCE.mean
         return means & (self.log_sd.abs() + PILOTS.errors * self.log_sd_mcse < TOLERANCE.sd)
 
@@ -113,17 +114,17 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
     for number in range(1, 1 + (policy.most if fixed is None else fixed.pilots)):
         ran, every = length, max(1, length // policy.draws)
         steps = Steps(length // every, 0, every)
-        own = groups.run(steps, Purpose.PILOT, number - 1)
+        full = groups.run(steps, Purpose.PILOT, number - 1)
         half = groups.run(steps, Purpose.PILOT, number - 1, halved=True)
-        total += own.num_steps + half.num_steps
-        sound = groups.are_sound(own) & groups.are_sound(half)
+        total += full.num_steps + half.num_steps
+        sound = groups.are_sound(full) & groups.are_sound(half)
         intact = sound.all(1)
-        if fixed is not None or bool(intact.any()):  # a group's chains depend on no other group
-            kept = groups.select(own, sound), groups.select(half, sound)
-            one, other = (each[..., : groups.num_latents].double() for each in kept)
+        if fixed is not None or bool(intact.any()):  # set lengths: no group depends on another
+            kept = groups.sound_draws(full, sound), groups.sound_draws(half, sound)
+            latents, of_half = (draws[..., : groups.num_latents].double() for draws in kept)
             for group in torch.nonzero(intact)[:, 0].tolist():
-                biases[group] = bias_of(one[group], other[group], order)
-            groups, times = groups.moved_to(own, sound), times_about_mean(one) * every
+                biases[group] = bias_between(latents[group], of_half[group], order)
+            groups, times = groups.moved_to(full, sound), times_about_mean(latents) * every
         factor = torch.tensor(
             [
                 _factor(bias, order, policy) if bias is not None and is_intact else 0.5
@@ -155,19 +156,24 @@ def _factor(bias: Bias, order: int, policy: Pilots) -> float:
     return policy.if_vague if factor == 1 and bias.is_vague else factor
 
 
-def bias_of(own: Tensor, half: Tensor, order: int) -> Bias:
-    """From draws at a step and at half of it on the same noise, `[chains, draws, d]`."""
-    center = (own + half).mean((0, 1)) / 2
+def bias_between(full: Tensor, half: Tensor, order: int) -> Bias:
+    """The bias of a step size, extrapolated from coupled runs.
+
+    Args:
+        full: draws at the step size, `[chains, draws, d]`.
+        half: draws at half the step size, on the same noise path, `[chains, draws, d]`.
+        order: power of lr with which the bias falls.
+    """
+    center = (full + half).mean((0, 1)) / 2
     sd = half.flatten(0, 1).std(0).clamp(min=1e-300)
-    factor = 2.0**order / (2.0**order - 1)  # of the bias over its difference to that at half
-    squares = ((own - center).square() - (half - center).square()) / (2 * sd.square())
-    mean, mean_mcse = _mean_of((own - half) / sd)
-    log_sd, log_sd_mcse = _mean_of(squares)
-    return Bias(*(factor * each for each in (mean, mean_mcse, log_sd, log_sd_mcse)))
+    factor = 2.0**order / (2.0**order - 1)  # bias over the difference to the bias at half
+    squares = ((full - center).square() - (half - center).square()) / (2 * sd.square())
+    moments = *_mean_and_error((full - half) / sd), *_mean_and_error(squares)
+    return Bias(*(factor * moment for moment in moments))
 
 
-def _mean_of(series: Tensor) -> tuple[Tensor, Tensor]:
-    """(Mean, standard error) over draws `[chains, draws, d]`, by batch means."""
+def _mean_and_error(series: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean over draws `[chains, draws, d]` and its standard error, `[d]`, by batch means."""
     count = series.shape[1] // PILOTS.parts * PILOTS.parts
     parts = series[:, :count].unflatten(1, (PILOTS.parts, -1)).mean(2).flatten(0, 1)
     return parts.mean(0), parts.std(0) / len(parts) ** 0.5

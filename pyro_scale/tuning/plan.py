@@ -1,80 +1,59 @@
-"""From a problem to the plan of its run: what is to be chosen is chosen here."""
+"""The plan of a run: step size, coordinates, starts and lengths, chosen if they are not set."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
+from pyro_scale.errors import ArgumentError
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.by_rank import gather
 from pyro_scale.run.config import RunConfig
-from pyro_scale.run.problem import Problem
+from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.run.run import RunPlan
-from pyro_scale.tuning.choice import Asked, Choice, Precondition, Simulate
+from pyro_scale.tuning.choice import Anchor, Choice, Settings, Simulate
 from pyro_scale.tuning.choose import choose
 from pyro_scale.tuning.policy import STEP_SIZE
 from pyro_scale.tuning.step_size import tune
 from pyro_scale.tuning.training import is_network, train
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a method says of what is to be chosen.
-
-    Attributes:
-        name: of the method.
-        chosen: hyperparameters that are.
-        precondition: the coordinates that chains move in.
-        control_variates: whether there are any, or where their anchor is, or `"auto"`.
-        subtract_noise: whether gradient noise is taken off the injected noise.
-        starts: whether chains' starts are.
-        compile: whether steps become one program.
-    """
-
-    name: str
-    chosen: frozenset[str]
-    precondition: Precondition
-    control_variates: bool | Mapping[str, Tensor] | Literal["auto"]
-    subtract_noise: bool
-    starts: bool
-    compile: bool | Literal["auto"]
-
-
 def plan_run(
     problem: Problem, config: RunConfig, settings: Settings, earlier: Earlier, budget: Budget
 ) -> tuple[RunPlan, Choice | None]:
-    """(The plan of a run, what was chosen for it in warm-up, if anything was)."""
-    begun, lr, steps = time.perf_counter(), "lr" in settings.chosen, config.steps
-    anchor = settings.control_variates
-    if isinstance(anchor, str):
-        anchor = problem.data.batch_size is not None
-    asked = Asked(
-        lr=lr,
-        friction="friction" in settings.chosen,
-        precondition=settings.precondition,
-        starts=settings.starts,
-        anchor=anchor,
-        subtract_noise=settings.subtract_noise,
-        num_samples=config.num_samples,
-        warmup_steps=config.warmup_steps,
-        thinning=config.thinning,
-    )
-    noted, choice = dict[str, Any](), None
+    """Chooses what is not set, by a warm-up if that is needed.
+
+    Args:
+        problem: chains at the user's or the library's starts.
+        config: arguments of the run.
+        settings: of the sampler.
+        earlier: programs compiled for earlier runs of the same sampler.
+        budget: of the run.
+
+    Returns:
+        The plan of the run; what a warm-up has chosen, None if there was none.
+
+    Raises:
+        ArgumentError: what is to be chosen cannot be chosen for this model, or within the budget.
+    """
+    begun, steps = time.perf_counter(), config.steps
+    anchor = resolve_anchor(problem, settings.control_variates)
+    facts, choice = dict[str, Any](), None
     trains = is_trained(problem, settings, steps is None)
     whitens = settings.precondition is not None and not trains
-    if not whitens and not (trains and lr):
+    if whitens or (settings.chooses_lr and not trains):
+        _check_latents(problem)
+    if not whitens and not (trains and settings.chooses_lr):
         nominal = steps or Steps(config.num_samples, config.num_samples, STEP_SIZE.thinning)
-        problem, reasons = tune(problem, asked, nominal, config.sampling)
-        noted |= reasons
-    # with lengths to choose, a run repays compilation
+        problem, facts = tune(problem, settings, anchor, nominal, config.sampling)
+    # a run with a warm-up is long enough to repay compilation
     compiles = settings.compile if isinstance(settings.compile, bool) else True
     if steps is None or whitens or trains:
         title = f"{settings.name}, warm-up"
@@ -82,37 +61,66 @@ def plan_run(
             simulate = _simulation(bar, config, compiles, earlier)
             try:
                 if trains:
-                    choice = train(problem, asked, simulate, budget)
+                    choice = train(problem, settings, config, simulate, budget)
                 else:
-                    choice = choose(problem, asked, config.sampling, simulate, budget)
+                    choice = choose(problem, settings, anchor, config, simulate, budget)
             except KeyboardInterrupt as interrupt:
                 interrupt.add_note(f"{title}: no draws have been kept")
                 raise
         problem, steps = choice.problem, choice.steps
-        noted |= choice.attrs
-    noted["tuning_time"] = time.perf_counter() - begun
+        facts = {**facts, **choice.attrs}
+    facts["tuning_time"] = time.perf_counter() - begun
     compile = compiles if config.steps is None else settings.compile
-    plan = RunPlan.of(problem, config, steps, compile, earlier, noted)
+    plan = RunPlan.of(problem, config, steps, compile, earlier, facts)
     return dataclasses.replace(plan, extends=config.thinning is None and not trains), choice
 
 
 def is_trained(problem: Problem, settings: Settings, chooses_length: bool) -> bool:
-    """Whether chains start from what an optimizer ends with, as there is no mode to start from.
+    """Whether chains start where an optimizer ends, because there is no mode with a geometry.
 
     Args:
         problem: with the kernel.
-        settings: of the method.
-        chooses_length: whether the run's warm-up or thinning is to be chosen.
+        settings: of the sampler.
+        chooses_length: whether the run's warm-up or thinning is chosen.
     """
-    coordinates, lr = settings.precondition, "lr" in settings.chosen
-    if bool(problem.engine.kernel.values(0)["temperature"] == 0):
-        return coordinates in ("auto", None) and (lr or chooses_length)
-    auto = coordinates == "auto" and not problem.engine.kernel.adjusted
-    return lr and auto and is_network(problem)
+    kernel, coordinates = problem.engine.kernel, settings.precondition
+    if bool(kernel.values(0)["temperature"] == 0):
+        return coordinates in ("auto", None) and (settings.chooses_lr or chooses_length)
+    is_auto = coordinates == "auto" and not kernel.adjusted
+    return settings.chooses_lr and is_auto and is_network(problem)
+
+
+def resolve_anchor(problem: Problem, anchor: Anchor) -> bool | Tensor:
+    """Whether there are control variates, or the position of their anchor, [D].
+
+    Raises:
+        ArgumentError: values of the anchor that do not fit the model's sites.
+    """
+    if isinstance(anchor, Mapping):
+        return position_of(problem, anchor, "control_variates")
+    return problem.data.batch_size is not None if anchor == "auto" else bool(anchor)
+
+
+def _check_latents(problem: Problem) -> None:
+    """Checks that a step size or a geometry can be chosen.
+
+    Raises:
+        ArgumentError: the temperature is 0, or the model has point-estimated sites.
+    """
+    if problem.engine.kernel.values(0)["temperature"] == 0:
+        raise ArgumentError(
+            "temperature=0 is an optimizer, whose draws have no spread to whiten by: leave "
+            "precondition out, or pass a temperature above 0"
+        )
+    if problem.engine.has_points:
+        raise ArgumentError(
+            "lr='auto' and precondition are for models whose parameters are all latents: this one "
+            f"has {list(problem.log_posterior.points)}; pass a number for lr, and precondition=None"
+        )
 
 
 def _simulation(bar: Progress, config: RunConfig, compile: bool, earlier: Earlier) -> Simulate:
-    """What takes the steps of training and of warm-up."""
+    """The function that runs the chains of training and warm-up."""
 
     def simulate(
         problem: Problem,
@@ -121,8 +129,9 @@ def _simulation(bar: Progress, config: RunConfig, compile: bool, earlier: Earlie
         columns: Mapping[str, Tensor],
         **how: Any,
     ) -> Draws:
-        own = config.sampling, config.share_batches, compile, False
-        plan = RunPlan(dataclasses.replace(problem, seed=seed), columns, steps, *own, earlier)
+        problem = dataclasses.replace(problem, seed=seed)
+        options = config.sampling, config.share_batches, compile, False
+        plan = RunPlan(problem, columns, steps, *options, earlier)
         return gather(plan.execute("", bar=bar, **how).draws, problem)
 
     return simulate

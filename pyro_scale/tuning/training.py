@@ -1,13 +1,13 @@
-"""What `"auto"` stands for in networks, and in any model at temperature 0: training.
+"""Networks, and any model at temperature 0: chains start where an optimizer ends.
 
-an optimizer from each chain's own start  ->  a network a chain, whose loss no longer falls
-the prior where it ended                  ->  coordinates in which the prior is isotropic
-the curvature there                       ->  a step size that is stable
-as many steps as training took            ->  warm-up, and three times as many for the draws;
-                                              more where steps of so few weights cost nothing
+an optimizer from each chain's start  ->  a trained network for each chain
+the prior where it ended              ->  coordinates in which the prior is isotropic
+the curvature there                   ->  a stable step size
+the length of training                ->  as many steps of warm-up, and three times as many for the
+                                          draws; more if steps are cheap
 
-Training takes minibatches, the chains take all rows where these are few: minibatch noise heats most
-where the likelihood is steepest, as along the noise's scale of a regression.
+Training takes minibatches.  Chains take all rows if they are few, as minibatches heat most where
+the likelihood is steepest, such as along the noise's scale of a regression.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,27 +28,25 @@ from pyro_scale.curvature.prior_hessian import prior_precision
 from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError, ModelError, NonFiniteError
-from pyro_scale.kernels import MAP, Kernel
+from pyro_scale.kernels import MAP
 from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
+from pyro_scale.run.config import RunConfig
 from pyro_scale.run.problem import Problem
-from pyro_scale.tuning.choice import Asked, Choice, Simulate, lr_in_words
+from pyro_scale.tuning.choice import Choice, Settings, Simulate, lr_in_words
 from pyro_scale.tuning.early_stopping import EarlyStopping
 from pyro_scale.tuning.hidden_layers import has_hidden_layer
 from pyro_scale.tuning.low_rank import steepest_by_products
 from pyro_scale.tuning.one_group import OneGroup
 from pyro_scale.tuning.policy import TRAINING
-from pyro_scale.tuning.step_size import chain_at
-
-#: Steps of 10% that the search for the largest stable step size takes.
-_MOST_SHORTENINGS = 400
+from pyro_scale.tuning.stable_lr import largest_stable_lr
 
 
 def is_network(problem: Problem) -> bool:
-    """Whether weights of an `nn.Module` have no one mode with a geometry: they are of hidden
-    layers, or too many."""
+    """Whether the model has weights of an `nn.Module` without a single mode and geometry: it has
+    hidden layers, or many weights."""
     log_posterior, layout = problem.log_posterior, problem.engine.layout
     if not log_posterior.model_info.weights:
         return False
@@ -59,170 +56,202 @@ def is_network(problem: Problem) -> bool:
     return has_hidden_layer(log_posterior, params, problem.data.first())
 
 
-def is_small(problem: Problem) -> bool:
-    """Whether a network's chains can take all rows at every step."""
-    return problem.log_posterior.num_data * problem.engine.layout.size <= TRAINING.few_numbers
+def train(
+    problem: Problem, settings: Settings, config: RunConfig, simulate: Simulate, budget: Budget
+) -> Choice:
+    """Trains every chain from its start, and chooses a step size that is stable there.
 
+    At temperature 0 each chain has one draw, the end of training, unless thinning was set.  If the
+    step size was set, the method itself is the optimizer, for as many steps as warm-up was set to,
+    and there are `num_samples` draws.
 
-def train(problem: Problem, asked: Asked, simulate: Simulate, budget: Budget) -> Choice:
-    """Chains at trained networks, with a step size that is stable there.
+    At other temperatures, a warm-up follows that is as long as training, or longer if steps are
+    cheap.  The draws take three times as many steps, or fewer if the budget ends before.  A given
+    start counts as trained, unless the temperature is 0.
 
-    At temperature 0 what training ends with is the one draw of each chain, unless thinning was set.
-    Where the step size was set, the method itself is the optimizer, for as many steps as warm-up
-    was set to, and there are as many draws as were asked for.
-
-    Else chains go on from there: for as many steps as training took until the first draw, or for
-    more where these are cheap, and for three times as many to the last, or fewer where the budget
-    ends before.  A start that was given is taken as trained, unless the temperature is 0.
+    Args:
+        problem: chains at the user's or the library's starts.
+        settings: of the sampler.
+        config: arguments of the run.
+        simulate: runs the chains.
+        budget: of the run.
 
     Raises:
-        NonFiniteError: a chain's loss became NaN or infinite.
+        NonFiniteError: the loss of a chain became NaN or infinite.
     """
-    kernel, seed = problem.engine.kernel, problem.seed
-    temperature = float(kernel.values(0)["temperature"])
+    temperature = float(problem.engine.kernel.values(0)["temperature"])
+    num_samples, chooses_lr = config.num_samples, settings.chooses_lr
     num_data, size = problem.log_posterior.num_data, problem.engine.layout.size
-    is_learned = asked.lr and problem.chooses_batches and is_network(problem)
-    learner = _in_batches(problem) if is_learned else problem
+    in_batches = chooses_lr and problem.chooses_batches and is_network(problem)
+    learner = _in_batches(problem) if in_batches else problem
     epoch = -(-num_data // (learner.data.batch_size or num_data))
     stopping = EarlyStopping(max(TRAINING.epochs * epoch, TRAINING.steps), size)
-    trained, ended, taken, passes = 4 * stopping.window, True, 0, dict[str, float]()
-    # with a step size that was set, a warm-up that was set is the run's own
-    optimizes = asked.starts or temperature == 0 if asked.lr else asked.warmup_steps is None
+    trained, converged, warmup, passes = 4 * stopping.window, True, 0, dict[str, float]()
+    # with a set step size, a set warm-up is part of the run
+    optimizes = config.warmup_steps is None
+    if chooses_lr:
+        optimizes = settings.starts or temperature == 0
     if optimizes:
-        most = min(TRAINING.most_looks * stopping.window, max(1, budget.steps(learner) // 2))
-
-        def stop(draws: Draws) -> bool:
-            if budget.is_over_for_all:
-                return True
-            return all(problem.ranks.of_all(stopping.reached(draws), "whether training is over"))
-
-        adam = MAP(optimizer=as_optimizer(None))
-        optimizer = learner.with_engine(kernel=adam) if asked.lr else learner
-        draws = simulate(
-            optimizer,
-            Steps(most, positions=False),
-            derived_seed(seed, 0, Purpose.SEARCH),
-            optimizer.engine.kernel.columns(most),
-            stop=stop,
-            check_every=stopping.window,
-        )
-        if draws.error is not None:
-            raise draws.error
-        if draws.failures:
-            advice = "or start from a trained network (init_strategy=ps.init_to_module, or a fit)"
-            advice = advice if asked.lr else f"or pass a smaller lr ({lr_in_words(kernel)})"
-            first, sites = draws.failures[0], broken_sites(learner, draws)
-            of_site = "".join(f" at site '{name}'" for name, *_ in list(sites.values())[:1])
-            data = problem.log_posterior, problem.data, problem.engine.layout
-            unclean = FullDataDensity(*data).to_clean()
-            raise NonFiniteError(
-                f"chain {first.chain}: the loss became NaN or infinite{of_site} at step "
-                f"{first.step}, while it was trained: {unclean or f'scale the data, {advice}'}"
-            )
-        trained, ended, taken = draws.num_steps, stopping.reached(draws), draws.num_steps
-        passes["training"] = passes_of(learner, taken)
+        if chooses_lr:
+            learner = learner.with_engine(kernel=MAP(optimizer=as_optimizer(None)))
+        draws = _optimize(learner, chooses_lr, stopping, simulate, budget)
+        trained, converged, warmup = draws.num_steps, stopping.reached(draws), draws.num_steps
+        passes["training"] = passes_of(learner, trained)
         problem = dataclasses.replace(problem, positions=draws.state.position.detach())
     whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-    density = whole.of_some_rows(TRAINING.rows, seed)
+    density = whole.of_some_rows(TRAINING.rows, problem.seed)
     if temperature > 0 and problem.data.batch_size is None:
-        problem = _in_units_of_the_prior(problem)
-    if asked.lr:
+        problem = _whitened_by_prior(problem)
+    if chooses_lr:
         problem = _with_stable_lr(problem, density, problem.positions)
-    count = 1 if asked.lr and asked.thinning is None else asked.num_samples
-    steps = Steps(count, asked.warmup_steps or 0, asked.thinning or 1)
+    count = 1 if chooses_lr and config.thinning is None else num_samples
+    steps = Steps(count, config.warmup_steps or 0, config.thinning or 1)
     if temperature > 0:
-        spent = taken * rows_a_step(learner) // rows_a_step(problem)
+        spent = warmup * rows_a_step(learner) // rows_a_step(problem)
         length = max(trained, TRAINING.cheap // (rows_a_step(problem) * size))
         length = max(1, min(length, (budget.steps(problem) - spent) // (1 + TRAINING.length)))
-        warmup_steps = length if asked.warmup_steps is None else asked.warmup_steps
+        warmup_steps = length if config.warmup_steps is None else config.warmup_steps
         every = max(1, warmup_steps // TRAINING.looks)
-        warmup = Steps(max(1, -(-warmup_steps // every)), 0, every)
-        draws = OneGroup(problem, simulate, None, whole).run(warmup, Purpose.WINDOW, 0)
+        window = Steps(max(1, -(-warmup_steps // every)), 0, every)
+        draws = OneGroup(problem, simulate, None, whole).run(window, Purpose.WINDOW, 0)
         problem = problem.moved_to(draws, draws.finished)
-        seen = draws.positions[draws.finished].flatten(0, 1).to(problem.positions)
-        problem = _with_stable_lr(problem, density, seen)
-        taken += draws.num_steps
+        places = draws.positions[draws.finished].flatten(0, 1).to(problem.positions)
+        problem = _with_stable_lr(problem, density, places)
+        warmup += draws.num_steps
         passes["windows"] = passes_of(problem, draws.num_steps)
-        thinning = asked.thinning or -(-TRAINING.length * length // asked.num_samples)
-        steps = Steps(asked.num_samples, 0, thinning)
-    told = "until the loss no longer fell" if ended else "while the loss still fell"
-    lr, whitening = lr_in_words(problem.engine.kernel), problem.engine.whitening
-    part = ", half" if whitening is None else " in whitened coordinates, a quarter"
-    how = "Adam" if asked.lr else "the method itself"
-    reasons = {
-        "start": f"{trained:,} steps of {how} from each chain's own start, {told}"
-        if optimizes
-        else ("each chain's own" if asked.starts else "as it was given"),
-        "step size": f"{lr}{part} of what is stable at the largest curvature that was seen"
-        if asked.lr
-        else f"{lr}, as it was set",
-    }
-    if whitening is not None:
-        reasons["geometry"] = "whitened by the prior's sds"
-    attrs: dict[str, Any] = {"lr_choice": reasons["step size"]} if asked.lr else {}
-    attrs["thinning"] = steps.thinning
-    if optimizes or asked.lr:
-        attrs["trained_steps"] = trained
-    if asked.warmup_steps is None:
-        attrs["warmup_steps"] = taken
-    attrs |= {f"passes_{stage}": round(count, 2) for stage, count in passes.items()}
+        thinning = config.thinning or -(-TRAINING.length * length // num_samples)
+        steps = Steps(num_samples, 0, thinning)
     return Choice(
-        problem, steps, None, None, None, passes, attrs, reasons, attrs.get("trained_steps")
+        problem=problem,
+        steps=steps,
+        passes=passes,
+        reasons=_explain(problem, settings, trained if optimizes else None, converged),
+        chooses_lr=chooses_lr,
+        warmup_steps=warmup if config.warmup_steps is None else None,
+        trained=trained if optimizes or chooses_lr else None,
     )
 
 
+def _optimize(
+    learner: Problem,
+    chooses_lr: bool,
+    stopping: EarlyStopping,
+    simulate: Simulate,
+    budget: Budget,
+) -> Draws:
+    """Runs the optimizer from every chain's start until no loss falls any more, or half of the
+    budget is spent.
+
+    Args:
+        learner: with the optimizer as its kernel.
+        chooses_lr: whether the step size is chosen.
+        stopping: when losses no longer fall.
+        simulate: runs the chains.
+        budget: of the run.
+
+    Raises:
+        NonFiniteError: the loss of a chain became NaN or infinite.
+    """
+    most = min(TRAINING.most_looks * stopping.window, max(1, budget.steps(learner) // 2))
+
+    def stop(draws: Draws) -> bool:
+        if budget.is_over_for_all:
+            return True
+        return all(learner.ranks.of_all(stopping.reached(draws), "whether training is over"))
+
+    kernel, seed = learner.engine.kernel, derived_seed(learner.seed, 0, Purpose.SEARCH)
+    draws = simulate(
+        learner,
+        Steps(most, positions=False),
+        seed,
+        kernel.columns(most),
+        stop=stop,
+        check_every=stopping.window,
+    )
+    if draws.error is not None:
+        raise draws.error
+    if draws.failures:
+        advice = f"or pass a smaller lr ({lr_in_words(kernel)})"
+        if chooses_lr:
+            advice = "or start from a trained network (init_strategy=ps.init_to_module, or a fit)"
+        first, sites = draws.failures[0], broken_sites(learner, draws)
+        at_site = "".join(f" at site '{name}'" for name, *_ in list(sites.values())[:1])
+        data = learner.log_posterior, learner.data, learner.engine.layout
+        unclean = FullDataDensity(*data).to_clean()
+        raise NonFiniteError(
+            f"chain {first.chain}: the loss became NaN or infinite{at_site} at step "
+            f"{first.step}, while it was trained: {unclean or f'scale the data, {advice}'}"
+        )
+    return draws
+
+
+def _explain(
+    problem: Problem, settings: Settings, trained: int | None, converged: bool
+) -> dict[str, str]:
+    """The reason of each choice, in words.
+
+    Args:
+        problem: with the step size.
+        settings: of the sampler.
+        trained: steps of the optimizer; None if there was none.
+        converged: whether losses no longer fell.
+    """
+    lr, whitening = lr_in_words(problem.engine.kernel), problem.engine.whitening
+    start = "each chain's own" if settings.starts else "as it was given"
+    if trained is not None:
+        how = "Adam" if settings.chooses_lr else "the method itself"
+        end = "until the loss no longer fell" if converged else "while the loss still fell"
+        start = f"{trained:,} steps of {how} from each chain's own start, {end}"
+    step_size = f"{lr}, as it was set"
+    if settings.chooses_lr:
+        part = ", half" if whitening is None else " in whitened coordinates, a quarter"
+        step_size = f"{lr}{part} of what is stable at the largest curvature that was seen"
+    reasons = {"start": start, "step size": step_size}
+    if whitening is not None:
+        reasons["geometry"] = "whitened by the prior's sds"
+    return reasons
+
+
 def _in_batches(problem: Problem) -> Problem:
-    """The problem with minibatches, where the data have rows enough and the model takes parts."""
+    """The problem in minibatches, if there are enough rows and the model takes parts of them."""
     data, num_data = problem.data, problem.log_posterior.num_data
     if not isinstance(data, TensorData) or data.batch_size is not None:
         return problem
-    is_all = rows.count(data.arguments) == num_data
-    if num_data <= TRAINING.network_batch or not is_all or not is_row_wise(problem.log_posterior):
+    has_all = rows.count(data.arguments) == num_data
+    if num_data <= TRAINING.network_batch or not has_all or not is_row_wise(problem.log_posterior):
         return problem
     return problem.in_batches_of(TRAINING.network_batch)
 
 
-def _in_units_of_the_prior(problem: Problem) -> Problem:
-    """In coordinates where the prior over N has curvature 1.
+def _whitened_by_prior(problem: Problem) -> Problem:
+    """The problem in coordinates in which the prior over N has curvature 1.
 
-    Directions that the data leave alone relax fastest there at about a friction of 1.  In the
-    parameters' own units that is a small friction, which minibatches would heat by its inverse.
-    The prior's curvature is that at the first chain; an element where it has none, or a negative
-    one, has the mean scale of the others.
+    There, directions that the data do not determine relax fastest at a friction of about 1.  In
+    params, that would be a small friction, and minibatches heat by its inverse.  The curvature is
+    that at the first chain.  Elements without a positive curvature get the geometric mean of the
+    other scales.
     """
     engine, num_data = problem.engine, problem.log_posterior.num_data
-    if engine.has_points:  # which have no prior
+    if engine.has_points:  # they have no prior
         return problem
     params, arguments = engine.layout.unflatten(problem.positions[0]), problem.data.first()
     precision = prior_precision(problem.log_posterior, params, arguments, None, False)
-    is_known = torch.isfinite(precision) & (precision > 0)
-    scale = torch.where(is_known, precision, 1.0).rsqrt() * num_data**0.5
-    usual = scale[is_known].log().mean().exp() if bool(is_known.any()) else num_data**0.5
-    scale = torch.where(is_known, scale, usual)
+    is_positive = torch.isfinite(precision) & (precision > 0)
+    scale = torch.where(is_positive, precision, 1.0).rsqrt() * num_data**0.5
+    usual = scale[is_positive].log().mean().exp() if bool(is_positive.any()) else num_data**0.5
+    scale = torch.where(is_positive, scale, usual)
     return problem.with_engine(whitening=DiagonalWhitening(torch.zeros_like(scale), scale))
 
 
 def _with_stable_lr(problem: Problem, density: FullDataDensity, places: Tensor) -> Problem:
-    """With a part of the step size that is stable at the steepest of some places,
-    `[places, D]`."""
-    whitening = problem.engine.whitening
+    """The problem with a safe fraction of the largest stable step size at the steepest of some
+    places, `[places, D]`."""
+    whitening, kernel = problem.engine.whitening, problem.engine.kernel
     lengths = [steepest_by_products(density, whitening, place) for place in places]
     steepest = max([length for length in lengths if math.isfinite(length)], default=1.0)
-    kernel = problem.engine.kernel
     safety = TRAINING.safety if whitening is None else TRAINING.safety_whitened
-    lr = safety * _largest_stable(kernel, max(steepest, 1e-12))
-    longest = getattr(kernel.theory, "largest_lr", math.inf)
-    return problem.with_lr(min(lr, longest))
-
-
-def _largest_stable(kernel: Kernel, precision: float) -> float:
-    """About the largest step size at which the kernel is stable on a Gaussian."""
-    lr = 10.0
-    for _ in range(_MOST_SHORTENINGS):
-        if bool(chain_at(kernel, lr, precision).stable.all()):
-            break
-        lr /= 1.1
-    return lr
+    lr = safety * largest_stable_lr(kernel, max(steepest, 1e-12))
+    return problem.with_lr(min(lr, getattr(kernel.theory, "largest_lr", math.inf)))
 
 
 def prepare_in_batches(
@@ -231,34 +260,31 @@ def prepare_in_batches(
     in_batches_of: Callable[[int], Data],
     tunes: bool,
 ) -> Problem:
-    """The model on its data, in batches of a size that fits many rows, or a network.
+    """The model on its data, in minibatches if there are many rows.
 
     Args:
-        prepare: understands the model on some data.
-        data: as the user passed them: all rows, or in a loader's batches.
-        in_batches_of: the data in batches of a size.
-        tunes: whether control variates and step size are chosen, too; if not, a step takes all rows
-            of tensors.
+        prepare: runs the model's preflight on data.
+        data: as the user passed them: all rows, or the batches of a loader.
+        in_batches_of: (batch size) -> the data in batches.
+        tunes: whether control variates and step size are chosen; if not, a step takes all rows of
+            tensors.
     """
-    if data.batch_size is not None:  # a loader's
+    if data.batch_size is not None:  # a loader
         return prepare(data)
+
+    def try_batches(size: int) -> Problem | None:
+        """None if the model needs all rows together."""
+        with contextlib.suppress(ModelError, ArgumentError):
+            return prepare(in_batches_of(size))
+        return None
+
     problem = None
     if tunes and (data.num_data or 0) > TRAINING.few_rows:
-        problem = _prepared(prepare, in_batches_of, TRAINING.batch)
+        problem = try_batches(TRAINING.batch)
     problem = problem or prepare(data)
-    num_data = problem.log_posterior.num_data
-    size = TRAINING.network_batch
-    if tunes and is_network(problem) and not is_small(problem) and num_data > size:
-        problem = _prepared(prepare, in_batches_of, size) or problem
-    # a model that subsamples by itself has batches of its own
-    is_plain = isinstance(problem.data, TensorData)
-    return dataclasses.replace(problem, chooses_batches=is_plain)
-
-
-def _prepared(
-    prepare: Callable[[Data], Problem], in_batches_of: Callable[[int], Data], size: int
-) -> Problem | None:
-    """The problem in batches of a size; None for a model of all rows together."""
-    with contextlib.suppress(ModelError, ArgumentError):
-        return prepare(in_batches_of(size))
-    return None
+    num_data, size = problem.log_posterior.num_data, TRAINING.network_batch
+    is_small = num_data * problem.engine.layout.size <= TRAINING.few_numbers
+    if tunes and not is_small and num_data > size and is_network(problem):
+        problem = try_batches(size) or problem
+    # a model that subsamples by itself has its own batches
+    return dataclasses.replace(problem, chooses_batches=isinstance(problem.data, TensorData))

@@ -1,7 +1,7 @@
-"""Warm-up in windows: chains move, and what they have seen becomes their geometry.
+"""Warm-up in windows, each of which gives chains the geometry of its draws.
 
-As in Stan's warm-up, but for all chains of a group together: after each window the covariance of
-its draws takes the whitening's place, until a window's draws have the geometry that it was run
+As in Stan's warm-up, but for all chains of a group together, the covariance of a window's draws
+becomes the geometry of the next window, until a window's draws have the geometry that it was run
 with.
 """
 
@@ -101,7 +101,7 @@ def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
             halvings, longest = halvings + 1, groups.lr / 2
             groups = groups.moved_to(draws, sound).with_lr(longest)
             continue
-        kept = groups.select(draws, sound)
+        kept = groups.sound_draws(draws, sound)
         kept = kept[:, :, int(policy.left_out * kept.shape[2]) :]
         z = groups.to_whitened(kept)
         times, r_hat = times_of(z, 0.0), by_group(split_r_hat, z).amax(1)
@@ -113,7 +113,7 @@ def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
             groups, change, curvatures = groups.learn(shown)
             stable = _stable_lr(curvatures, policy.steepest)
             lr = torch.where(usable, torch.minimum(longest, stable), groups.lr / 2)
-            # what broke was perhaps the way there
+            # chains may have broken only on the way to the posterior
             longest = torch.where(usable, torch.minimum(at_first, 2 * longest), lr)
             groups, looks = groups.with_lr(lr), looks + num_looks
         agree = usable & (r_hat < policy.most_r_hat) & (change < policy.most_change)
@@ -139,7 +139,7 @@ def _stable_lr(curvatures: Tensor, steepest: float) -> Tensor:
     curvatures at its places, `[groups, places]`."""
     finite = torch.where(curvatures.isfinite(), curvatures, math.nan)
     lengths = finite.nanquantile(steepest, 1).tolist()
-    stable = [math.inf if math.isnan(each) else max(1e-12, each) ** -0.5 for each in lengths]
+    stable = [math.inf if math.isnan(length) else max(1e-12, length) ** -0.5 for length in lengths]
     return torch.tensor(stable, dtype=torch.float64)
 
 
@@ -164,11 +164,12 @@ def learn(old: Whitening, z: Tensor, num_data: int, count: Tensor) -> tuple[Tens
 
 
 def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whitening]:
-    """The same with the old center, from draws of variance 1 if the geometry is right."""
+    """Updates one group's geometry except for its center, from draws of variance 1 if the geometry
+    is right.  Arguments and results are those of `learn`."""
     flat = z.flatten(0, 1)
     size, new = flat.shape[1], old
+    share, chance = count / (count + 2), torch.ones_like(count)
     if isinstance(old, DenseWhitening) and size > WARM_UP.matrix:
-        share, chance = count / (count + 2), torch.ones_like(count)
         lengths, new = _learn_directions(old, flat, float(count))
     elif isinstance(old, DenseWhitening):
         share, chance = count / (count + size + 1), 1 + 2 * (size / count).sqrt()
@@ -180,15 +181,14 @@ def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whit
         factor = (old.factor.double() @ root).to(old.factor)
         new = DenseWhitening(old.center, factor)
     elif isinstance(old, LowRankWhitening):
-        share, chance = count / (count + 2), torch.ones_like(count)
         lengths, new = learn_low_rank(old, flat, float(count), WARM_UP.largest_change)
     else:
-        assert isinstance(old, DiagonalWhitening | KroneckerWhitening)  # of independent z
-        share, chance = count / (count + 2), torch.ones_like(count)
+        # maps with independent elements of z
+        assert isinstance(old, DiagonalWhitening | KroneckerWhitening)
         lengths = share * flat.var(0) + 1 - share
         bounded = lengths.clamp(WARM_UP.largest_change**-2, WARM_UP.largest_change**2)
         new = dataclasses.replace(old, scale=old.scale * bounded.sqrt().to(old.scale))
-    # of sds, and Marchenko and Pastur's edges of a covariance's
+    # chance: three standard errors of an sd, and Marchenko and Pastur's edges for a covariance
     chance = chance + 3 / count.sqrt()
     sds = lengths.clamp(min=1e-300).sqrt()
     return torch.maximum(sds, 1 / sds).max() / chance**share, new
@@ -197,11 +197,12 @@ def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whit
 def _learn_directions(
     old: DenseWhitening, z: Tensor, count: float
 ) -> tuple[Tensor, DenseWhitening]:
-    """(Variances of draws in whitened coordinates, the matrix with the scales and the few
-    directions that these say): their whole covariance is mostly chance."""
+    """Updates a matrix of many dimensions by scales and a few directions, as the covariance of few
+    draws is mostly chance.  Returns variances of the draws in whitened coordinates, of elements and
+    along directions; and the new matrix."""
     eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
     plain = LowRankWhitening(torch.zeros_like(z[0]), torch.ones_like(z[0]), eye[:, :1], eye[0, :1])
-    seen, learned = learn_low_rank(plain, z, count, WARM_UP.largest_change)
+    variances, learned = learn_low_rank(plain, z, count, WARM_UP.largest_change)
     root = old.factor.double() @ learned.push_forward(eye).mT
-    variances = torch.cat([seen, learned.stretch.square()])
+    variances = torch.cat([variances, learned.stretch.square()])
     return variances, DenseWhitening(old.center, triangular(root).to(old.factor))

@@ -9,9 +9,8 @@ import pytest
 import torch
 from both_arviz import dataset_of, groups_of
 
-from pyro_scale.calibration.comparison import SBCComparison
-from pyro_scale.calibration.rank_shape import describe_ranks
-from pyro_scale.calibration.results import SBC
+from pyro_scale.calibration.ranks import describe_ranks
+from pyro_scale.calibration.results import SBC, SBCComparison
 from pyro_scale.errors import ArgumentError
 from pyro_scale.metrics.uniformity import uniformity_p_values
 

@@ -20,10 +20,10 @@ class Hanging:
         self.numbers = numbers
         self.num_chains = len(numbers)
 
-    def of(self, chains):
+    def select(self, chains):
         return Hanging(self.numbers[chains])
 
-    def each(self, function):
+    def map(self, function):
         return torch.vmap(function)(torch.arange(self.num_chains))
 
     def log_joint(self, position, number):
@@ -36,7 +36,7 @@ class Hanging:
 def test_each_has_its_own_however_long_its_search(dtype):
     starts = torch.zeros(4, 2, dtype=dtype)
     found = find_modes(Hanging(torch.arange(4)), starts)
-    assert found.found.all()
+    assert found.is_mode.all()
     assert not starts.any()  # which are the caller's
     away = (found.mean - CENTERS).abs() * SCALES.sqrt()  # in sds
     assert away.max() < 0.015  # a search ends where a step would gain 1e-4 nats

@@ -398,13 +398,13 @@ def test_missing_values_and_several_sites_stay_where_they_are():
             pyro.sample("labels", dist.Categorical(logits=mu * torch.arange(3.0)), obs=labels)
 
     log_posterior = ps.LogPosterior(model, num_data=4)
-    generator = Generator.of(log_posterior, (y, labels))
+    generator = Generator.from_model(log_posterior, (y, labels))
     drawn = generator.draw(generator.prior_draws(5, 0), 0)
     assert {name: list(table.shape) for name, table in drawn.items()} == {
         "y": [5, 4],
         "labels": [5, 4],
     }
-    given = generator.given({name: table[2] for name, table in drawn.items()})
+    given = generator.fill_arguments({name: table[2] for name, table in drawn.items()})
     assert torch.equal(given[1], drawn["labels"][2])
     assert given[1].dtype == labels.dtype
     assert torch.equal(given[0].isnan(), y.isnan())
@@ -423,7 +423,7 @@ def test_control_c_keeps_the_simulations_that_are_done(tmp_path):
     script = textwrap.dedent(
         """
         import warnings, torch, pyro, pyro.distributions as dist, pyro_scale as ps
-        from pyro_scale.calibration.fitters import Stacked
+        from pyro_scale.calibration.chains import Stacked
         Stacked.most_at_once = 20
         fit, blocks = Stacked.fit, []
         def counted(*args):

@@ -37,7 +37,7 @@ def sbc(model, data, count=20, method=None, **settings):
 
 
 def generator(model, *arguments):
-    return Generator.of(LogPosterior(model, len(ROWS)), arguments)
+    return Generator.from_model(LogPosterior(model, len(ROWS)), arguments)
 
 
 # ------------------------------------------------------------------ which values are observations
@@ -46,7 +46,7 @@ def generator(model, *arguments):
 def test_a_covariate_that_equals_the_observations_is_not_one_of_them():
     model = generator(line, ROWS.clone(), ROWS.clone())
     assert model.places["y"].leaf == 1
-    x, y = model.given({"y": -torch.ones(12)})
+    x, y = model.fill_arguments({"y": -torch.ones(12)})
     assert torch.equal(x, ROWS)
     assert torch.equal(y, -torch.ones(12))
     assert generator(line, ROWS, ROWS).places["y"].leaf == 1
@@ -58,9 +58,9 @@ def test_observations_may_be_a_column_of_a_table():
 
     table = torch.stack([ROWS, ROWS**2], 1)
     known = generator(model, table)
-    (filled,) = known.given({"y": -torch.ones(12)})
+    (filled,) = known.fill_arguments({"y": -torch.ones(12)})
     assert torch.equal(filled, torch.stack([ROWS, -torch.ones(12)], 1))
-    (twice,) = known.doubled().given({"y": -torch.arange(24.0)})
+    (twice,) = known.with_rows_twice().fill_arguments({"y": -torch.arange(24.0)})
     assert torch.equal(twice, torch.stack([torch.cat([ROWS, ROWS]), -torch.arange(24.0)], 1))
 
 
@@ -76,7 +76,7 @@ def test_observations_that_begin_later_may_not_depend_on_those_before():
 
 def test_the_first_draws_of_a_posterior_do_not_depend_on_how_many_there_are():
     draws = {"mu": torch.arange(50.0)}
-    truth = FromPosterior.of(generator(normal, ROWS), draws)
+    truth = FromPosterior.from_draws(generator(normal, ROWS), draws)
     few, many = truth.params(40, 3)["mu"], truth.params(70, 3)["mu"]
     assert torch.equal(few, many[:40])
     assert len(set(many[:50].tolist())) == 50

@@ -210,7 +210,8 @@ def searches():
 
         ranks = Ranks.of("auto")
         with ranks.together():
-            return find(density, problem.positions, 1.0, **more, check=check, ranks=ranks)
+            limits = modes.SearchLimits(check=check, ranks=ranks)
+            return find(density, problem.positions, 1.0, **more, limits=limits)
 
     def count(*args):
         counted.append(args)

@@ -19,7 +19,7 @@ from pyro_scale.engine.step import Target
 from pyro_scale.errors import ArgumentError, VerdictWarning
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import as_log_posterior, prepare
-from pyro_scale.tuning.choice import Asked
+from pyro_scale.tuning.choice import Settings
 from pyro_scale.tuning.geometry import whitened_by, with_geometry
 from pyro_scale.tuning.windows import learn_spread
 
@@ -107,9 +107,11 @@ def test_draws_have_the_law_of_the_posterior():
 
 def test_factors_are_found_at_the_mode():
     """As "dense" is: of the posterior at its temperature, and starts at twice its sds."""
-    problem, asked = problem_of(), Asked(True, True, "kron", True, False, False, 100, None, None)
+    chosen = frozenset({"lr", "friction"})
+    settings = Settings("BAOA", chosen, "kron", False, False, True, False)
+    problem = problem_of()
     whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-    found, modes, _ = with_geometry(problem, asked, whole, Budget.of(None, 100, None))
+    found, modes, _ = with_geometry(problem, settings, whole, Budget.of(None, 100, None))
     close(modes.best.gaussian.mean, MEAN, 1e-6)
     root = found.engine.whitening.push_forward(torch.eye(7))
     assert isinstance(found.engine.whitening, KroneckerWhitening)

@@ -23,7 +23,8 @@ from pyro_scale.engine.draws import Steps
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError
 from pyro_scale.run.problem import as_log_posterior, prepare
-from pyro_scale.tuning.choice import Asked
+from pyro_scale.tuning.choice import Settings
+from pyro_scale.tuning.plan import resolve_anchor
 from pyro_scale.tuning.step_size import tune
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -83,32 +84,31 @@ def _store_of_its_own():
 
 
 #: Nothing is to be chosen.
-NOTHING = Asked(
-    lr=False,
-    friction=False,
+NOTHING = Settings(
+    name="BAOA",
+    chosen=frozenset(),
     precondition=None,
-    starts=False,
-    anchor=False,
+    control_variates=False,
     subtract_noise=False,
-    num_samples=10,
-    warmup_steps=10,
-    thinning=1,
+    starts=False,
+    compile=False,
 )
 
 
 def found_out(model, data, *, kernel=None, num_chains=1, sampling="shuffle", asked, **kwargs):
-    """The problem of a run with what was `asked` for (fields of `Asked`)."""
+    """The problem of a run with what was `asked` for (fields of `Settings`)."""
     data = open_data(data, **kwargs)
     log_posterior = as_log_posterior(model, data.num_data)
     kernel = kernel or kernels.SGLD(lr=0.01)
     problem = prepare(log_posterior, data, kernel, None, num_chains, 3)
     asked = dataclasses.replace(NOTHING, **asked)
-    return tune(problem, asked, Steps(10, 10, 1), sampling)[0]
+    anchor = resolve_anchor(problem, asked.control_variates)
+    return tune(problem, asked, anchor, Steps(10, 10, 1), sampling)[0]
 
 
 def with_control_variates(case, anchor=True):
     model, data, kwargs = CASES[case]
-    return found_out(model, data, asked={"anchor": anchor}, **kwargs)
+    return found_out(model, data, asked={"control_variates": anchor}, **kwargs)
 
 
 def partition(problem):

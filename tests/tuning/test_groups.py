@@ -53,7 +53,7 @@ class Walks:
         last = draws.positions[:, -1, 0].view_as(sound)
         return dataclasses.replace(self, starts=torch.where(sound, last, 0.0))
 
-    def select(self, draws, sound):
+    def sound_draws(self, draws, sound):
         return draws.positions.nan_to_num().unflatten(0, (-1, self.chains))
 
     to_whitened = staticmethod(torch.Tensor.double)

@@ -23,19 +23,11 @@ from pyro_scale.engine.reuse import Earlier
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning import heat as heating
-from pyro_scale.tuning.heat import (
-    Cooled,
-    Heat,
-    cool,
-    stays_cool,
-    typical_places,
-    with_control_variates,
-    with_curvature,
-)
+from pyro_scale.tuning.control_variates import with_control_variates, with_curvature
+from pyro_scale.tuning.heat import Cooled, Heat, cool, most_noise, stays_cool, typical_places
 from pyro_scale.tuning.many_rows import find_modes_of_many_rows
 from pyro_scale.tuning.modes import find_modes
 from pyro_scale.tuning.policy import NOISE, ManyRows, Noise
-from pyro_scale.tuning.row_noise import most_noise
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -440,7 +432,7 @@ def test_a_kick_is_that_of_the_row_that_kicks_most(far):
         p, q = place.sigmoid(), anchor.sigmoid()
         rows = q - p + q * (1 - q) * (place - anchor)  # what control variates leave of a row
         kicks.append(0.5 * 20_000 / 1024 * (rows * sds).abs().max())
-    kick = heating._heat(problem, "replacement", far).kick
+    kick = heating._measure_heat(problem, "replacement", far).kick
     assert kick == pytest.approx(float(torch.stack(kicks).max()), rel=0.1)
 
 
@@ -515,7 +507,7 @@ def test_modes_are_those_of_all_rows(model):
     exact = find_modes(whole, problem.positions, 1.0, 0)
     policy = ManyRows(most_rows=20, growth=4)
     found = find_modes_of_many_rows(whole, problem.positions, 1.0, 0, policy=policy)
-    assert found.found
+    assert found.are_modes
     assert len(found.modes) == len(exact.modes) == 1
     away = found.best.gaussian.mean - exact.best.gaussian.mean
     sds = exact.best.gaussian.covariance.diagonal().sqrt()
@@ -534,7 +526,7 @@ def test_all_modes_are_followed():
     whole = density_of(problem)
     starts, policy = double([-2.0], [-1.0], [1.5], [2.0]), ManyRows(most_rows=20)
     found = find_modes_of_many_rows(whole, starts, 1.0, 0, policy=policy)
-    assert found.found
+    assert found.are_modes
     assert {frozenset(mode.searches) for mode in found.modes} == {
         frozenset({0, 1}),
         frozenset({2, 3}),
@@ -559,7 +551,7 @@ def test_where_there_is_no_mode_a_gaussian_stands_for_it_given_all_rows_too():
     problem = problem_of(funnel, (GROUP, y), chains=4)
     how = {"policy": ManyRows(most_rows=60)}
     found = find_modes_of_many_rows(density_of(problem), problem.positions, 1.0, 0, **how)
-    assert not found.found
+    assert not found.are_modes
     sds = found.best.gaussian.covariance.diagonal().sqrt()
     assert 0.1 < float(sds[0]) < 3  # of log s
     assert float(sds[1:].min()) > 0.2 * (GROUPS / N) ** 0.5  # not of the funnel's neck

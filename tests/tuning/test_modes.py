@@ -15,8 +15,8 @@ from pyro_scale.curvature.modes import lbfgs
 from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError
 from pyro_scale.run.problem import as_log_posterior, prepare
-from pyro_scale.tuning.diagonal_modes import _are_one, find_diagonal_modes
-from pyro_scale.tuning.modes import Mode, find_modes, merged
+from pyro_scale.tuning.diagonal_modes import _are_connected, find_diagonal_modes
+from pyro_scale.tuning.modes import Mode, SearchLimits, find_modes, merge
 from pyro_scale.tuning.no_start import what_to_try
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -46,7 +46,7 @@ def test_of_a_gaussian_all_is_exact():
     for temperature in (1.0, 4.0):
         found = searched(gaussian, temperature=temperature)
         (mode,) = found.modes
-        assert found.found
+        assert found.are_modes
         assert sorted(mode.searches) == [0, 1, 2, 3]
         close(mode.gaussian.mean, MEAN, 1e-6)
         close(mode.gaussian.covariance, temperature * ROOT @ ROOT.T)
@@ -91,7 +91,7 @@ def test_where_the_mode_is_not_typical_a_gaussian_on_the_way_up_stands_for_it():
         pyro.sample("x", dist.Normal(torch.zeros(9), (s / 2).exp()).to_event(1))
 
     found = searched(funnel)
-    assert not found.found
+    assert not found.are_modes
     assert abs(float(found.best.gaussian.mean[0])) < 6
     assert math.isfinite(found.best.log_evidence)
 
@@ -146,8 +146,8 @@ def test_l_bfgs_that_ends_on_a_plateau_begins_nearer_to_zero():
     assert float(lbfgs(density, start, "").position[0]) < -29
     found = find_diagonal_modes(density, start[None], 1.0)
     newton = find_modes(density, 0 * start[None], 1.0, 0)
-    assert found.found
-    assert newton.found
+    assert found.are_modes
+    assert newton.are_modes
     close(found.best.gaussian.mean, newton.best.gaussian.mean, 0.05)
     assert found.evaluations > newton.searches * 2 * 200  # of three searches
 
@@ -158,7 +158,7 @@ def test_modes_within_part_of_an_sd_are_one_whatever_their_evidence():
 
     def modes(away, narrow=1.0):
         one, other = Dense(double(0.0, 0.0), sd), Dense(double(away, 0.0), narrow * sd)
-        return merged([Mode(one, 0.0, (0,)), Mode(other, -5.0, (1,))])
+        return merge([Mode(one, 0.0, (0,)), Mode(other, -5.0, (1,))])
 
     (both,) = modes(0.1)
     assert both.searches == (0, 1)
@@ -184,10 +184,10 @@ def test_places_with_no_dip_between_them_are_one_mode():
         return FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
 
     like = double(0.0)
-    assert _are_one(density_of(ridge), mode(-0.5, -0.5), mode(0.5, 0.5), 1.0, like)
+    assert _are_connected(density_of(ridge), 1.0, like, mode(-0.5, -0.5), mode(0.5, 0.5))
     bimodal = density_of(two(1.0, 3.0))
-    assert not _are_one(bimodal, mode(-1.0), mode(1.0), 1.0, like)
-    assert _are_one(bimodal, mode(-1.0), mode(1.0), 100.0, like)  # a dip of half a nat
+    assert not _are_connected(bimodal, 1.0, like, mode(-1.0), mode(1.0))
+    assert _are_connected(bimodal, 100.0, like, mode(-1.0), mode(1.0))  # a dip of half a nat
     assert len(searched(two(1.0, 3.0), search=find_diagonal_modes).modes) == 2
 
 
@@ -215,11 +215,11 @@ def test_a_search_tells_what_it_takes_and_ends_where_it_is_told_to():
             raise ArgumentError("enough")
 
     with pytest.raises(ArgumentError, match="enough"):
-        searched(endless, check=check)
+        searched(endless, limits=SearchLimits(check=check))
     assert told == sorted(told)
     assert told[-2] <= 30 < told[-1]
     told.clear()
-    found = searched(gaussian, check=told.append)
+    found = searched(gaussian, limits=SearchLimits(check=told.append))
     assert told == sorted(told)
     assert 0 < max(told) <= found.evaluations
 
@@ -253,10 +253,10 @@ def test_a_search_ends_where_it_has_spent_its_share(most):
         pyro.factor("no data", torch.zeros(()))
 
     told = []
-    found = searched(falling, most=most, check=told.append)
+    found = searched(falling, limits=SearchLimits(most, told.append))
     each_step, at_places = 10, 24 * 10
-    assert not found.found
+    assert not found.are_modes
     assert found.evaluations <= 4 * (most + 3 * each_step) + at_places
     assert math.isfinite(found.best.log_evidence)
-    few = searched(falling, search=find_diagonal_modes, most=most)
+    few = searched(falling, search=find_diagonal_modes, limits=SearchLimits(most))
     assert few.evaluations <= 4 * max(200, most + 210) + 40

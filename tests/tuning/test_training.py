@@ -15,7 +15,7 @@ from pyro_scale.errors import FileError, NonFiniteError, VerdictWarning
 from pyro_scale.tuning import training
 from pyro_scale.tuning.low_rank import steepest_by_products
 from pyro_scale.tuning.policy import Training
-from pyro_scale.tuning.training import _largest_stable
+from pyro_scale.tuning.stable_lr import largest_stable_lr
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -305,8 +305,8 @@ def test_a_network_with_priors_by_hand_is_one():
 
 @pytest.mark.parametrize("precision", [0.01, 3.0, 1e4])
 def test_the_largest_stable_step_is_that_of_a_gaussian(precision):
-    of_momentum = _largest_stable(kernels.BAOA(lr=1.0), precision) * precision**0.5
-    without = _largest_stable(kernels.SGLD(lr=1.0), precision) * precision
+    of_momentum = largest_stable_lr(kernels.BAOA(lr=1.0), precision) * precision**0.5
+    without = largest_stable_lr(kernels.SGLD(lr=1.0), precision) * precision
     assert 2 / 1.1 <= of_momentum <= 2 or precision == 0.01  # no more than 10
     assert 2 / 1.1 <= without <= 2 or precision == 0.01
 

@@ -1,0 +1,115 @@
+"""Where the observations of a site are, in the site's value and among the model's arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_scale.model.sites import Site
+
+
+@dataclass(frozen=True)
+class ObservedSite:
+    """Converts the observations of a site: between its value, a table of rows, and an argument.
+
+    Attributes:
+        axis: axis of the rows in the site's value; None for an observation without rows, which a
+            table repeats in each row.
+        leaf: number of the leaf of the model's arguments that holds the observations; None if no
+            leaf does.
+        dtype: of that leaf, or of the observations.
+        missing: mask of the observations that are missing, NaN; None if none are.
+        part: places of the observations in the flattened leaf, if it holds more than them.
+    """
+
+    axis: int | None
+    leaf: int | None
+    dtype: torch.dtype
+    missing: Tensor | None
+    part: Tensor | None = None
+
+    @classmethod
+    def from_site(cls, site: Site, from_right: int | None, leaves: list[Any]) -> ObservedSite:
+        """Finds the observations of a site.
+
+        Args:
+            site: after the model was run on its arguments.
+            from_right: axis of the rows, counted from the right and negative; None without rows.
+            leaves: of the model's arguments.
+        """
+        value = site.value
+        axis = None if from_right is None else value.dim() + from_right
+        equal = [i for i, leaf in enumerate(leaves) if _is_equal(leaf, value)]
+        holding = [i for i, leaf in enumerate(leaves) if _is_view(value, leaf)]
+        both = [i for i in equal if i in holding]  # a covariate may have equal values
+        leaf = next(iter([*reversed(both), *reversed(equal), *holding]), None)
+        part = None
+        if leaf is not None and leaf not in equal:
+            part = _places_of_view(value, leaves[leaf])
+        dtype = value.dtype if leaf is None else leaves[leaf].dtype
+        missing = torch.isnan(value)
+        return cls(axis, leaf, dtype, missing if bool(missing.any()) else None, part)
+
+    def to_table(self, value: Tensor, num_rows: int) -> Tensor:
+        """The site's value as a table, `[rows, ...]`, with NaN where observations are missing."""
+        if self.missing is not None:
+            value = torch.where(self.missing, torch.nan, value)
+        if self.axis is None:
+            return value.expand(num_rows, *value.shape)
+        return value.movedim(self.axis, 0)
+
+    def to_value(self, table: Tensor) -> Tensor:
+        """The site's value from a table, `[rows, ...]`."""
+        return table[0] if self.axis is None else table.movedim(0, self.axis)
+
+    def to_leaf(self, value: Tensor) -> Tensor:
+        """The site's value as the leaf holds it, where classes and counts may have another
+        dtype."""
+        both_real = self.dtype.is_floating_point and value.is_floating_point()
+        return value if both_real else value.to(self.dtype)
+
+    def fill_leaf(self, leaf: Tensor, table: Tensor) -> Tensor:
+        """The leaf with the observations of a table in place of its own."""
+        value = self.to_value(table).to(self.dtype)
+        if self.part is None:
+            return value
+        return leaf.flatten().scatter(0, self.part.flatten(), value.flatten()).view(leaf.shape)
+
+    def with_rows_twice(self, leaf: Tensor | None) -> ObservedSite:
+        """The site of a model that takes every row twice."""
+        part = self.part
+        if part is not None and leaf is not None and self.axis is not None:
+            part = torch.cat([part, part + leaf.numel()], self.axis)
+        return dataclasses.replace(self, missing=None, part=part)
+
+
+def _is_view(value: Tensor, leaf: Any) -> bool:
+    """Whether a value is a view of a leaf."""
+    if not isinstance(leaf, Tensor) or not leaf.is_contiguous() or leaf.dtype != value.dtype:
+        return False
+    if leaf.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
+        return False
+    if not leaf.numel() or not value.numel():
+        return False
+    places = _places_of_view(value, leaf)
+    return bool(places.min() >= 0) and bool(places.max() < leaf.numel())
+
+
+def _places_of_view(view: Tensor, leaf: Tensor) -> Tensor:
+    """Places of a view's elements in a flattened contiguous leaf, in the view's shape."""
+    places = torch.full(view.shape, int(view.storage_offset() - leaf.storage_offset()))
+    for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        along = torch.arange(size) * stride
+        places = places + along.view(-1, *[1] * (view.dim() - dim - 1))
+    return places
+
+
+def _is_equal(leaf: Any, value: Tensor) -> bool:
+    """Whether a leaf is a tensor with the values of `value`, perhaps of another dtype."""
+    if not isinstance(leaf, Tensor) or leaf.shape != value.shape:
+        return False
+    return torch.allclose(leaf.to(value), value, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,259 @@
+"""A chain on each of many data sets: one-chain groups for the warm-up and pilots of `tuning/`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pyro_scale.calibration.modes import evaluate, find_modes
+from pyro_scale.calibration.stack import Stack, StackedDensity
+from pyro_scale.core.gaussian import as_structure
+from pyro_scale.core.whitening import Whitening, whiten
+from pyro_scale.data.stacked import StackedBatches
+from pyro_scale.engine.checkpoint import Checkpoint
+from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.engine.loop import simulate
+from pyro_scale.engine.step import Engine
+from pyro_scale.kernels import Kernel
+from pyro_scale.rng.seeds import Purpose, derived_seed
+from pyro_scale.rng.streams import NoiseStream, RefinedNoise
+from pyro_scale.tuning.geometry import disperse, standard_normal
+from pyro_scale.tuning.groups import WindowDraws, halve_step_size, have_left
+from pyro_scale.tuning.modes import gaussian_at
+from pyro_scale.tuning.policy import GEOMETRY
+from pyro_scale.tuning.windows import learn
+
+#: Coordinates whitened by a matrix, or by a scale for each element.
+Kind = Literal["dense", "diag"]
+
+
+@dataclass(frozen=True)
+class StackedChains:
+    """One chain on each data set of a stack.
+
+    Attributes:
+        stack: the data sets.
+        kernel: the sampler, with the longest step size.
+        positions: of each chain in its coordinates, `[chains, D]`.
+        whitening: maps of all chains, with tensors `[chains, ...]`; None if chains move in params.
+        learned_lr: step size of each chain, `[chains]`, float64; None if the kernel's is set.
+    """
+
+    stack: Stack
+    kernel: Kernel
+    positions: Tensor
+    whitening: Whitening | None = None
+    learned_lr: Tensor | None = None
+
+    @property
+    def learns(self) -> bool:
+        return self.learned_lr is not None
+
+    @property
+    def num_latents(self) -> int:
+        return self.positions.shape[1]
+
+    @property
+    def lr(self) -> Tensor:
+        if self.learned_lr is None:
+            return torch.ones(len(self.positions))
+        return self.learned_lr
+
+    @property
+    def lr_factor(self) -> Tensor:
+        """Factor on the kernel's step size for each chain, `[chains]`."""
+        if self.learned_lr is None:
+            return self.positions.new_ones(len(self.positions))
+        return (self.learned_lr / float(self.kernel.lr)).to(self.positions)
+
+    def with_lr(self, lr: Tensor) -> StackedChains:
+        return dataclasses.replace(self, learned_lr=lr)
+
+    def select(self, chains: Tensor) -> StackedChains:
+        """These chains only."""
+        whitening, lr = self.whitening, self.learned_lr
+        if whitening is not None:
+            whitening = whitening.with_tensors([tensor[chains] for tensor in whitening.tensors])
+        return dataclasses.replace(
+            self,
+            stack=self.stack.select(chains),
+            positions=self.positions[chains],
+            whitening=whitening,
+            learned_lr=None if lr is None else lr[chains],
+        )
+
+    def to_params(self, positions: Tensor) -> Tensor:
+        """Positions `[chains, ..., D]` in each chain's coordinates as params."""
+        if self.whitening is None:
+            return positions
+        return map_vectors(self.whitening, "to_params", positions)
+
+    def simulate(
+        self,
+        steps: Steps,
+        seeds: Sequence[int] | None = None,
+        columns: Mapping[str, Tensor] | None = None,
+        noise_class: type[RefinedNoise] | None = None,
+        last: Callable[[StackedBatches], Checkpoint] | None = None,
+    ) -> Draws:
+        """Moves all chains from their positions and returns their draws.
+
+        Args:
+            steps: how many steps to take, and which draws to keep.
+            seeds: of each chain; by default those of the stack.
+            columns: hyperparameter values, step by step; by default those of the kernel.
+            noise_class: class of the noise, called with seeds; by default the engine's noise.
+            last: checkpoint to continue from, given the batches.
+
+        Raises:
+            Exception: what ended the steps before their time.
+        """
+        stack, kernel, positions = self.stack, self.kernel, self.positions
+        seeds, numbers = stack.seeds if seeds is None else seeds, [0] * stack.num_chains
+        constants = []
+        if self.whitening is not None:
+            constants = [*self.whitening.tensors, self.lr_factor]
+        batches = stack.batches(seeds, constants)
+        in_batches = stack.batch_size is not None
+        density = StackedDensity(stack.log_posterior, stack.layout, self.whitening, in_batches)
+        noise: NoiseStream | None = None
+        if noise_class is not None:
+            shape = kernel.normals, stack.layout.size
+            noise = noise_class(seeds, numbers, shape, positions.dtype, positions.device)
+        draws = simulate(
+            Engine(kernel, density, stack.layout, stack.layout.size, stack.vectorized),
+            positions,
+            batches,
+            kernel.columns(steps.total) if columns is None else columns,
+            steps,
+            list(seeds),
+            stack.compile,
+            stack.bar,
+            stack.earlier,
+            last=None if last is None else last(batches),
+            noise=noise,
+            numbers=numbers,
+        )
+        if draws.error is not None:
+            raise draws.error
+        return draws
+
+    def run(self, steps: Steps, purpose: Purpose, number: int, halved: bool = False) -> Draws:
+        seeds = [derived_seed(seed, number, purpose) for seed in self.stack.seeds]
+        if not halved:
+            return self.simulate(steps, seeds)
+        steps, columns = halve_step_size(self.kernel, steps)
+        return self.simulate(steps, seeds, columns, RefinedNoise)
+
+    def are_sound(self, draws: Draws) -> Tensor:
+        log_joint = draws.log_joint
+        sound = draws.positions.isfinite().all(-1).all(-1) & log_joint.isfinite().all(-1)
+        if self.learns and self.stack.batch_size is None:  # on batches, the log joint is noisy
+            sound &= ~have_left(log_joint, self.num_latents)
+        return sound[:, None]
+
+    def moved_to(self, draws: Draws, sound: Tensor) -> StackedChains:
+        """The chains at their last draws if they are sound.  Others restart halfway to the center;
+        they stay if the step size is set."""
+        last, before = draws.positions[:, -1].to(self.positions), self.positions
+        positions = torch.where(sound, last, before / 2 if self.learns else before)
+        return dataclasses.replace(self, positions=positions)
+
+    def sound_draws(self, draws: Draws, sound: Tensor) -> Tensor:
+        return torch.where(sound[..., None, None], draws.positions[:, None], 0.0)
+
+    def to_whitened(self, kept: Tensor) -> Tensor:
+        return kept.double()
+
+    def learn(self, draws: WindowDraws) -> tuple[StackedChains, Tensor, Tensor]:
+        old, num_data = self.whitening, self.stack.num_data
+        assert old is not None
+
+        def learn_one(
+            tensors: Sequence[Tensor], z: Tensor, count: Tensor, is_usable: Tensor
+        ) -> tuple[Tensor, list[Tensor]]:
+            change, new = learn(old.with_tensors(tensors), z, num_data, count)
+            pairs = zip(new.tensors, tensors, strict=True)
+            return change, [torch.where(is_usable, *pair) for pair in pairs]
+
+        chains = list(old.tensors), draws.z, draws.counts, draws.usable
+        change, tensors = torch.vmap(learn_one)(*chains)
+        new = old.with_tensors(tensors)
+        params = map_vectors(old, "to_params", self.positions[:, None])
+        positions = map_vectors(new, "to_whitened", params)[:, 0].to(self.positions)
+        places = map_vectors(old, "to_params", draws.places.to(positions))
+        curvatures = [self._steepest(new, place) for place in places.unbind(1)]
+        learned = dataclasses.replace(self, positions=positions, whitening=new)
+        return learned, change, torch.stack(curvatures, 1)
+
+    def _steepest(self, whitening: Whitening, params: Tensor) -> Tensor:
+        """Largest curvature over N of each data set at params `[chains, D]`, in whitened
+        coordinates."""
+        _, _, curvature = evaluate(self.stack, params)
+        whitened = map_vectors(whitening, "pull_back", curvature.to(params))
+        whitened = map_vectors(whitening, "pull_back", whitened.mT.contiguous()).double()
+        finite = whitened.isfinite().all(-1).all(-1)  # eigvalsh fails if any matrix is not
+        matrices = torch.where(finite[:, None, None], whitened, 0.0) / self.stack.num_data
+        return torch.where(finite, torch.linalg.eigvalsh(matrices)[:, -1], torch.nan)
+
+
+def map_vectors(
+    whitening: Whitening,
+    method: Literal["to_params", "to_whitened", "pull_back"],
+    vectors: Tensor,
+) -> Tensor:
+    """A method of each chain's whitening, applied to that chain's vectors `[chains, ..., D]`."""
+
+    def map_one(tensors: list[Tensor], vectors: Tensor) -> Tensor:
+        mapped: Tensor = getattr(whitening.with_tensors(tensors), method)(vectors)
+        return mapped
+
+    return torch.vmap(map_one)(list(whitening.tensors), vectors)
+
+
+def start_at_modes(
+    stack: Stack, kernel: Kernel, starts: Tensor, kind: Kind, learns: bool
+) -> StackedChains:
+    """Finds every posterior's mode, and starts a chain around it in coordinates that whiten the
+    Gaussian there.
+
+    Args:
+        stack: the data sets.
+        kernel: the sampler, with the longest step size.
+        starts: starts of the searches, `[chains, D]`.
+        kind: the form of the coordinates.
+        learns: whether windows update coordinates and step sizes.
+    """
+    modes, size = find_modes(stack, starts), starts.shape[1]
+    temperature = float(kernel.values(0)["temperature"])
+
+    def whitening_at(mean: Tensor, precision: Tensor) -> Whitening:
+        gaussian = as_structure(gaussian_at(mean, precision, temperature), dense=kind == "dense")
+        return whiten(gaussian, stack.num_data, starts)
+
+    whitenings = []
+    for mean, precision in zip(modes.mean, modes.precision, strict=True):
+        whitening = whitening_at(mean, precision)
+        if not all(bool(tensor.isfinite().all()) for tensor in whitening.tensors):
+            # the search ended in a spike: the run tells whether the chain breaks there
+            whitening = whitening_at(mean, torch.eye(size, dtype=precision.dtype))
+        whitenings.append(whitening)
+    by_tensor = zip(*(whitening.tensors for whitening in whitenings), strict=True)
+    stacked = whitenings[0].with_tensors([torch.stack(tensors) for tensors in by_tensor])
+    lowest = modes.value - GEOMETRY.depth(size)
+
+    def is_deep(away: Tensor) -> Tensor:
+        params = map_vectors(stacked, "to_params", away)
+        return ~(stack.log_joints(params).double() > lowest)
+
+    noise = torch.stack([standard_normal(seed, 0, size) for seed in stack.seeds]).to(starts)
+    away = disperse(noise / stack.num_data**0.5, is_deep)
+    lr = None
+    if learns:
+        lr = torch.full((len(starts),), float(kernel.lr), dtype=torch.float64)
+    return StackedChains(stack, kernel, away, stacked, lr)

@@ -1,0 +1,77 @@
+"""Control variates of minibatch gradients, at the center of the geometry or at a given anchor."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from pyro_scale.curvature.control_variates import AnchorCurvature, ControlVariates
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.curvature.ggn import Curvature
+from pyro_scale.curvature.observations import Exact
+from pyro_scale.curvature.precision import CurvatureSpec, expand
+from pyro_scale.curvature.prior_hessian import prior_precision
+from pyro_scale.errors import ModelError, SiteError
+from pyro_scale.run.problem import Problem
+
+
+def with_anchor(problem: Problem, anchor: bool | Tensor, whole: FullDataDensity) -> Problem:
+    """The problem with control variates, if there are minibatches.  Control variates that have a
+    curvature get the curvature at the new anchor.
+
+    Args:
+        problem: in whitened coordinates.
+        anchor: a position [D]; True for the center of the geometry; False for no control variates.
+        whole: log density of all rows.
+    """
+    if problem.data.batch_size is None or anchor is False:
+        return problem
+    before, position = problem.engine.density, center_of(problem) if anchor is True else anchor
+    problem = with_control_variates(problem, whole, position)
+    if isinstance(before, ControlVariates) and before.curvature is not None:
+        return with_curvature(problem, whole) or problem
+    return problem
+
+
+def center_of(problem: Problem) -> Tensor:
+    """The center of the problem's geometry, as a position [D]."""
+    whitening = problem.engine.whitening
+    assert whitening is not None
+    return whitening.tensors[0]
+
+
+def with_control_variates(problem: Problem, whole: FullDataDensity, anchor: Tensor) -> Problem:
+    """The problem with control variates of first order at an anchor, [D]."""
+    log_posterior, layout = problem.log_posterior, problem.engine.layout
+    _, gradient = whole.grad(anchor)
+    total = {
+        name: part * log_posterior.num_data for name, part in layout.unflatten(gradient).items()
+    }
+    return problem.with_engine(
+        density=ControlVariates(log_posterior, layout.unflatten(anchor), total)
+    )
+
+
+def with_curvature(problem: Problem, whole: FullDataDensity) -> Problem | None:
+    """The problem with control variates of second order, at the anchor of those of first order.
+    None if the model does not give the likelihood's curvature on single batches."""
+    log_posterior, first = problem.log_posterior, problem.data.first()
+    first_order = problem.engine.density
+    assert isinstance(first_order, ControlVariates)
+    anchor, names = first_order.anchor, whole.layout.names
+    if log_posterior.model_info.own_plate is not None:
+        return None
+    try:
+        observations = Curvature(log_posterior).observe(anchor, first).observations
+        exact = tuple(one for one in observations if isinstance(one, Exact))
+        if len(exact) < len(observations):
+            return None
+        position = whole.layout.flatten(anchor)
+        total = expand(whole, CurvatureSpec(position, names, "ggn"), dense=True).precision
+        total = total - prior_precision(log_posterior, anchor, first, None, dense=True)
+        curved = dataclasses.replace(first_order, curvature=AnchorCurvature(total, exact))
+        curved.grad(anchor, first)
+    except (ModelError, SiteError, RuntimeError, NotImplementedError):
+        return None
+    return problem.with_engine(density=curved)
