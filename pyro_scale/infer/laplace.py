@@ -196,7 +196,7 @@ class Laplace(Approximation):
                 the evidence still has a slope, as rounding leaves the modes of many weights too
                 uncertain.
         """
-        ranks, begun = Ranks.of(distributed), time.perf_counter()
+        ranks, begun = Ranks.from_group(distributed), time.perf_counter()
         asked = {"num_chains": num_chains, "seed": seed, "batch_size": batch_size}
         with ranks.together():
             check_same_call(ranks, asked | {"tune": tune and list(tune), "mode": _word_for(mode)})
@@ -260,7 +260,7 @@ class Laplace(Approximation):
             NotRunError: there is no old posterior.
             ArgumentError: it is over some of the sites alone; and as for `run`.
         """
-        old, ranks = self.fit, Ranks.of(distributed)
+        old, ranks = self.fit, Ranks.from_group(distributed)
         begun, candidates, title = time.perf_counter(), list[Candidate](), type(self).__name__
         with (
             ranks.together(),

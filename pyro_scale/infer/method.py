@@ -264,7 +264,8 @@ class Method:
         arguments as for `prepare`."""
         how = kernel, starts, num_chains, seed, must_be_usable
         problem = prepare(log_posterior, data, *how, earlier=self._understood)
-        self._understood = problem.understood or Understood.of(problem.log_posterior, data)
+        new = problem.understood or Understood.from_preflight(problem.log_posterior, data)
+        self._understood = new
         return problem
 
     def _starts(self, num_chains: int, seed: int) -> Any:

@@ -258,7 +258,7 @@ class Sampler(Stepwise):
             ConvergenceWarning: warm-up was under five relaxation times, judged by the draws.
             PyroScaleWarning: the run was interrupted from the keyboard; it holds the draws so far.
         """
-        ranks = Ranks.of(distributed, mesh)
+        ranks = Ranks.from_group(distributed, mesh)
         asked = {
             "num_samples": num_samples,
             "warmup_steps": warmup_steps,
@@ -294,7 +294,7 @@ class Sampler(Stepwise):
                     "max_seconds: ranks that share batches out take the same steps, and have "
                     "clocks of their own: leave it out, and pass max_rows= or the run's length"
                 )
-            budget = Budget.of(max_rows, config.num_samples, max_seconds, ranks)
+            budget = Budget.from_arguments(max_rows, config.num_samples, max_seconds, ranks)
             journal = Journal.open(checkpoint, checkpoint_every, resume, ranks)
             run_stages(self, data, config, budget, journal, seed, ranks, rows_by_rank)
         return self

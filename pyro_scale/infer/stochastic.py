@@ -37,7 +37,6 @@ from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.by_rank import check_same, check_same_call, gather, warn_of_reading
 from pyro_scale.run.frozen_features import with_frozen_features
-from pyro_scale.run.own_rows import on_own_rows
 from pyro_scale.run.problem import (
     Problem,
     as_log_posterior,
@@ -45,6 +44,7 @@ from pyro_scale.run.problem import (
     module_device,
 )
 from pyro_scale.run.resume import digest_of, identity_of
+from pyro_scale.run.run import on_own_rows
 from pyro_scale.run.single_step import Stepping, batch_as_data
 from pyro_scale.tuning.early_stopping import EarlyStopping, got_worse, still_rises
 from pyro_scale.tuning.geometry import whitened_by
@@ -121,7 +121,7 @@ class Optimized(Stepwise, Approximation):
         Warns:
             UserWarning: the objective was still rising at the end.
         """
-        ranks = ALONE if mesh is None else Ranks.of("all", mesh)
+        ranks = ALONE if mesh is None else Ranks.from_group("all", mesh)
         asked = {
             "num_steps": num_steps,
             "num_epochs": num_epochs,

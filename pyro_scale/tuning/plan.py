@@ -92,7 +92,7 @@ def plan_run(
         noted |= choice.attrs
     noted["tuning_time"] = time.perf_counter() - begun
     compile = compiles if config.steps is None else settings.compile
-    plan = RunPlan.of(problem, config, steps, compile, earlier, noted)
+    plan = RunPlan.from_config(problem, config, steps, compile, earlier, noted)
     return dataclasses.replace(plan, extends=config.thinning is None and not trains), choice
 
 

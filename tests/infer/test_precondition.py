@@ -109,7 +109,7 @@ def test_factors_are_found_at_the_mode():
     """As "dense" is: of the posterior at its temperature, and starts at twice its sds."""
     problem, asked = problem_of(), Asked(True, True, "kron", True, False, False, 100, None, None)
     whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-    found, modes, _ = with_geometry(problem, asked, whole, Budget.of(None, 100, None))
+    found, modes, _ = with_geometry(problem, asked, whole, Budget.from_arguments(None, 100, None))
     close(modes.best.gaussian.mean, MEAN, 1e-6)
     root = found.engine.whitening.push_forward(torch.eye(7))
     assert isinstance(found.engine.whitening, KroneckerWhitening)
