@@ -143,9 +143,9 @@ class Ranks:
             atexit.register(_end_group)
         elif dist.get_world_size() > 1 and "gloo" not in _backends():
             raise ArgumentError(
-                f"the process group's backend is {_backends()}, which passes no tensors of "
-                "processors on: make it with backend='cpu:gloo,cuda:nccl', or pass "
-                "distributed=False to leave it alone"
+                f"the process group's backend is {_backends()}, which cannot send CPU tensors: "
+                "make the group with backend='cpu:gloo,cuda:nccl', or pass distributed=False to "
+                "ignore it"
             )
         if dist.get_world_size() == 1:
             return ALONE
@@ -191,9 +191,8 @@ class Ranks:
         """
         if self.rows is None:
             raise ArgumentError(
-                "rows_by_rank=True: a chain that sees the rows of one rank alone is not on the "
-                "posterior of all: pass mesh= with two ranks or more along 'data', which sum their "
-                "gradients"
+                "rows_by_rank=True: without a mesh, each chain would see the rows of one rank "
+                "only: pass mesh= with two or more ranks along 'data', which sum their gradients"
             )
         weight = count if num_data is None else 1
         facts = self.of_all((self.rows.rank, weight, digest), "the number of rows")
@@ -203,8 +202,9 @@ class Ranks:
             if rows != other_rows:
                 raise ArgumentError(
                     f"rows_by_rank=True: ranks {other_rank} and {rank} are at the same place along "
-                    "'data' and have other rows, so their chains would be on different posteriors: "
-                    "pass the same rows on all ranks of mesh.get_local_rank('data')"
+                    "'data' and have different rows, so their chains would have different "
+                    "posteriors: pass the same rows on all ranks with the same "
+                    "mesh.get_local_rank('data')"
                 )
         total = sum(rows[0] for _, rows in first.values())
         self.rows = self.rows._replace(share=weight / total)
@@ -234,8 +234,7 @@ class Ranks:
             raise ArgumentError(
                 f"num_chains={num_chains} on {self.world} processes leaves some without a chain: "
                 f"pass num_chains={self.num_teams} or more, start fewer processes, share batches "
-                "out as well (mesh=), or pass "
-                "distributed=False to run all chains on each"
+                "out as well (mesh=), or run all chains on each process (distributed=False)"
             )
 
     # ------------------------------------------------------------------ messages
@@ -388,8 +387,8 @@ class Ranks:
             missing = [rank for rank in range(self.world) if not _comes(store, f"{place}/{rank}")]
             who = f"rank {' or '.join(map(str, missing))}" if missing else "a rank"
             raise RankError(
-                f"{who} has not come to {what}: it has died, or waits for longer than the process "
-                f"group's timeout; its own output says why ({error})"
+                f"{who} has not come to {what}: it has died, or the process group's timeout was "
+                f"too short; see its own output ({error})"
             ) from error
 
     @property

@@ -77,8 +77,8 @@ def or_sharded(run: F) -> F:
             return run(method, *args, **kwargs)
         if is_auto(batch_size) and not hasattr(data, "dataset"):
             raise ArgumentError(
-                "batch_size='auto': of a sharded network, pass a number of rows a step, or None "
-                "for all"
+                "batch_size='auto': for a sharded network, pass the number of rows of a step, or "
+                "None for all"
             )
         run_sharded(method, network, opened, bound.arguments)
         return method
@@ -227,7 +227,7 @@ def _check_method(method: Any) -> None:
     if not isinstance(kernel, Kernel):
         if method.structure != "diag":
             raise ArgumentError(
-                f"structure={method.structure!r}: {name} has 'diag' of sharded networks"
+                f"structure={method.structure!r}: for sharded networks, {name} has 'diag' only"
             )
         if method._preconditioner is not None:
             raise ArgumentError(f"precondition: {name} has none for sharded networks: leave it out")
@@ -235,14 +235,14 @@ def _check_method(method: Any) -> None:
     settings = method._settings
     if "lr" in settings.chosen:
         raise ArgumentError(
-            f"lr='auto': {name} chooses it by gradients of all rows and by runs of several chains, "
-            "which a sharded network has not: pass a number, such as lr=0.01"
+            f"lr='auto': to choose it, {name} needs gradients of all rows and several chains, "
+            "which a sharded network does not have: pass a number, such as lr=0.01"
         )
     for option in ("precondition", "control_variates", "subtract_noise"):
         if getattr(settings, option):
             raise ArgumentError(f"{option}: {name} has none for sharded networks: leave it out")
     for option in settings.chosen:
-        raise ArgumentError(f"{option}='auto': of a sharded network, pass a number")
+        raise ArgumentError(f"{option}='auto': for a sharded network, pass a number")
 
 
 def _config_of(sampler: Any, arguments: Mapping[str, Any]) -> RunConfig:
@@ -250,8 +250,8 @@ def _config_of(sampler: Any, arguments: Mapping[str, Any]) -> RunConfig:
     for name in ("warmup_steps", "thinning"):
         if is_auto(arguments[name]):
             raise ArgumentError(
-                f"{name}='auto': of a sharded network, pass a number: what is chosen is chosen "
-                "by what several chains have in common"
+                f"{name}='auto': for a sharded network, pass a number: to choose it, several "
+                "chains are needed"
             )
     same = "batch_size", "memory_budget", "num_chains", "progress", "sampling", "share_batches"
     return run_config(
@@ -271,7 +271,7 @@ def _steps_of_optimizer(method: Any, data: Data, arguments: Mapping[str, Any]) -
     if (num_steps is None) == (num_epochs is None):
         raise ArgumentError("pass one of num_steps and num_epochs, such as num_steps=5000")
     if method._early_stopping:
-        raise ArgumentError("early_stopping: not of sharded networks: leave it out")
+        raise ArgumentError("early_stopping: sharded networks have none: leave it out")
     if num_epochs is not None:
         if data.num_data is None:
             raise ArgumentError("num_epochs: N is unknown: pass num_data=N")

@@ -131,8 +131,8 @@ class ShardedPosterior(Posterior):
         for name, value in {**others, "calibrate": calibrate}.items():
             if value is not None:
                 raise ArgumentError(
-                    f"{name}={value!r}: predict has none of a sharded network: leave it out, and "
-                    "pass some rows at a time"
+                    f"{name}={value!r}: predict has none for a sharded network: leave it out, and "
+                    "pass fewer rows at a time"
                 )
         arguments = self.problem.log_posterior.bind(args, kwargs)
         check_tensors(arguments)
@@ -146,7 +146,7 @@ class ShardedPosterior(Posterior):
         for name in names:
             if name not in axes:
                 raise ArgumentError(
-                    f"return_sites: of a sharded network, pass sites with a value a row: "
+                    f"return_sites: for a sharded network, pass sites with a value for each row: "
                     f"{sorted(axes)}"
                 )
         device = torch.device(ranks.rows.device)
@@ -179,8 +179,8 @@ class ShardedPosterior(Posterior):
             return
         if num_samples is None:
             raise ArgumentError(
-                "num_samples: say how many draws of a sharded network are wanted; each takes as "
-                "much memory as its weights"
+                "num_samples: pass the number of draws; each takes as much memory as the weights "
+                "of the sharded network"
             )
         noise = noise_of(self.problem, Purpose.APPROXIMATION, 1)
         for number in range(num_samples):

@@ -132,10 +132,10 @@ def check_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
         lines = differences_of_runs(by_rank[0], own)
         if lines:
             raise RankError(
-                f"rank {rank} is on another run than rank 0 ({'; '.join(lines)}): every process "
-                "needs the same data, model and arguments; seed what draws them "
-                "(torch.manual_seed), and share no data set out by DistributedSampler: ranks "
-                "take their own batches of all of it"
+                f"rank {rank} is on another run than rank 0 ({'; '.join(lines)}): pass the same "
+                "data, model and arguments on every rank.  Seed random data and starts "
+                "(torch.manual_seed), and use no DistributedSampler: ranks choose their own "
+                "batches from all rows"
             )
 
 
@@ -150,8 +150,8 @@ def warn_of_reading(problem: Problem) -> None:
         warn(
             PyroScaleWarning,
             f"the loader cannot be read by index, so each of {world} ranks reads all rows and "
-            f"drops those of the others: {world} times the reading.  Pass a map-style data set, or "
-            "each rank's own rows with mesh= and rows_by_rank=True",
+            f"drops those of the others: rows are read {world} times.  Pass a map-style data set, "
+            "or each rank's own rows with mesh= and rows_by_rank=True",
         )
 
 

@@ -238,7 +238,8 @@ def _warn_of_cut_gradients(
             ModelWarning,
             f"site '{name}': its log density depends on {along}, and its gradient does not: "
             "something between them cuts gradients, such as .detach(), .item(), .data, float() or "
-            "torch.no_grad(). Methods follow gradients: draws will be wrong, unless that is meant",
+            "torch.no_grad(). Methods follow gradients, so draws will be wrong unless you intend "
+            "this",
             code="cut-gradient",
         )
 
@@ -317,7 +318,7 @@ def check_rows_can_be_shared(problem: Problem) -> None:
     shared, device = problem.ranks.rows, problem.positions.device.type
     if shared is not None and shared.device != device:
         raise ArgumentError(
-            f"mesh: it is of {shared.device} devices, and the model is on {device}: pass "
+            f"mesh= has {shared.device} devices, and the model is on {device}: pass "
             f"init_device_mesh('{device}', ...), or move the model and the data"
         )
     plate = problem.log_posterior.model_info.own_plate

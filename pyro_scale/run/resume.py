@@ -199,8 +199,8 @@ def choose_directory(
         return None if checkpoint is None else as_path(checkpoint), False
     if checkpoint is not None and as_path(checkpoint).resolve() != as_path(resume).resolve():
         raise ArgumentError(
-            f"checkpoint='{checkpoint}', but resume='{resume}', where the run goes on being "
-            "written: leave checkpoint out"
+            f"checkpoint='{checkpoint}', but resume='{resume}': a resumed run is written to the "
+            "directory that it resumes: leave checkpoint out"
         )
     return as_path(resume), True
 
@@ -234,8 +234,8 @@ def check_same_run(
         )
     if kept > num_samples:
         raise ArgumentError(
-            f"num_samples={num_samples}: '{path}' holds {kept} draws a chain already; it "
-            "is their number in all",
+            f"num_samples={num_samples}: '{path}' holds {kept} draws a chain already: pass the "
+            "number of all draws, those included",
             code="resume",
         )
 

@@ -80,8 +80,8 @@ class ShardedModule(PyroModule):
             raise NetworkFoundError(self)
         if torch.is_grad_enabled() and not ShardedModule.is_stepped:
             raise ModelError(
-                "the network is sharded, so its gradients are nowhere as a whole: it is moved by "
-                "run and step of BAOA, SGHMC, SGLD, IVON and MAP"
+                "the network is sharded, so its gradients are nowhere as a whole: use run or step "
+                "of BAOA, SGHMC, SGLD, IVON or MAP"
             )
         drawn = {
             name: pyro.sample(
@@ -188,7 +188,7 @@ def _checked(name: str, prior: Any) -> Any:
         prior.support, "base_constraint", None
     ) not in (constraints.real,):
         raise ArgumentError(
-            f"the prior of '{name}' is on {prior.support}: of a sharded network it has to be on "
+            f"the prior of '{name}' is on {prior.support}: for a sharded network, it has to be on "
             "all real numbers"
         )
     return prior
@@ -200,6 +200,6 @@ def _check_padding(net: nn.Module, names: list[str]) -> None:
         is_padded = isinstance(module, nn.Embedding) and module.padding_idx is not None
         if is_padded and name in names:
             raise ArgumentError(
-                f"'{name}' has a padding_idx, whose row stays as it is: of a sharded network, "
-                "leave it out with exclude=, or set padding_idx=None"
+                f"'{name}' has a padding_idx, whose row is fixed, which sharded networks cannot "
+                "do: leave the weight out with exclude=, or set padding_idx=None"
             )

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 #: Kernels that compute each element of a position by itself.
 ELEMENTWISE = SGLD, SGHMC, BAOA, IVON, MAP
 #: The error for data of which ranks cannot take parts.
-_NO_ROWS = "the data are no rows, which ranks could share out: pass tensors of rows"
+_NO_ROWS = "the data have no rows that ranks could share out: pass tensors of rows"
 
 
 def sharded_network(model: Any, arguments: Arguments) -> ShardedModule | None:
@@ -84,7 +84,7 @@ def check_kernel(name: str, kernel: Hyperparameters) -> None:
     for hyper, value in kernel.hyperparameters().items():
         if isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values()):
             raise ArgumentError(
-                f"{hyper}: of a sharded network, pass a number a site, not a tensor"
+                f"{hyper}: for a sharded network, pass a number for each site, not a tensor"
             )
 
 

@@ -92,7 +92,8 @@ class ShardedDensity:
         log_joint = log_prior + log_lik.detach().double() if is_sound else log_prior * torch.nan
         others = {name: part for name, part in gradient.items() if name not in self.weights}
         terms = [part.reshape(-1).double() / world for part in others.values()]
-        *_, total = sums = self.rows.sum(torch.cat([*terms, log_joint.reshape(1)]))
+        sums = self.rows.sum(torch.cat([*terms, log_joint.reshape(1)]))
+        total = sums[-1]
         if others:
             gradient |= Layout.of(others).unflatten(sums[:-1])
         return gradient, Evaluation(total, total, total[None])
