@@ -318,7 +318,7 @@ def check_rows_can_be_shared(problem: Problem) -> None:
     shared, device = problem.ranks.rows, problem.positions.device.type
     if shared is not None and shared.device != device:
         raise ArgumentError(
-            f"mesh= has {shared.device} devices, and the model is on {device}: pass "
+            f"mesh: it is of {shared.device} devices, and the model is on {device}: pass "
             f"init_device_mesh('{device}', ...), or move the model and the data"
         )
     plate = problem.log_posterior.model_info.own_plate
