@@ -1,4 +1,4 @@
-"""A log posterior whose batches are shared out among processes, each of which has some rows."""
+"""A log posterior whose batches are shared out among processes: each has a part of the rows."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 
 
 class Estimate(NamedTuple):
-    """What the rows of a batch say, on all ranks together.
+    """The evaluation of a batch, whose rows are on several ranks.
 
     Attributes:
-        log_joint: estimated from them, in nats, a total over the data.
+        log_joint: of all data, estimated from the batch, in nats.
     """
 
     log_joint: Tensor
 
 
 def sum_over(group: ProcessGroup, tensor: Tensor) -> Tensor:
-    """The sum of the tensors of a group's ranks: an operation that can be traced and compiled."""
+    """The sum of a tensor over the ranks of a group, as an operation that can be traced and
+    compiled."""
     # private, but what torch.compile makes of all_reduce; not every torch has it
     from torch.distributed import _functional_collectives as collectives
 
@@ -38,17 +39,17 @@ def sum_over(group: ProcessGroup, tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """The log posterior of a batch, of whose B rows each rank has B_r.
+    """The log posterior of a batch of B rows, of which each rank r has B_r.
 
-    A rank's own estimate of the log joint is log prior + N/B_r sum_r, with sum_r of its rows' log
-    likelihoods.  The mean over ranks with weights B_r/B is log prior + N/B sum: the prior counts
-    once, and every row alike, however many rows each rank has.  So is the mean of gradients, which
-    is one sum over ranks of a vector.
+    A rank's own estimate of the log joint is log prior + N/B_r sum_r, where sum_r is the log
+    likelihood of its rows.  The mean of these estimates with weights B_r/B is
+    log prior + N/B sum: the prior counts once and all rows count alike, however many each rank has.
+    The same holds for gradients, so that a step needs one sum of a vector over ranks.
 
     Attributes:
         density: the log posterior.
-        weight: of this rank, B_r/B.
-        group: the ranks that have parts of the same batches.
+        weight: B_r/B of this rank.
+        group: the ranks that share out the rows of the same batches.
     """
 
     density: Any
@@ -63,49 +64,49 @@ class DataParallel:
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Estimate]:
-        """(Gradient of the log joint by site, its estimate), of all ranks' rows.
+        """(Gradient of the log joint by site, its estimate), from the rows of all ranks.
 
         Raises:
             RankError: the model has failed on the rows of a rank.
         """
         layout, error = Layout.of(dict(params)), None
         like = next(iter(params.values()))
-        own = like.new_full((layout.size + 1,), torch.nan, dtype=layout.dtype)
+        term = like.new_full((layout.size + 1,), torch.nan, dtype=layout.dtype)
         try:
             by_site, evaluation = self.density.plain_grad(params, batch, indices)
             joined = torch.cat([layout.flatten(by_site), evaluation.log_joint.reshape(1)]).detach()
-            own = self.weight * joined if self.weight else torch.zeros_like(joined)
+            term = self.weight * joined if self.weight else torch.zeros_like(joined)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            pass  # NaN on all ranks ends the chain alone, as in a compiled step
+            pass  # NaN on all ranks ends this chain alone, as in a compiled step
         except Exception as raised:
             if is_tracing():
                 raise
             error = raised
-        if is_tracing():  # a compiled step runs no Python of the model's, which could raise
-            mean = sum_over(self.group, own)
+        if is_tracing():  # a compiled step runs no Python of the model, so that it cannot raise
+            mean = sum_over(self.group, term)
         else:
-            told = torch.cat([own, own.new_full((1,), float(error is not None))])
-            mean, failed = sum_over(self.group, told).split([layout.size + 1, 1])
+            message = torch.cat([term, term.new_full((1,), float(error is not None))])
+            mean, failed = sum_over(self.group, message).split([layout.size + 1, 1])
             if bool(failed):
-                raise RankError(f"the model has failed at a step: {self._told(error)}") from error
+                raise RankError(f"the model has failed at a step: {self._errors(error)}") from error
         return layout.unflatten(mean[:-1]), Estimate(mean[-1])
 
-    def _told(self, error: Exception | None) -> str:
-        """What has failed on which ranks."""
+    def _errors(self, error: Exception | None) -> str:
+        """The errors of all ranks, in words."""
         from torch import distributed as dist
 
         words = None
         if error is not None:
             words = f"on rank {dist.get_rank()}, {type(error).__name__}: {error}"
-        told: list[str | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(told, words, group=self.group)
-        return "; ".join(each for each in told if each is not None)
+        by_rank: list[str | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(by_rank, words, group=self.group)
+        return "; ".join(filter(None, by_rank))
 
     grad = plain_grad
 
     def row_gradients(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The gradient of each row's log likelihood by site, of the rows that are given."""
+        """The gradient of the log likelihood of each row of `batch` by site, on this rank alone."""
         gradients: dict[str, Tensor] = self.density.row_gradients(params, batch, indices)
         return gradients

@@ -1,7 +1,7 @@
-"""The processes of a run, what each does of it, and what they tell each other.
+"""The processes of a run: which part of the work each of them does, and their messages.
 
-Every process takes the same decisions from the same facts.  They talk between stages, never
-within steps.
+All processes make the same decisions from the same facts.  They exchange messages between the
+stages of a run, and not within its steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,30 +32,63 @@ _LOG = logging.getLogger("pyro_scale")
 
 T = TypeVar("T")
 
-#: What `distributed=` can be.
+#: Values of the argument `distributed=`.
 Distributed = Literal["auto", "all", False]
-#: How long a rank waits for the others, in a group that is made here: ranks wait for the slowest.
+#: Timeout of a process group that is made here: ranks wait for the slowest one.
 _TIMEOUT = timedelta(days=7)
-#: Seconds after which a rank says that it waits.
+#: Seconds after which a rank logs that it is waiting.
 _LONG = 60.0
-#: How long the others are waited for once one has died, to tell which.
+#: How long ranks that may be alive are waited for after one has died, to find out which one.
 _PATIENCE = timedelta(seconds=5)
 
 
-class Ranks:
-    """The processes of a run; each has a number, its rank.
+class RankFailure(NamedTuple):
+    """An error on one rank, in a form that can be sent to the others.
 
-    All of them call the same methods in the same order.  What one of them raises is raised in the
-    others at their next call, and a `RankError` where one has died.
+    Attributes:
+        kind: the error's class.
+        message: what it says.
+        code: the section of the documentation on it, of an error of this library.
+    """
+
+    kind: type[BaseException]
+    message: str
+    code: Code | None
+
+    @classmethod
+    def from_error(cls, error: BaseException) -> Self:
+        """Describes an error."""
+        code = error.code if isinstance(error, PyroScaleError) else None
+        return cls(type(error), format(error), code)
+
+    def as_error(self, rank: int, otherwise: str = "") -> PyroScaleError:
+        """The error to raise on other ranks: of the same class if it is one of this library, else
+        a `RankError`.
+
+        Args:
+            rank: on which it was raised.
+            otherwise: what the `RankError` says between the rank and the error.
+        """
+        if issubclass(self.kind, PyroScaleError):
+            return self.kind(f"rank {rank}: {self.message}", code=self.code)
+        return RankError(f"rank {rank}{otherwise}: {self.kind.__name__}: {self.message}")
+
+
+class Ranks:
+    """The processes of a run, numbered from 0; a process's number is its rank.
+
+    All of them have to call the same methods in the same order.  An error that one of them raises
+    is raised by the others at their next call, and a `RankError` if one has died.
 
     Args:
         rank: of this process.
-        world: how many there are.
-        keeps_all: whether every rank keeps all draws; else rank 0 does, and others keep those of
-            their own chains.
-        teams: how the chains are shared out: (this rank's team, how many there are); a team each
-            by default.
-        rows: this rank's part of every batch of its team; None where it takes all.
+        world: number of processes.
+        keeps_all: whether every rank keeps all draws; otherwise rank 0 does, and the others keep
+            those of their own chains.
+        teams: how chains are shared out: (this rank's team, number of teams).  The ranks of a team
+            move the same chains.  By default, each rank is a team.
+        rows: this rank's part of every batch of its team; None if it takes all rows.
+        group: torch's process group of these ranks; None for the default one.
     """
 
     def __init__(
@@ -65,10 +98,12 @@ class Ranks:
         keeps_all: bool = True,
         teams: tuple[int, int] | None = None,
         rows: Rows | None = None,
+        group: dist.ProcessGroup | None = None,
     ):
         self.rank, self.world, self.keeps_all = rank, world, keeps_all
         self.team, self.num_teams = teams or (rank, world)
         self.rows = rows
+        self._group = group
         self._calls, self._is_over = 0, False
         self._name = secrets.token_hex(8)
         if not self.is_alone:
@@ -80,19 +115,20 @@ class Ranks:
                 )
 
     @classmethod
-    def of(cls, distributed: Distributed, mesh: DeviceMesh | None = None) -> Ranks:
-        """Those of torch's process group, if there is one or if torchrun started this process.
+    def from_group(cls, distributed: Distributed, mesh: DeviceMesh | None = None) -> Ranks:
+        """The ranks of torch's process group, if there is one or if torchrun started this process;
+        otherwise `ALONE`.
 
-        A group that is there already stays as it is; one that is made here ends with the process.
+        An existing group stays as it is; a group that is made here ends with the process.
 
         Args:
             distributed: as `run` takes it.
-            mesh: of dimensions "chain" and "data": ranks that differ in the latter alone move the
-                same chains, on a part of each batch.
+            mesh: of dimensions "chain" and "data".  Ranks that differ only along "data" move the
+                same chains, each on a part of every batch.
 
         Raises:
-            ArgumentError: another value than "auto", "all" or False; a group that cannot pass
-                tensors of processors on; a mesh of other dimensions, or not of all ranks.
+            ArgumentError: `distributed` has another value than "auto", "all" or False; the group
+                cannot send CPU tensors; the mesh has other dimensions, or not all ranks.
         """
         if distributed not in ("auto", "all", False):
             raise ArgumentError(f"distributed={distributed!r}: pass 'auto', 'all' or False")
@@ -102,14 +138,14 @@ class Ranks:
             if not dist.is_torchelastic_launched():
                 return ALONE
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            with _telling("processes to call run"):
+            with _log_if_long("processes to call run"):
                 dist.init_process_group(backend, timeout=_TIMEOUT)
-            atexit.register(_end)
+            atexit.register(_end_group)
         elif dist.get_world_size() > 1 and "gloo" not in _backends():
             raise ArgumentError(
-                f"the process group's backend is {_backends()}, which passes no tensors of "
-                "processors on: make it with backend='cpu:gloo,cuda:nccl', or pass "
-                "distributed=False to leave it alone"
+                f"the process group's backend is {_backends()}, which cannot send CPU tensors: "
+                "make the group with backend='cpu:gloo,cuda:nccl', or pass distributed=False to "
+                "ignore it"
             )
         if dist.get_world_size() == 1:
             return ALONE
@@ -128,7 +164,7 @@ class Ranks:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is but one."""
+        """Whether there is one process only."""
         return self.world == 1
 
     @property
@@ -138,171 +174,164 @@ class Ranks:
 
     @property
     def has_all(self) -> bool:
-        """Whether this rank is one that keeps all draws."""
+        """Whether this rank keeps all draws."""
         return self.keeps_all or self.is_first
 
     def own_rows(self, count: int, num_data: int | None, digest: str) -> int:
-        """Has every rank of a team take its data for rows of its own; N.
+        """Makes every rank's data its own rows (`rows_by_rank=True`) and returns N.
 
         Args:
-            count: of this rank's rows.
+            count: this rank's number of rows.
             num_data: N, of which every rank then has an equal part; by default the sum of counts.
-            digest: of some of them, which tells them from others.
+            digest: hash of rows of this rank, to compare them with those of other teams.
 
         Raises:
             ArgumentError: batches are not shared out, so that chains would see these rows alone;
-                or teams have other rows, so that their chains would be on different posteriors.
+                or teams have different rows, so that their chains would have different posteriors.
         """
         if self.rows is None:
             raise ArgumentError(
-                "rows_by_rank=True: a chain that sees the rows of one rank alone is not on the "
-                "posterior of all: pass mesh= with two ranks or more along 'data', which sum their "
-                "gradients"
+                "rows_by_rank=True: without a mesh, each chain would see the rows of one rank "
+                "only: pass mesh= with two or more ranks along 'data', which sum their gradients"
             )
-        own = count if num_data is None else 1
-        told = self.of_all((self.team, self.rows.rank, own, digest), "the number of rows")
+        weight = count if num_data is None else 1
+        facts = self.of_all((self.rows.rank, weight, digest), "the number of rows")
         first: dict[int, Any] = {}
-        for rank, (_, place, *rows) in enumerate(told):
-            of, known = first.setdefault(place, (rank, rows))
-            if rows != known:
+        for rank, (place, *rows) in enumerate(facts):
+            other_rank, other_rows = first.setdefault(place, (rank, rows))
+            if rows != other_rows:
                 raise ArgumentError(
-                    f"rows_by_rank=True: ranks {of} and {rank} are at the same place along 'data' "
-                    "and have other rows, so their chains would be on different posteriors: pass "
-                    "the same rows on all ranks of mesh.get_local_rank('data')"
+                    f"rows_by_rank=True: ranks {other_rank} and {rank} are at the same place along "
+                    "'data' and have different rows, so their chains would have different "
+                    "posteriors: pass the same rows on all ranks with the same "
+                    "mesh.get_local_rank('data')"
                 )
         total = sum(rows[0] for _, rows in first.values())
-        self.rows = self.rows._replace(share=own / total)
+        self.rows = self.rows._replace(share=weight / total)
         return num_data or total
 
     @property
     def if_there(self) -> Ranks:
-        """These, while their group is there; afterwards this process by itself."""
+        """These ranks as long as their process group exists; afterwards `ALONE`."""
         return self if not self.is_alone and dist.is_initialized() else ALONE
 
     @property
     def share(self) -> Share:
-        """What this rank takes of work that ranks share out."""
+        """This rank's share of items that ranks process one by one."""
         return Share(self.rank, self.world)
 
     def chains(self, count: int) -> range:
-        """The numbers of this rank's chains, of so many in all."""
+        """The numbers of this rank's chains, of `count` chains in all."""
         return range(self.team, count, self.num_teams)
 
     def check(self, num_chains: int) -> None:
-        """Refuses fewer chains than ranks, or than teams of ranks.
+        """Checks that every team of ranks has a chain.
 
         Raises:
-            ArgumentError: there are.
+            ArgumentError: there are fewer chains than teams.
         """
         if num_chains < self.num_teams:
             raise ArgumentError(
                 f"num_chains={num_chains} on {self.world} processes leaves some without a chain: "
                 f"pass num_chains={self.num_teams} or more, start fewer processes, share batches "
-                "out as well (mesh=), or pass "
-                "distributed=False to run all chains on each"
+                "out as well (mesh=), or run all chains on each process (distributed=False)"
             )
 
-    # ------------------------------------------------------------------ what they tell each other
+    # ------------------------------------------------------------------ messages
 
     def of_all(self, value: T, what: str) -> list[T]:
-        """Every rank's value, by rank.
+        """Every rank's value, in the order of ranks, on every rank.
 
         Args:
             value: this rank's; anything that can be pickled.
-            what: it is, in words.
+            what: the value's name in error messages.
 
         Raises:
-            RankError: another rank has failed, or is somewhere else.
+            RankError: another rank has failed, or makes another call.
         """
         if self.is_alone:
             return [value]
         self._meet(what)
         values: list[Any] = [None] * self.world
-        self._call(what, lambda: dist.all_gather_object(values, value))
+        self._call(what, lambda: dist.all_gather_object(values, value, group=self._group))
         return values
 
     def at_first(self, value: T, what: str) -> list[T] | None:
-        """Every rank's value, by rank, on rank 0; None on others.
+        """Every rank's value, in the order of ranks, on rank 0; None on the others.
 
         Raises:
-            RankError: another rank has failed, or is somewhere else.
+            RankError: another rank has failed, or makes another call.
         """
         if self.is_alone:
             return [value]
         self._meet(what)
         values: list[Any] | None = [None] * self.world if self.is_first else None
-        self._call(what, lambda: dist.gather_object(value, values))
+        self._call(what, lambda: dist.gather_object(value, values, self._root, self._group))
         return values
 
     def of_first(self, value: T, what: str) -> T:
-        """Rank 0's value.
+        """Rank 0's value, on every rank.
 
         Raises:
-            RankError: another rank has failed, or is somewhere else.
+            RankError: another rank has failed, or makes another call.
         """
         if self.is_alone:
             return value
         self._meet(what)
-        values = [value]
-        self._call(what, lambda: dist.broadcast_object_list(values))
-        return values[0]
+        return self.tell(value, what)
 
     def in_turn(self, own: Sequence[T], what: str, device: torch.device) -> list[T]:
-        """The items of all ranks, in their order, given those of this rank's share.
+        """The items of all ranks in their original order, from each rank's `share` of them.
 
         Args:
-            own: pytrees of tensors.
-            what: they are, in words.
-            device: where their tensors come to be.
+            own: this rank's items, pytrees of tensors.
+            what: their name in error messages.
+            device: of the returned tensors.
 
         Raises:
-            RankError: another rank has failed, or is somewhere else.
+            RankError: another rank has failed, or makes another call.
         """
         if self.is_alone:
             return list(own)
-        told = self.of_all(_to(list(own), torch.device("cpu")), what)
-        rounds = range(max(map(len, told)))
-        items = [each[turn] for turn in rounds for each in told if turn < len(each)]
-        return [_to(item, device) for item in items]
+        by_rank = self.of_all(_to_device(list(own), torch.device("cpu")), what)
+        rounds = range(max(map(len, by_rank)))
+        items = [part[turn] for turn in rounds for part in by_rank if turn < len(part)]
+        return [_to_device(item, device) for item in items]
 
-    # of those that work for rank 0, and do not ask each other what has become of them
+    # messages without a check that all ranks are well, for ranks that serve rank 0 (sums.py)
 
     @property
     def is_over(self) -> bool:
-        """Whether a rank has failed, so that nothing more can be told."""
+        """Whether a rank has failed, so that ranks exchange no more messages."""
         return self._is_over
 
     def tell(self, value: T, what: str) -> T:
-        """Rank 0's value, which others wait for."""
+        """Rank 0's value, on every rank; like `of_first`, but a failed rank is not noticed."""
         values = [value]
-        self._call(what, lambda: dist.broadcast_object_list(values))
+        self._call(what, lambda: dist.broadcast_object_list(values, self._root, self._group))
         return values[0]
 
     def add_up(self, vector: Tensor, what: str) -> Tensor:
-        """The sum over ranks of a vector in a processor's memory, which takes its place: the same
-        bits on all."""
-        self._call(what, lambda: dist.all_reduce(vector))
+        """The sum of a CPU tensor over ranks, bitwise the same on all; overwrites the tensor."""
+        self._call(what, lambda: dist.all_reduce(vector, group=self._group))
         return vector
 
     def least(self, count: int) -> int:
-        """Tells the others a count of this rank's, within steps: no rank waits for another.
-
-        Returns:
-            The least that ranks have told; 0 where not all have.
-        """
+        """Publishes this rank's count and returns the smallest that ranks have published; 0 if
+        some have not.  No rank waits, so this may be called within steps."""
         if self.is_alone:
             return count
-        store = dist.distributed_c10d._get_default_store()
+        store = _store()
         places = [f"pyro_scale/{self._name}/count/{rank}" for rank in range(self.world)]
         try:
             store.set(places[self.rank], str(count))
             return min(map(int, store.multi_get(places))) if store.check(places) else 0
-        except RuntimeError:  # who holds it is gone, as will be said when ranks meet
+        except RuntimeError:  # the process that holds it has ended; the next message says so
             return 0
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Ends on all ranks if it ends on one.
+        """Ends the block on all ranks when it ends with an error on one of them.
 
         Raises:
             RankError: another rank has failed.
@@ -312,7 +341,7 @@ class Ranks:
             return
         try:
             with warnings.catch_warnings():
-                if not self.is_first:  # which would say the same
+                if not self.is_first:  # rank 0 gives the same warnings
                     warnings.simplefilter("ignore", PyroScaleWarning)
                 yield
         except BaseException as error:
@@ -323,36 +352,34 @@ class Ranks:
         self._meet("the end")
 
     def _meet(self, what: str, error: BaseException | None = None) -> None:
-        """Waits for the others, and learns what became of them."""
+        """Waits for all ranks, and raises if one of them has failed or makes another call."""
         self._calls += 1
-        told: list[Any] = [None] * self.world
-        mine = None if error is None else (type(error), format(error), code_of(error))
-        self._call(what, lambda: dist.all_gather_object(told, (what, mine)))
-        failed = [(rank, why) for rank, (_, why) in enumerate(told) if why is not None]
-        elsewhere = [rank for rank, (where, _) in enumerate(told) if where != what]
+        states: list[Any] = [None] * self.world
+        failure = None if error is None else RankFailure.from_error(error)
+        state = what, failure
+        self._call(what, lambda: dist.all_gather_object(states, state, group=self._group))
+        failed = [(rank, of_rank) for rank, (_, of_rank) in enumerate(states) if of_rank]
+        elsewhere = [rank for rank, (place, _) in enumerate(states) if place != what]
         self._is_over = bool(failed or elsewhere)
         if error is not None:
             return
         if failed:
-            rank, (kind, why, code) = failed[0]
-            if issubclass(kind, PyroScaleError):
-                raise kind(f"rank {rank}: {why}", code=code)
-            raise RankError(f"rank {rank} has failed, so this one ends: {kind.__name__}: {why}")
+            rank, of_rank = failed[0]
+            raise of_rank.as_error(rank, " has failed, so this one ends")
         if elsewhere:
             raise RankError(
-                f"rank {elsewhere[0]} is at {told[elsewhere[0]][0]}, this one at {what}: every "
+                f"rank {elsewhere[0]} is at {states[elsewhere[0]][0]}, this one at {what}: every "
                 "rank has to make the same calls in the same order"
             )
 
     def _call(self, what: str, call: Any) -> None:
-        """Calls torch; names the ranks that have not come, if it cannot go on."""
-        place = f"pyro_scale/{self._name}/{self._calls}"
-        store = dist.distributed_c10d._get_default_store()
+        """Calls torch; if that fails, names the ranks that have not made the same call."""
+        place, store = f"pyro_scale/{self._name}/{self._calls}", _store()
         try:
             store.set(f"{place}/{self.rank}", "")
-            with _telling(f"ranks at {what}"):
+            with _log_if_long(f"ranks at {what}"):
                 call()
-        except KeyboardInterrupt:  # what the others say next would be taken for something else
+        except KeyboardInterrupt:  # the next message would be taken for the one that is missing
             self._is_over = True
             raise
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -360,9 +387,14 @@ class Ranks:
             missing = [rank for rank in range(self.world) if not _comes(store, f"{place}/{rank}")]
             who = f"rank {' or '.join(map(str, missing))}" if missing else "a rank"
             raise RankError(
-                f"{who} has not come to {what}: it has died, or waits for longer than the process "
-                f"group's timeout; its own output says why ({error})"
+                f"{who} has not come to {what}: it has died, or the process group's timeout was "
+                f"too short; see its own output ({error})"
             ) from error
+
+    @property
+    def _root(self) -> int:
+        """Rank 0's number in torch's default group."""
+        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
 
 
 #: A process by itself.
@@ -370,8 +402,8 @@ ALONE = Ranks()
 
 
 @contextlib.contextmanager
-def _telling(whom: str) -> Iterator[None]:
-    """Says for whom this process waits, if it waits for long."""
+def _log_if_long(whom: str) -> Iterator[None]:
+    """Logs whom this process waits for, if the block takes long."""
     text = f"waiting for other {whom}, for {_LONG:.0f} s: every rank has to make the same calls"
     timer = threading.Timer(_LONG, _LOG.warning, [text])
     timer.daemon = True
@@ -382,15 +414,19 @@ def _telling(whom: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _to(values: T, device: torch.device) -> T:
-    """A pytree of tensors there."""
+def _to_device(values: T, device: torch.device) -> T:
+    """A pytree with its tensors on a device."""
     moved: T = pytree.tree_map_only(Tensor, lambda value: value.to(device), values)
     return moved
 
 
+def _store() -> Any:
+    """Torch's key-value store, which all processes can read."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def _comes(store: Any, name: str) -> bool:
-    """Whether a rank comes to a place soon; it is not there if the one that holds the store is
-    gone."""
+    """Whether a key appears in the store soon; False if the store is gone."""
     try:
         store.wait([name], _PATIENCE)
     except RuntimeError:
@@ -398,15 +434,10 @@ def _comes(store: Any, name: str) -> bool:
     return True
 
 
-def code_of(error: BaseException) -> Code | None:
-    """The code of an error of ours; None of others."""
-    return error.code if isinstance(error, PyroScaleError) else None
-
-
 def _backends() -> str:
     return str(dist.get_backend_config())
 
 
-def _end() -> None:
+def _end_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

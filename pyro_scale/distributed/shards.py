@@ -1,4 +1,4 @@
-"""Tensors of which every rank has a part: torch's DTensors, as `fully_shard` makes of weights."""
+"""Weights of which every rank has a part: torch's DTensors, as `fully_shard` makes them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.distributed.shares import Rows
 from pyro_scale.errors import ArgumentError
 
@@ -23,20 +24,20 @@ _AS_FSDP = "shard the whole network by torch.distributed.fsdp.fully_shard, along
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor; who has none has not loaded that part of torch."""
+    """Whether a tensor is a DTensor, without importing that part of torch."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of a tensor: some rows of it, which lie one after another.
+    """This rank's part of a weight: consecutive rows of it.
 
     Attributes:
-        shape: the whole tensor's.
-        rows: which of its rows are here.
+        shape: of the whole weight.
+        rows: the rows on this rank.
         mesh: the ranks that have the parts.
-        dim: the mesh's dimension along which they differ.
+        dim: the dimension of the mesh along which ranks have different parts.
     """
 
     shape: torch.Size
@@ -45,11 +46,11 @@ class Shard:
     dim: int
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> Shard:
-        """A weight's.
+    def from_weight(cls, name: str, tensor: Tensor) -> Shard:
+        """This rank's part of the weight `name` of a network.
 
         Raises:
-            ArgumentError: it is whole on every rank, or in parts of another kind than rows.
+            ArgumentError: the weight is whole on every rank, or not sharded by rows.
         """
         if not is_sharded(tensor):
             raise ArgumentError(f"weight '{name}' is not sharded, and others are: {_AS_FSDP}")
@@ -70,13 +71,18 @@ class Shard:
 
     @property
     def first(self) -> int:
-        """The number of its first element, among the tensor's."""
+        """The place of the part's first element among all elements of the weight."""
         return self.rows.start * self.shape[1:].numel()
 
     @property
     def local_shape(self) -> torch.Size:
-        """Its own."""
+        """The shape of the part."""
         return torch.Size((self.rows.stop - self.rows.start, *self.shape[1:]))
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks that have the same part."""
+        return self.mesh.size() // self.mesh.size(self.dim)
 
     def whole(self, draws: Tensor) -> DTensor:
         """Values of this part, `[n, *local_shape]`, as a DTensor `[n, *shape]` of all parts."""
@@ -91,61 +97,35 @@ class Shard:
         )
 
 
-@dataclass(frozen=True)
-class Holders:
-    """The ranks among which a network is shared out.
+def ranks_of(shards: Iterable[Shard]) -> Ranks:
+    """The ranks among which networks are sharded: one team, which moves one chain, each rank on
+    its part of every batch.
 
-    Attributes:
-        rows: this rank's part of every batch.
-        copies: how many of them have the same part of the network.
-        device: of what they tell each other.
+    Raises:
+        ArgumentError: networks have different meshes; or the mesh has two dimensions, and not all
+            ranks.
     """
+    mesh = common_mesh(shards)
+    rank: int = mesh.get_local_rank() if mesh.ndim == 1 else dist.get_rank()
+    group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+    rows = Rows(rank, mesh.size(), group, mesh.device_type)
+    return Ranks(rank, mesh.size(), teams=(0, 1), rows=rows, group=group)
 
-    rows: Rows
-    copies: int
-    device: torch.device
 
-    @classmethod
-    def of(cls, shards: Iterable[Shard]) -> Holders:
-        """Those of all shards of a model.
+def common_mesh(shards: Iterable[Shard]) -> DeviceMesh:
+    """The mesh over which all weights are sharded.
 
-        Raises:
-            ArgumentError: not all are of one mesh, or it has two dimensions and not all ranks.
-        """
-        first, *others = list(shards)
-        mesh = first.mesh
-        if any(other.mesh != mesh or other.dim != first.dim for other in others):
-            raise ArgumentError("networks are sharded over different meshes: pass one to both")
-        if mesh.ndim > 1 and mesh.size() != dist.get_world_size():
-            raise ArgumentError(
-                f"mesh {mesh} has {mesh.size()} of {dist.get_world_size()} ranks: pass one of all "
-                "ranks, or of one dimension"
-            )
-        rank: int = mesh.get_local_rank() if mesh.ndim == 1 else dist.get_rank()
-        group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
-        copies = mesh.size() // mesh.size(first.dim)
-        device = torch.device(mesh.device_type)
-        return cls(Rows(rank, mesh.size(), group, mesh.device_type), copies, device)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the rank that shows progress and writes what all have."""
-        return self.rows.rank == 0
-
-    def total(self, vector: Tensor) -> Tensor:
-        """The sum over ranks, on the device that the vector is on."""
-        moved = vector.detach().to(self.device, copy=True)
-        dist.all_reduce(moved, group=self.rows.group)
-        return moved.to(vector.device)
-
-    def of_first(self, value: Any) -> Any:
-        """The first rank's value: anything that can be pickled."""
-        values = [value]
-        dist.broadcast_object_list(values, group=self.rows.group, group_src=0)
-        return values[0]
-
-    def of_all(self, value: Any, what: str) -> list[Any]:
-        """Every rank's value, by rank; `what` it is, in words."""
-        values: list[Any] = [None] * self.rows.world
-        dist.all_gather_object(values, value, group=self.rows.group)
-        return values
+    Raises:
+        ArgumentError: they have different meshes; or the mesh has two dimensions, and not all
+            ranks.
+    """
+    first, *others = shards
+    mesh = first.mesh
+    if any(other.mesh != mesh or other.dim != first.dim for other in others):
+        raise ArgumentError("networks are sharded over different meshes: pass one to both")
+    if mesh.ndim > 1 and mesh.size() != dist.get_world_size():
+        raise ArgumentError(
+            f"mesh {mesh} has {mesh.size()} of {dist.get_world_size()} ranks: pass one of all "
+            "ranks, or of one dimension"
+        )
+    return mesh

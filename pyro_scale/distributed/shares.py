@@ -1,4 +1,4 @@
-"""What a process takes of work that is shared out: rows of a batch, or every world-th item."""
+"""Which part of the work a process takes: rows of every batch, or every world-th item."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 T = TypeVar("T")
 
 
 class Rows(NamedTuple):
-    """Which part of a batch a rank takes, of those that move the same chains.
+    """This rank's part of every batch, among the ranks that move the same chains.
 
     Attributes:
-        rank: among those.
-        world: how many there are.
-        group: torch's group of them.
-        device: the type of device whose tensors it sums.
-        share: what part of all rows this rank has been given, if its data are its own; None where
-            every rank has all, and takes a part of each batch.
+        rank: this rank's number among them.
+        world: how many they are.
+        group: their torch process group.
+        device: type of the device on which they add tensors up.
+        share: the fraction of all rows that this rank was called with, if the data of ranks differ
+            (`rows_by_rank=True`); None where every rank has all rows and takes a part of a batch.
     """
 
     rank: int
@@ -31,38 +32,45 @@ class Rows(NamedTuple):
     share: float | None = None
 
     def of(self, size: int) -> slice:
-        """This rank's rows of so many that it is given; where there are more ranks than rows, one
-        that others have, too."""
+        """This rank's rows of a batch of `size` rows.
+
+        With more ranks than rows, ranks that would have none get a row that another rank has,
+        too: its weight is 0.
+        """
         if self.share is not None:
             return slice(None)
-        own = self._of(size)
-        return own if own.stop > own.start else slice(0, 1)
+        part = self.part_of(size)
+        return part if part.stop > part.start else slice(0, 1)
 
     def weight(self, size: int) -> float:
-        """What part of the likelihood this rank's rows of a batch stand for: that of its rows, of
-        so many that no other rank has."""
+        """The fraction of the likelihood of a batch of `size` rows that this rank computes."""
         if self.share is not None:
             return self.share
-        own = self._of(size)
-        return (own.stop - own.start) / size
+        part = self.part_of(size)
+        return (part.stop - part.start) / size
+
+    def part_of(self, size: int) -> slice:
+        """This rank's rows of a batch of `size` rows, which may be none; parts differ by one row
+        at most."""
+        return slice(self.rank * size // self.world, (self.rank + 1) * size // self.world)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of a tensor over these ranks, on the tensor's own device."""
+        total = values.detach().to(self.device, copy=True)
+        dist.all_reduce(total, group=self.group)
+        return total.to(values.device)
 
     def agree(self, holds: bool) -> bool:
-        """Whether something holds on all of those ranks."""
-        failed = torch.tensor(float(not holds), device=self.device)
-        dist.all_reduce(failed, group=self.group)
-        return not bool(failed)
-
-    def _of(self, size: int) -> slice:
-        """Parts differ by one row at most."""
-        return slice(self.rank * size // self.world, (self.rank + 1) * size // self.world)
+        """Whether a condition holds on all of these ranks."""
+        return not bool(self.sum(torch.tensor(float(not holds))))
 
 
 class Share(NamedTuple):
-    """Which of some items a rank takes: every world-th, beginning at its own number.
+    """This rank's share of a list of items: every world-th, from its own number on.
 
     Attributes:
-        rank: of this process.
-        world: how many there are.
+        rank: this rank's number.
+        world: how many ranks share the items.
     """
 
     rank: int = 0
@@ -73,11 +81,11 @@ class Share(NamedTuple):
         return islice(items, self.rank, None, self.world)
 
     def size(self, most: int, total: int) -> int:
-        """How many rows to take together, at most so many, for chunks that divide evenly among
-        ranks."""
+        """Rows per chunk, at most `most`, such that all ranks get equally many chunks of `total`
+        rows."""
         rounds = -(-total // (most * self.world))
         return max(1, -(-total // (rounds * self.world))) if total else most
 
 
-#: Everything.
+#: The share of a process that works alone: all items.
 WHOLE = Share()

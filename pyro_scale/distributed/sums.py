@@ -1,38 +1,36 @@
-"""Sums whose terms ranks share out, for algorithms that decide by them."""
+"""Sums over rows that ranks share out, for an algorithm that runs on rank 0."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from pyro_scale.distributed.ranks import Ranks, code_of
-from pyro_scale.errors import PyroScaleError, RankError
+from pyro_scale.distributed.ranks import RankFailure, Ranks
 
 T = TypeVar("T")
 
-#: A rank's terms of a sum, or of some.
+#: Computes a rank's terms of one or several sums.
 Terms: TypeAlias = Callable[..., Tensor | Sequence[Tensor]]
 
-#: What rank 0 raises as what another one has raised.
-_KNOWN = PyroScaleError, torch.linalg.LinAlgError  # type: ignore[attr-defined]
-#: Where ranks are that wait for the next sum.
+#: What ranks do that wait for the next sum, in error messages.
 _PLACE = "a sum over rows"
 
 
 class Sums:
     """Functions whose values are sums over ranks, each of which computes its own terms.
 
-    Rank 0 alone runs the algorithm that needs them.  So a step that processors round in different
-    ways cannot lead ranks apart, and an error that the algorithm can stand leaves no rank waiting.
+    Only rank 0 runs the algorithm that needs the sums; the others compute their terms on request.
+    So ranks make the same decisions even if their processors round differently, and an error that
+    the algorithm catches leaves no rank waiting.
 
     Args:
         ranks: the processes.
-        terms: what computes this rank's, by name.
-        device: where tensors are on this rank.
+        terms: functions that compute this rank's terms, by name.
+        device: of the tensors on this rank.
     """
 
     def __init__(
@@ -44,50 +42,51 @@ class Sums:
         self._ranks, self._terms, self._device = ranks, terms, device
 
     def run(self, algorithm: Callable[[], T]) -> T:
-        """What an algorithm comes to, on every rank; it calls `ask`, on rank 0."""
+        """The result, on every rank, of an algorithm that runs on rank 0 and calls `ask`."""
         if self._ranks.is_alone:
             return algorithm()
-        found = None
+        packed = None
         if self._ranks.is_first:
             try:
-                found = self._packed(algorithm())
-            finally:  # the others learn from rank 0 what it was, if it failed
+                packed = self._pack(algorithm())
+            finally:  # if it has failed, the others learn why from the next message
                 if not self._ranks.is_over:
                     self._ranks.tell(None, _PLACE)
         else:
-            while (asked := self._ranks.tell(None, _PLACE)) is not None:
-                self._answer(*self._unpacked(asked))
-        found = self._ranks.of_first(found, "what sums over rows have led to")
-        result: T = self._unpacked(found)
+            while (request := self._ranks.tell(None, _PLACE)) is not None:
+                self._answer(*self._unpack(request))
+        packed = self._ranks.of_first(packed, "what sums over rows have led to")
+        result: T = self._unpack(packed)
         return result
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """The sum over ranks of the named terms: a tensor, or a tuple of them; on rank 0.
+        """The sum over ranks of the named terms: a tensor, or a tuple of them.  Only on rank 0.
 
         Raises:
-            PyroScaleError, LinAlgError: what a rank has raised.
-            RankError: a rank has raised something else, or has died.
+            PyroScaleError, LinAlgError: as a rank has raised it.
+            RankError: a rank has raised another error, or has died.
         """
         if self._ranks.is_alone:
             return self._terms[name](*arguments)
-        return self._ask("all", name, arguments)
+        return self._request("sum", name, arguments)
 
     def ask_each(self, name: str, *arguments: Any) -> list[Any]:
-        """Every rank's named terms by themselves, whatever they are, by rank; on rank 0.
+        """The named terms of every rank, in the order of ranks, not added up.  Only on rank 0.
 
         Raises:
             PyroScaleError, LinAlgError, RankError: as for `ask`.
         """
         if self._ranks.is_alone:
             return [self._terms[name](*arguments)]
-        found: list[Any] = self._ask("each", name, arguments)
-        return found
+        terms: list[Any] = self._request("list", name, arguments)
+        return terms
 
-    def _ask(self, whose: str, name: str, arguments: Sequence[Any]) -> Any:
-        self._ranks.tell(self._packed((whose, name, arguments)), _PLACE)
-        return self._answer(whose, name, arguments)
+    def _request(self, what: Literal["sum", "list"], name: str, arguments: Sequence[Any]) -> Any:
+        self._ranks.tell(self._pack((what, name, arguments)), _PLACE)
+        return self._answer(what, name, arguments)
 
-    def _answer(self, whose: str, name: str, arguments: Sequence[Any]) -> Any:
+    def _answer(self, what: Literal["sum", "list"], name: str, arguments: Sequence[Any]) -> Any:
+        """Computes this rank's terms and sends them; returns the result on rank 0."""
         terms: Any = ()
         error: BaseException | None = None
         try:
@@ -98,42 +97,39 @@ class Sums:
         if bool(failed):
             self._raise(error)
             return None  # rank 0 decides what follows
-        if whose == "each":
-            every = self._ranks.at_first(self._packed(terms), _PLACE)
-            return None if every is None else [self._unpacked(each) for each in every]
+        if what == "list":
+            by_rank = self._ranks.at_first(self._pack(terms), _PLACE)
+            return None if by_rank is None else [self._unpack(packed) for packed in by_rank]
         parts = [terms] if isinstance(terms, Tensor) else list(terms)
         vector = torch.cat([part.detach().cpu().double().flatten() for part in parts])
         sums = self._ranks.add_up(vector, _PLACE).split([part.numel() for part in parts])
-        whole = [each.reshape(part.shape).to(part) for each, part in zip(sums, parts, strict=True)]
-        return whole[0] if isinstance(terms, Tensor) else tuple(whole)
+        shaped = [
+            total.reshape(part.shape).to(part) for total, part in zip(sums, parts, strict=True)
+        ]
+        return shaped[0] if isinstance(terms, Tensor) else tuple(shaped)
 
     def _raise(self, error: BaseException | None) -> None:
-        """Tells what was raised, and raises it on rank 0; an interrupt where it is one, too."""
-        mine = None if error is None else (_kind(error), _text(error), code_of(error))
-        told = self._ranks.of_all(mine, "what was raised in a sum over rows")
+        """Exchanges errors; raises the first on rank 0, and an interrupt where it was."""
+        failure = None if error is None else RankFailure.from_error(error)
+        failures = self._ranks.of_all(failure, "what was raised in a sum over rows")
         if error is not None and (self._ranks.is_first or not isinstance(error, Exception)):
             raise error
         if self._ranks.is_first:
-            rank, failed = next((r, each) for r, each in enumerate(told) if each is not None)
-            kind, why, code = failed
-            again = kind(f"rank {rank}: {why}")
-            if isinstance(again, PyroScaleError) and code is not None:
-                again.code = code
-            raise again
+            rank, first = next((r, of_rank) for r, of_rank in enumerate(failures) if of_rank)
+            raise _as_error(first, rank)
 
-    def _packed(self, value: Any) -> bytes:
+    def _pack(self, value: Any) -> bytes:
         buffer = io.BytesIO()
         torch.save(value, buffer)
         return buffer.getvalue()
 
-    def _unpacked(self, value: Any) -> Any:
-        """On this rank's device, wherever it was on rank 0."""
+    def _unpack(self, value: Any) -> Any:
+        """A packed value, with its tensors on this rank's device."""
         return torch.load(io.BytesIO(value), map_location=self._device, weights_only=False)
 
 
-def _kind(error: BaseException) -> type[Exception]:
-    return next((type(error) for kind in _KNOWN if isinstance(error, kind)), RankError)
-
-
-def _text(error: BaseException) -> str:
-    return format(error) if isinstance(error, _KNOWN) else f"{type(error).__name__}: {error}"
+def _as_error(failure: RankFailure, rank: int) -> BaseException:
+    """The error to raise on rank 0: also of torch's own class, for algorithms that catch it."""
+    if issubclass(failure.kind, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+        return failure.kind(f"rank {rank}: {failure.message}")
+    return failure.as_error(rank)

@@ -201,7 +201,7 @@ class Laplace(Approximation):
                 the evidence still has a slope, because rounding leaves the modes of many weights
                 too uncertain.
         """
-        ranks, begun = Ranks.of(distributed), time.perf_counter()
+        ranks, begun = Ranks.from_group(distributed), time.perf_counter()
         call = {"num_chains": num_chains, "seed": seed, "batch_size": batch_size}
         with ranks.together():
             check_same_call(ranks, call | {"tune": tune and list(tune), "mode": _type_of(mode)})
@@ -262,7 +262,7 @@ class Laplace(Approximation):
             NotRunError: there is no old posterior.
             ArgumentError: the old posterior is over only some of the sites; and as for `run`.
         """
-        old, ranks = self.fit, Ranks.of(distributed)
+        old, ranks = self.fit, Ranks.from_group(distributed)
         begun, candidates, title = time.perf_counter(), list[Candidate](), type(self).__name__
         with (
             ranks.together(),

@@ -287,7 +287,8 @@ class Method:
         problem = prepare(
             log_posterior, data, kernel, starts, num_chains, seed, must_be_usable, earlier
         )
-        self._understood = problem.understood or Understood.of(problem.log_posterior, data)
+        new = problem.understood or Understood.from_preflight(problem.log_posterior, data)
+        self._understood = new
         return problem
 
     def _starts(self, num_chains: int, seed: int) -> Any:

@@ -247,7 +247,7 @@ class Sampler(Stepwise):
             ConvergenceWarning: warm-up was shorter than five relaxation times, judged by the draws.
             PyroScaleWarning: the run was interrupted from the keyboard; it holds the draws so far.
         """
-        ranks = Ranks.of(distributed, mesh)
+        ranks = Ranks.from_group(distributed, mesh)
         call = {
             "num_samples": num_samples,
             "warmup_steps": warmup_steps,
@@ -287,7 +287,7 @@ class Sampler(Stepwise):
                     "max_seconds: ranks that share batches take the same steps, but their clocks "
                     "differ: leave it out, and pass max_rows= or the run's length"
                 )
-            budget = Budget.of(max_rows, config.num_samples, max_seconds, ranks)
+            budget = Budget.from_arguments(max_rows, config.num_samples, max_seconds, ranks)
             journal = Journal.open(checkpoint, checkpoint_every, resume, ranks)
             run_stages(self, data, config, budget, journal, seed, ranks, rows_by_rank)
         return self

@@ -36,12 +36,12 @@ from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.by_rank import check_same, check_same_call, gather, warn_of_reading
 from pyro_scale.run.frozen_features import with_frozen_features
-from pyro_scale.run.own_rows import on_own_rows
 from pyro_scale.run.problem import (
     Problem,
     check_rows_can_be_shared,
 )
 from pyro_scale.run.resume import digest_of, identity_of
+from pyro_scale.run.run import on_own_rows
 from pyro_scale.tuning.early_stopping import EarlyStopping, got_worse, still_rises
 from pyro_scale.tuning.geometry import whitened_by
 
@@ -230,7 +230,7 @@ class Optimized(Stochastic, Approximation):
         Warns:
             UserWarning: the objective was still rising at the end.
         """
-        ranks = ALONE if mesh is None else Ranks.of("all", mesh)
+        ranks = ALONE if mesh is None else Ranks.from_group("all", mesh)
         call = {
             "num_steps": num_steps,
             "num_epochs": num_epochs,

@@ -1,4 +1,4 @@
-"""What reads rows again after a run, each rank some of them."""
+"""Reading rows after a run, with the rows shared out among ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Readers:
-    """The processes that read, or this one by itself.
+    """The processes that read rows together after a run, or this process alone.
 
     Attributes:
         ranks: the processes.
-        device: where what they read comes to be.
-        seed: of what they draw; None for torch's generator.
+        device: of their results.
+        seed: of their random numbers; None for torch's generator.
     """
 
     ranks: Ranks
@@ -39,30 +39,34 @@ class Readers:
 
     @property
     def share(self) -> Share:
-        """Which chunks of the rows this process reads."""
+        """This process's share of the chunks of rows."""
         return self.ranks.share
 
     def map(self, function: Callable[[Chunk], T], chunks: Iterable[Chunk]) -> list[tuple[T, Chunk]]:
-        """(What a function makes of a chunk, the chunk without its rows) of all chunks, in order,
-        on every rank.
+        """(The function's value of a chunk, the chunk without its rows), of all chunks in order, on
+        every rank.
 
-        Each chunk has randomness of its own, so that ranks' draws are no copies of each other.
+        Each chunk has its own seed, so that draws on different ranks are independent.
 
         Args:
-            function: of a chunk, to a pytree of tensors.
+            function: of a chunk; returns a pytree of tensors.
             chunks: this process's share.
         """
-        own = []
+        results = []
         for place, chunk in enumerate(chunks):
-            with self._randomness(self.share.rank + place * self.share.world):
-                own.append((function(chunk), chunk._replace(arguments=(), indices=None)))
-        return self.gather(own)
+            with self._seeded(self.share.rank + place * self.share.world):
+                results.append((function(chunk), chunk._replace(arguments=(), indices=None)))
+        return self.gather(results)
 
-    def gather(self, own: list[T]) -> list[T]:
-        """The values of all ranks, in turn, on every rank, given those of this one's share."""
-        return self.ranks.in_turn(own, "what is read", self.device)
+    def gather(self, results: list[T]) -> list[T]:
+        """The results of all ranks in their original order, on every rank.
 
-    def _randomness(self, place: int) -> contextlib.AbstractContextManager[None]:
+        Args:
+            results: of this rank's share.
+        """
+        return self.ranks.in_turn(results, "what is read", self.device)
+
+    def _seeded(self, place: int) -> contextlib.AbstractContextManager[None]:
         if self.seed is None:
             return contextlib.nullcontext()
         return own_generator(derived_seed(self.seed, place, Purpose.PREDICTION))
@@ -70,20 +74,24 @@ class Readers:
 
 @contextlib.contextmanager
 def readers_of(
-    result: PosteriorDraws, what: str, data: Data | Arguments, draws: bool = False, **asked: object
+    result: PosteriorDraws,
+    what: str,
+    data: Data | Arguments,
+    draws: bool = False,
+    **arguments: object,
 ) -> Iterator[Readers]:
-    """The ranks of the run, if each has all of its draws and their group is there; else this
-    process.  What ends on one of them ends on all.
+    """A block in which rows are read: by all ranks of the run, if each has all of its draws and
+    their process group exists; otherwise by this process.  An error on one rank ends all.
 
     Args:
         result: of the run.
-        what: is called, in words.
+        what: is called, in words, for messages.
         data: the rows that are read.
-        draws: whether anything is drawn.
-        asked: the call's other arguments.
+        draws: whether random numbers are drawn.
+        arguments: of the call, which have to be the same on all ranks.
 
     Raises:
-        ArgumentError: another rank was called otherwise, or has other data.
+        ArgumentError: another rank has made another call, or has other data.
         RankError: another rank has failed.
     """
     sites = result.log_posterior.model_info.sites
@@ -94,7 +102,7 @@ def readers_of(
     with ranks.together():
         rows = digest_of(data) if isinstance(data, tuple | dict) else fingerprint(data)
         shape = list(result.positions.shape)
-        facts = {name: repr(value) for name, value in asked.items()}
+        facts = {name: repr(value) for name, value in arguments.items()}
         check_same_call(ranks, {**facts, "data": rows, "draws": shape}, what)
-        seed = choose_seed(None) if draws else None  # on all, whose generators thus stay alike
+        seed = choose_seed(None) if draws else None  # on all, so that their generators stay alike
         yield Readers(ranks, device, ranks.of_first(seed, "the choice of a seed"))

@@ -10,66 +10,74 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.layout import Layout
 from pyro_scale.data.loaders import check_tensors, to_device
+from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, DataError
+from pyro_scale.kernels import IVON
 from pyro_scale.model.transforms import bijection
 from pyro_scale.posterior.predictive import spread_evenly
 from pyro_scale.posterior.row_batches import data_axes
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import Purpose, choose_seed, derived_seed
-from pyro_scale.run.sharded.chain import ShardedProblem, part_of
+from pyro_scale.run.problem import Problem
+from pyro_scale.run.sharded.chain import noise_of, part_of
 
-#: What is said where something would need whole weights.
-_WHOLE_NOWHERE = (
+#: The error for results that need whole weights.
+_NO_WHOLE_DRAWS = (
     "the network is sharded, so no process has whole draws of it: there are get_samples(), whose "
     "weights are DTensors, and predict()"
 )
 
 
 class ShardedPosterior(Posterior):
-    """What can be asked after a run of a sharded network, on all ranks together.
+    """The posterior of a sharded network; every method has to be called on all ranks.
 
     Args:
-        problem: what the chain started from.
-        positions: this rank's part of the draws, unconstrained, `[draws, D]`.
-        log_joint: of the steps that led to them, `[draws]`; of a fit, of all steps.
-        spread: the Gaussian's sds, this rank's part, [D]; its mean is the one position.  None where
-            the positions are the draws.
+        problem: of the chain.
+        draws: of the chain, this rank's part; of a fit, its last state alone.
     """
 
-    def __init__(
-        self,
-        problem: ShardedProblem,
-        positions: Tensor,
-        log_joint: Tensor,
-        spread: Tensor | None = None,
-    ):
-        self.problem, self.positions = problem, positions
-        self.log_joint, self.spread = log_joint, spread
+    def __init__(self, problem: Problem, draws: Draws):
+        self.problem = problem
+        has_draws = draws.positions.shape[2] > 0
+        state = draws.state
+        self.positions = draws.positions[0] if has_draws else state.position.detach().cpu()
+        self.log_joint = draws.log_joint[0]
+        self._sds: Tensor | None = None  # of a Gaussian whose mean is the only position
+        kernel = problem.engine.kernel
+        if isinstance(kernel, IVON):
+            values = kernel.at(max(0, draws.num_steps - 1), problem.log_posterior.num_data)
+            curvature = state.curvature[0, : problem.engine.num_latents]
+            self._sds = torch.sqrt(values["temperature"].to(curvature) / curvature).cpu()
+
+    @property
+    def layout(self) -> Layout:
+        """The sites' places in this rank's part of a position."""
+        return self.problem.engine.layout
 
     @property
     def draws(self) -> Never:
-        """Refuses: no process has whole draws.
+        """Raises an error: no process has whole draws.
 
         Raises:
             ArgumentError: always.
         """
-        raise ArgumentError(_WHOLE_NOWHERE)
+        raise ArgumentError(_NO_WHOLE_DRAWS)
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """Facts of the run: none are kept."""
+        """An empty dict: no facts of the run are kept."""
         return {}
 
     @property
     def size(self) -> str:
-        """What there is, in words."""
+        """What the posterior is of, in words."""
         return "on a sharded network"
 
     @property
     def trace(self) -> Tensor:
-        """The objective's estimate at every step, in nats, a total: `[1, steps]`."""
+        """The objective's estimate at every step, in nats, a total over the data: `[1, steps]`."""
         return self.log_joint[None]
 
     def get_samples(
@@ -79,10 +87,10 @@ class ShardedPosterior(Posterior):
         tensors.
 
         Raises:
-            ArgumentError: more draws than there are; of a Gaussian, no number of them.
+            ArgumentError: more draws than there are; of a Gaussian, no number of draws.
         """
-        positions = torch.stack(list(self._at(num_samples)))
-        params = self.problem.layout.unflatten(positions)
+        positions = torch.stack(list(self._positions(num_samples)))
+        params = self.layout.unflatten(positions)
         sites = self.problem.log_posterior.model_info.sites
         values: dict[str, Any] = {}
         for name in self.problem.log_posterior.latents:
@@ -109,34 +117,28 @@ class ShardedPosterior(Posterior):
         linearized: Any = False,
         **kwargs: Any,
     ) -> dict[str, Tensor]:
-        """Draws of observed sites, `[draws, ...]`, of all rows on every rank, each of which has
-        computed a part of the rows.
+        """Draws of observed sites, `[draws, ...]`, of all rows on every rank; each rank computes a
+        part of the rows.
 
         Raises:
             DataError: no rows.
-            ArgumentError: a site that has no value a row; an option that other models have alone.
+            ArgumentError: a site without a value for each row; an option that only other models
+                have.
         """
         if linearized:
-            raise ArgumentError(_WHOLE_NOWHERE)
+            raise ArgumentError(_NO_WHOLE_DRAWS)
         others = {"batch_size": batch_size, "reduce": reduce, "interval": interval}
         for name, value in {**others, "calibrate": calibrate}.items():
             if value is not None:
                 raise ArgumentError(
-                    f"{name}={value!r}: predict has none of a sharded network: leave it out, and "
-                    "pass some rows at a time"
+                    f"{name}={value!r}: predict has none for a sharded network: leave it out, and "
+                    "pass fewer rows at a time"
                 )
-        return self._predict(
-            self.problem.log_posterior.bind(args, kwargs), num_samples, return_sites
-        )
-
-    def _predict(
-        self, arguments: Arguments, num_samples: int | None, return_sites: Sequence[str] | None
-    ) -> dict[str, Tensor]:
-        """Draws of observed sites at rows."""
+        arguments = self.problem.log_posterior.bind(args, kwargs)
         check_tensors(arguments)
-        holders, log_posterior = self.problem.holders, self.problem.log_posterior
-        count = rows.count(arguments)
-        if not count:
+        ranks, log_posterior = self.problem.ranks, self.problem.log_posterior
+        assert ranks.rows is not None
+        if not rows.count(arguments):
             raise DataError("predict: the arguments have no rows")
         info = log_posterior.model_info
         axes = {**info.row_axes, **data_axes(info)}
@@ -144,50 +146,51 @@ class ShardedPosterior(Posterior):
         for name in names:
             if name not in axes:
                 raise ArgumentError(
-                    f"return_sites: of a sharded network, pass sites with a value a row: "
+                    f"return_sites: for a sharded network, pass sites with a value for each row: "
                     f"{sorted(axes)}"
                 )
-        own = part_of(holders, to_device(arguments, holders.device))
-        has_none = not rows.count(own)
-        if has_none:  # it has to call the network with the others
-            own = rows.take(arguments, slice(0, 1))
-        seed = derived_seed(holders.of_first(choose_seed(None)), holders.rows.rank, Purpose.INIT)
+        device = torch.device(ranks.rows.device)
+        part = part_of(ranks.rows, to_device(arguments, device))
+        has_none = not rows.count(part)
+        if has_none:  # the rank has to call the network with the others
+            part = rows.take(arguments, slice(0, 1))
+        seed = ranks.of_first(choose_seed(None), "the choice of a seed")
         kept: dict[str, list[Tensor]] = {name: [] for name in names}
-        with own_generator(seed), torch.no_grad():
-            for position in self._at(num_samples):
-                params = self.problem.layout.unflatten(position.to(self.problem.position.device))
-                drawn = log_posterior.simulate(params, own).sites
+        with own_generator(derived_seed(seed, ranks.rank, Purpose.INIT)), torch.no_grad():
+            for position in self._positions(num_samples):
+                params = self.layout.unflatten(position.to(self.problem.positions.device))
+                drawn = log_posterior.simulate(params, part).sites
                 for name in names:
                     by_row = drawn[name].value.movedim(axes[name], 0)
                     kept[name].append(by_row[: 0 if has_none else None].cpu())
         predicted = {name: torch.stack(values) for name, values in kept.items()}
-        parts = holders.of_all(predicted, "predictions")
+        by_rank = ranks.of_all(predicted, "predictions")
         return {
-            name: torch.cat([part[name] for part in parts], 1).movedim(1, axes[name])
+            name: torch.cat([of_rank[name] for of_rank in by_rank], 1).movedim(1, axes[name])
             for name in names
         }
 
-    def _at(self, num_samples: int | None) -> Iterator[Tensor]:
-        """This rank's part of so many draws, one at a time."""
-        if self.spread is None:
+    def _positions(self, num_samples: int | None) -> Iterator[Tensor]:
+        """This rank's part of `num_samples` draws, unconstrained, [D] each."""
+        if self._sds is None:
             total = len(self.positions)
             chosen = spread_evenly(total, total if num_samples is None else num_samples)
             yield from self.positions[chosen]
             return
         if num_samples is None:
             raise ArgumentError(
-                "num_samples: say how many draws of a sharded network are wanted; each takes as "
-                "much memory as its weights"
+                "num_samples: pass the number of draws; each takes as much memory as the weights "
+                "of the sharded network"
             )
-        noise = self.problem.noise(Purpose.APPROXIMATION, 1)
+        noise = noise_of(self.problem, Purpose.APPROXIMATION, 1)
         for number in range(num_samples):
-            latents = self.spread * noise.at(number)[0].to(self.spread)
+            latents = self._sds * noise.at(number)[0].to(self._sds)
             yield self.positions[0] + torch.nn.functional.pad(
                 latents, (0, self.positions.shape[1] - len(latents))
             )
 
     def __getattr__(self, name: str) -> Never:
-        """Refuses what needs whole draws."""
+        """Raises the error for results that need whole draws."""
         if name.startswith("_"):
             raise AttributeError(name)
-        raise ArgumentError(_WHOLE_NOWHERE)
+        raise ArgumentError(_NO_WHOLE_DRAWS)

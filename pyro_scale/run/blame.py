@@ -1,4 +1,4 @@
-"""Which site's log density made a chain NaN or infinite: its last step is taken again."""
+"""Finds the site whose log density made a chain NaN or infinite, by repeating its last step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pyro_scale.engine.step_recorder import RecordedStep
 from pyro_scale.model.diagnose import find_broken_site
 from pyro_scale.run.problem import Problem
 
-#: How much farther out than all starts a chain is that a long step has thrown out, where log
-#: densities overflow; and from where on no site is looked for.
+#: Distances from 0, in units of the farthest start: beyond the first, the step size may have thrown
+#: the chain out; beyond the second, log densities overflow and no site is blamed.
 _FAR, _FARTHEST = 5.0, 1e6
-#: What to do about a site whose log density ends at values that chains visit.
+#: Advice on a site whose log density is not finite at values that chains visit.
 WITHIN = (
     "give the latents that it depends on distributions whose supports end there, or clamp what it "
     "takes of them"
@@ -27,11 +27,11 @@ WITHIN = (
 
 
 class Broken(NamedTuple):
-    """Where a chain stopped.
+    """The site that stopped a chain.
 
     Attributes:
-        site: whose log density is not finite there.
-        finding: what it is.
+        site: whose log density is not finite.
+        finding: its log density, in words.
         is_far: whether the chain is so far out that the step size may be the cause.
     """
 
@@ -41,8 +41,8 @@ class Broken(NamedTuple):
 
 
 class Watched:
-    """A target that remembers where it was asked for a gradient, and the answer: the last one, or
-    the first that is not finite."""
+    """A target that records the position and the gradient of its last evaluation, or of the first
+    whose gradient is not finite."""
 
     def __init__(self, target: Target, position: Tensor):
         self._target, self.position = target, position
@@ -54,7 +54,7 @@ class Watched:
         return self._target.num_data
 
     def grad(self, position: Tensor) -> tuple[Tensor, Any]:
-        """As the target's."""
+        """(Gradient of the log joint over N, the evaluation), as of the target; recorded."""
         is_sound = bool(torch.isfinite(self.gradient).all())
         if is_sound:
             self.position, self.gradient = position, torch.full_like(position, torch.nan)
@@ -72,24 +72,24 @@ def broken_sites(
 ) -> dict[int, Broken]:
     """The site whose log density broke each failed chain, by the chain's number.
 
-    Chains are left out that have run away, whose last step was not recorded, or whose rows are
-    features of a frozen base.
+    Chains are left out that are too far out, or whose last step was not recorded; the result is
+    empty after a frozen base was run, as the recorded rows are its features.
 
     Args:
-        problem: what the run started from.
-        draws: what it kept.
-        batch: of the last step, where that is none of the problem's.
+        problem: of the run.
+        draws: of the run.
+        batch: of the last step, if it is not from the problem's data.
     """
     if problem.features is not None:
         return {}
     broken = {}
     for failure in draws.failures:
         steps = draws.last_steps.get(failure.chain)
-        found = None
-        with contextlib.suppress(Exception):  # whatever is in the way, the chain's error goes first
-            found = _broken_site(problem, steps[-1], batch) if steps else None
-        if found is not None:
-            broken[failure.chain] = found
+        site = None
+        with contextlib.suppress(Exception):  # which would hide the chain's own error
+            site = _broken_site(problem, steps[-1], batch) if steps else None
+        if site is not None:
+            broken[failure.chain] = site
     return broken
 
 
@@ -107,7 +107,7 @@ def _broken_site(problem: Problem, step: RecordedStep, batch: Arguments | None) 
         engine.density, engine.layout, arguments, indices, engine.vectorized, engine.whitening
     )
     watched = Watched(target, position)
-    with contextlib.suppress(Exception):  # what the model raises; a kernel that moves all chains
+    with contextlib.suppress(Exception):  # of the model, or of a kernel that moves all chains
         state = type(engine.kernel.init(position, values, position))(**state)
         engine.kernel.update(state, watched, watched.own(values), engine.pad(noise))
     params = to_params(engine.whitening, watched.position)

@@ -1,4 +1,4 @@
-"""How much work a run may take: gradient rows, and seconds."""
+"""The budget of a run: gradients of rows, and seconds."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError
 from pyro_scale.run.problem import Problem
 
-#: Passes through the data that a chain takes at most, unless the caller says otherwise: for each
-#: draw, and for so many draws at least.
+#: Passes through the data that a chain may take for each draw, if the user sets no budget; and the
+#: least number of draws that this is computed for.
 _PASSES_A_DRAW, _FEWEST_DRAWS = 200, 1_000
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may take.
+    """The gradients of rows and the seconds that a run may take.
 
     Attributes:
         max_rows: gradients of single rows, of all chains together; None for 200 passes through
             the data for each draw, and 200,000 a chain at least.
-        num_samples: draws of each chain that were asked for.
-        max_seconds: from the first step of warm-up on; None for any.
-        deadline: on the monotonic clock, when that is over.
-        spent: gradients of rows that have been taken.
+        num_samples: draws of each chain.
+        max_seconds: seconds from the start of the run; None for no limit.
+        deadline: the end of these seconds on the monotonic clock.
+        spent: gradients of rows that have been taken so far.
         ranks: the processes of the run.
     """
 
@@ -41,11 +41,13 @@ class Budget:
     ranks: Ranks = ALONE
 
     @classmethod
-    def of(cls, max_rows: Any, num_samples: int, max_seconds: Any, ranks: Ranks = ALONE) -> Budget:
-        """What was asked for; the clock starts.
+    def from_arguments(
+        cls, max_rows: Any, num_samples: int, max_seconds: Any, ranks: Ranks = ALONE
+    ) -> Budget:
+        """The budget of a run with these arguments; starts the clock.
 
         Raises:
-            ArgumentError: no count; no positive number.
+            ArgumentError: `max_rows` is not a count, or `max_seconds` is not a positive number.
         """
         if max_rows is not None:
             max_rows = as_count("max_rows", max_rows)
@@ -59,24 +61,24 @@ class Budget:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is, on this process's clock."""
+        """Whether the time is over, on this process's clock."""
         return time.monotonic() > self.deadline
 
     @property
     def is_over_for_all(self) -> bool:
-        """Whether the time is, on rank 0's clock: all ranks have to ask at the same place."""
+        """Whether the time is over, on rank 0's clock.  All ranks have to call this together."""
         if self.max_seconds is None:
             return False
         return self.ranks.of_first(self.is_over, "the clock")
 
     def check(self, passes: float) -> None:
-        """Refuses to go on looking for a mode when the time is over.
+        """Ends a search for a mode when the time is over.
 
         Args:
-            passes: through the data, that have been taken.
+            passes: through the data, that the search has taken.
 
         Raises:
-            ArgumentError: it is.
+            ArgumentError: the time is over.
         """
         if self.is_over_for_all:
             raise ArgumentError(
@@ -86,19 +88,19 @@ class Budget:
             )
 
     def after(self, passes: float, num_data: int) -> Budget:
-        """What is left after so many passes through N rows."""
+        """The budget after `passes` more passes through `num_data` rows."""
         return dataclasses.replace(self, spent=self.spent + math.ceil(passes * num_data))
 
     def steps(self, problem: Problem) -> int:
-        """How many steps each chain may take."""
+        """The number of steps that each chain may still take."""
         left = self.most_rows(problem) - self.spent
         return max(0, left) // (rows_a_step(problem) * len(problem.positions))
 
     @property
     def of_tuning(self) -> Budget:
-        """The budget of what is chosen before the draws.
+        """The budget of tuning.
 
-        By default it is that of a run of 1,000 draws, so that a run that goes on to more of them
+        By default it is that of a run of 1,000 draws, so that a run that is extended to more draws
         makes the same choices.
         """
         if self.max_rows is not None:
@@ -106,7 +108,7 @@ class Budget:
         return dataclasses.replace(self, num_samples=_FEWEST_DRAWS)
 
     def most_rows(self, problem: Problem) -> int:
-        """How many gradients of rows all chains may take together."""
+        """The number of gradients of rows that all chains may take together."""
         if self.max_rows is not None:
             return self.max_rows
         passes = _PASSES_A_DRAW * max(_FEWEST_DRAWS, self.num_samples)
@@ -115,13 +117,13 @@ class Budget:
 
 
 def passes_of(problem: Problem, steps: int) -> float:
-    """Passes through the data that so many steps of all chains are worth."""
+    """The work of `steps` steps of all chains, in passes through the data."""
     rows = len(problem.positions) * steps * rows_a_step(problem)
     return rows / problem.log_posterior.num_data
 
 
 def rows_a_step(problem: Problem) -> int:
-    """Rows whose gradients a step of one chain takes."""
+    """The number of gradients of rows that a step of one chain takes."""
     density = problem.engine.density
     gradients = density.gradients_a_row if isinstance(density, ControlVariates) else 1
     return gradients * max(1, problem.data.batch_size or problem.log_posterior.num_data)

@@ -1,10 +1,10 @@
-"""Draws of the chains of several processes, brought together; and whether these are on one run."""
+"""Draws of the chains of several processes, combined; checks that these are on the same run."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -12,15 +12,14 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batches
 from pyro_scale.data.stream import StreamData
-from pyro_scale.distributed.ranks import code_of
+from pyro_scale.distributed.ranks import RankFailure, Ranks
 from pyro_scale.engine.checkpoint import differences
 from pyro_scale.engine.draws import Draws
-from pyro_scale.errors import ArgumentError, PyroScaleError, PyroScaleWarning, RankError
-from pyro_scale.run.own_rows import on_own_rows
+from pyro_scale.errors import ArgumentError, PyroScaleWarning, RankError
 from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem
 from pyro_scale.run.resume import differences_of_runs
-from pyro_scale.run.run import Trajectory
+from pyro_scale.run.run import Trajectory, on_own_rows
 
 
 def gather(draws: Draws, problem: Problem) -> Draws:
@@ -37,92 +36,80 @@ def gather(draws: Draws, problem: Problem) -> Draws:
 
 
 def gather_trajectory(trajectory: Trajectory) -> Trajectory:
-    """The trajectory of all chains, on the ranks that keep all draws; on others that of their
-    own."""
+    """The trajectory of all chains, on ranks that keep all draws; on the others that of their
+    own chains."""
     plan, problem, _, draws = trajectory
     if not problem.is_split:
         return trajectory
     ranks, num_chains = problem.ranks, len(problem.positions)
-    tell = ranks.of_all if ranks.keeps_all else ranks.at_first
-    parts = tell((problem.chains, draws), "the draws")
+    collect = ranks.of_all if ranks.keeps_all else ranks.at_first
+    parts = collect((problem.chains, draws), "the draws")
     if parts is None:
         return trajectory
-    batches = _batches_of(range(num_chains), trajectory)
+    batches = _batches_after(trajectory, range(num_chains))
     return Trajectory(plan, problem, batches, join(parts, range(num_chains)))
 
 
-def together(trajectories: Sequence[Trajectory], parts: Sequence[Part]) -> Trajectory:
-    """The trajectory of this process's chains, from those of its parts."""
+def join_parts(trajectories: Sequence[Trajectory], parts: Sequence[Part]) -> Trajectory:
+    """The trajectory of this process's chains, from the trajectories of its parts."""
     if len(trajectories) == 1:
         return trajectories[0]
-    of_parts = zip(parts, trajectories, strict=True)
-    draws = [(part.chains, trajectory.draws) for part, trajectory in of_parts]
+    pairs = zip(parts, trajectories, strict=True)
+    draws = [(part.chains, trajectory.draws) for part, trajectory in pairs]
     last = trajectories[-1]
     chains = last.problem.chains
-    return last._replace(batches=_batches_of(chains, last), draws=join(draws, chains))
+    return last._replace(batches=_batches_after(last, chains), draws=join(draws, chains))
 
 
-def _batches_of(chains: range, trajectory: Trajectory) -> Batches:
-    """The batches of some chains, where those of the trajectory's own have come to: what is
-    measured afterwards goes on with them."""
+def _batches_after(trajectory: Trajectory, chains: range) -> Batches:
+    """The batches of these chains, positioned where the run ended, for measurements after it."""
     plan, problem, batches, draws = trajectory
     sampling, share = plan.sampling, plan.share_batches
-    whole = problem.batches(len(problem.positions), sampling, share, chains)
+    after = problem.batches(len(problem.positions), sampling, share, chains)
     if problem.data.batch_size is not None:
-        whole = on_own_rows(problem, whole)[1]
-    whole.seek(plan.steps.total, batches.position(draws.num_steps))
-    return whole
+        after = on_own_rows(problem, after)[1]
+    after.seek(plan.steps.total, batches.position(draws.num_steps))
+    return after
 
 
-def in_step(trajectory: Trajectory) -> Trajectory:
-    """The trajectory up to the step that all ranks have reached, and with what ended one of them.
+def align(trajectory: Trajectory) -> Trajectory:
+    """The trajectory up to the last step that all ranks have reached, with the error that ended
+    one of them, on all.
 
-    A rank whose chains have all stopped holds the others up at nothing.
+    A rank whose chains have all stopped is not waited for.
     """
     draws, ranks = trajectory.draws, trajectory.problem.ranks
     if ranks.is_alone:
         return trajectory
-    own = draws.error
-    error = None if own is None else (type(own), format(own), code_of(own))
-    told = ranks.of_all((draws.num_steps, bool(draws.finished), error), "the end of its steps")
-    reached = [steps for steps, is_alive, _ in told if is_alive] or [s for s, _, _ in told]
-    errors = [(rank, error) for rank, (_, _, error) in enumerate(told) if error is not None]
-    if errors and draws.error is None:
-        rank, (kind, why, code) = errors[0]
-        if kind is KeyboardInterrupt:
-            draws.error = KeyboardInterrupt()
-        elif issubclass(kind, PyroScaleError):
-            draws.error = kind(f"rank {rank}: {why}", code=code)
-        else:
-            draws.error = RankError(f"rank {rank}: {kind.__name__}: {why}")
+    failure = None if draws.error is None else RankFailure.from_error(draws.error)
+    state = draws.num_steps, bool(draws.finished), failure
+    states = ranks.of_all(state, "the end of its steps")
+    reached = [steps for steps, is_alive, _ in states if is_alive] or [s for s, _, _ in states]
+    failed = [(rank, failure) for rank, (_, _, failure) in enumerate(states) if failure is not None]
+    if failed and draws.error is None:
+        rank, failure = failed[0]
+        is_interrupt = failure.kind is KeyboardInterrupt
+        draws.error = KeyboardInterrupt() if is_interrupt else failure.as_error(rank)
     draws.num_steps = min(reached)
     return trajectory
 
 
-class Telling(Protocol):
-    """Processes that tell each other what they have."""
-
-    def of_all(self, value: Any, what: str) -> list[Any]:
-        """Every rank's value, by rank; `what` it is, in words."""
-        ...
-
-
 def check_same_call(
-    ranks: Telling, arguments: Mapping[str, Any], what: str = "the beginning of a run"
+    ranks: Ranks, arguments: Mapping[str, Any], what: str = "the beginning of a run"
 ) -> None:
-    """Refuses ranks that were called otherwise than rank 0.
+    """Checks that all ranks have made the same call.
 
     Args:
         ranks: the processes.
-        arguments: of this one's call.
+        arguments: of this rank's call.
         what: was called, in words.
 
     Raises:
-        ArgumentError: it names the first such rank, and what differs.
+        ArgumentError: it names the first rank whose arguments differ from rank 0's, and these.
     """
-    told = ranks.of_all(dict(arguments), what)
-    for rank, other in enumerate(told):
-        lines = differences(told[0], other)
+    calls = ranks.of_all(dict(arguments), what)
+    for rank, call in enumerate(calls):
+        lines = differences(calls[0], call)
         if lines:
             raise ArgumentError(
                 f"rank {rank} was called otherwise than rank 0 ({'; '.join(lines)}): make the same "
@@ -130,80 +117,80 @@ def check_same_call(
             )
 
 
-def check_same(ranks: Telling, facts: Mapping[str, Any]) -> None:
-    """Refuses ranks that are on another run than rank 0.
+def check_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
+    """Checks that all ranks have the same model, data and arguments.
 
     Args:
         ranks: the processes.
-        facts: of the run of this one.
+        facts: of the run, as this rank sees it (`identity_of`).
 
     Raises:
-        RankError: it names the first such rank, and what differs.
+        RankError: it names the first rank whose facts differ from rank 0's, and these.
     """
-    told = ranks.of_all(dict(facts), "the facts of the run")
-    for rank, other in enumerate(told):
-        lines = differences_of_runs(told[0], other)
+    by_rank = ranks.of_all(dict(facts), "the facts of the run")
+    for rank, own in enumerate(by_rank):
+        lines = differences_of_runs(by_rank[0], own)
         if lines:
             raise RankError(
-                f"rank {rank} is on another run than rank 0 ({'; '.join(lines)}): every process "
-                "needs the same data, model and arguments; seed what draws them "
-                "(torch.manual_seed), and share no data set out by DistributedSampler: ranks "
-                "take their own batches of all of it"
+                f"rank {rank} is on another run than rank 0 ({'; '.join(lines)}): pass the same "
+                "data, model and arguments on every rank.  Seed random data and starts "
+                "(torch.manual_seed), and use no DistributedSampler: ranks choose their own "
+                "batches from all rows"
             )
 
 
 def warn_of_reading(problem: Problem) -> None:
-    """Says what it costs that a stream is read by every rank.
+    """Warns if every rank reads all rows of a stream, of which it needs a part.
 
     Warns:
-        PyroScaleWarning: it is.
+        PyroScaleWarning: it does.
     """
     world = problem.ranks.world
     if world > 1 and isinstance(problem.data, StreamData) and problem.has_all_rows:
         warn(
             PyroScaleWarning,
             f"the loader cannot be read by index, so each of {world} ranks reads all rows and "
-            f"drops those of the others: {world} times the reading.  Pass a map-style data set, or "
-            "each rank's own rows with mesh= and rows_by_rank=True",
+            f"drops those of the others: rows are read {world} times.  Pass a map-style data set, "
+            "or each rank's own rows with mesh= and rows_by_rank=True",
         )
 
 
 def join(parts: Sequence[tuple[Sequence[int], Draws]], chains: Sequence[int]) -> Draws:
-    """The draws of some parts' chains as those of one run.
+    """The draws of several groups of chains, as those of one run.
 
     Args:
-        parts: the numbers of each one's chains, and their draws.
-        chains: the numbers of all of them, in the order that they get.
+        parts: (numbers of the chains, their draws) of each group.
+        chains: the numbers of all chains, in the order of the result.
     """
     place = {chain: i for i, chain in enumerate(chains)}
     kept = min(draws.log_joint.shape[1] for _, draws in parts)
     cut = [draws.first(kept) for _, draws in parts]
     places = [[place[chain] for chain in numbers] for numbers, _ in parts]
 
-    def together(*leaves: Tensor) -> Tensor:
+    def combine(*leaves: Tensor) -> Tensor:
         whole = leaves[0].new_empty(len(chains), *leaves[0].shape[1:])
-        for own, leaf in zip(places, leaves, strict=True):
-            whole[own] = leaf.to(whole.device)
+        for target, leaf in zip(places, leaves, strict=True):
+            whole[target] = leaf.to(whole.device)
         return whole
 
     kinetic = [draws.kinetic for draws in cut if draws.kinetic is not None]
     failures = [
-        dataclasses.replace(failure, chain=own[failure.chain])
-        for own, draws in zip(places, cut, strict=True)
+        dataclasses.replace(failure, chain=target[failure.chain])
+        for target, draws in zip(places, cut, strict=True)
         for failure in draws.failures
     ]
     return dataclasses.replace(
         cut[0],
-        positions=together(*(draws.positions for draws in cut)),
-        log_joint=together(*(draws.log_joint for draws in cut)),
-        kinetic=together(*kinetic) if len(kinetic) == len(cut) else None,
+        positions=combine(*(draws.positions for draws in cut)),
+        log_joint=combine(*(draws.log_joint for draws in cut)),
+        kinetic=combine(*kinetic) if len(kinetic) == len(cut) else None,
         failures=sorted(failures, key=lambda failure: (failure.step, failure.chain)),
         last_steps={
-            own[chain]: steps
-            for own, draws in zip(places, cut, strict=True)
+            target[chain]: steps
+            for target, draws in zip(places, cut, strict=True)
             for chain, steps in draws.last_steps.items()
         },
-        state=pytree.tree_map(together, *(draws.state for draws in cut)),
+        state=pytree.tree_map(combine, *(draws.state for draws in cut)),
         compile_seconds=max(draws.compile_seconds for draws in cut),
         seconds=max(draws.seconds for draws in cut),
         num_steps=min(draws.num_steps for draws in cut),

@@ -1,4 +1,4 @@
-"""The arguments of a run, checked."""
+"""The arguments of a sampler's run, checked."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels.hyperparameters import Hyper
 from pyro_scale.storage.files import FilePath
 
-#: Where draws go: None is memory, a path is a Zarr store, False is nowhere.
+#: Where draws go: None for memory, a path for a Zarr store, False to keep summaries only.
 Store = FilePath | Literal[False] | None
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What a run was asked for.
+    """The arguments of `Sampler.run`, after checks.
 
     Attributes:
         num_samples: draws of each chain.
-        warmup_steps: before the first draw; None where that is to be chosen.
-        thinning: steps from one draw to the next; None likewise.
-        keeps: whether a step may be kept once warm-up is over; None if all may.
-        num_chains: how many chains.
-        superchains: how many groups of them share a start; None where each has its own.
-        batch_size: rows a step, for tensors; None for all, or the loader's; or to be chosen.
+        warmup_steps: steps before the first draw; None if it is to be chosen.
+        thinning: steps from one draw to the next; None if it is to be chosen.
+        keeps: whether a step after warm-up may be kept; None if all may.
+        num_chains: number of chains.
+        superchains: number of groups of chains that share a start; None if none do.
+        batch_size: rows a step, of tensors; None for all rows, or the loader's batches; `"auto"`
+            if it is to be chosen.
         sampling: how rows are drawn.
-        share_batches: whether all chains have the same.
+        share_batches: whether all chains have the same batches.
         store: where draws go.
-        memory_budget: bytes that draws may take in memory; None for half of the machine's.
+        memory_budget: bytes that draws may take in memory; None for half of the machine's memory.
         progress: whether a bar is shown.
     """
 
@@ -56,14 +57,14 @@ class RunConfig:
 
     @property
     def steps(self) -> Steps | None:
-        """How many there are and which are kept; None where that is to be chosen."""
+        """How many steps there are, and which are kept; None if that is to be chosen."""
         if self.warmup_steps is None or self.thinning is None:
             return None
         return Steps(self.num_samples, self.warmup_steps, self.thinning, self.keeps)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What of it is among a run's facts, and has to be alike for another to go on with it."""
+        """The arguments that a run must have in common with the one that resumes it, by name."""
         facts: dict[str, Any] = {
             "warmup_steps": AUTO if self.warmup_steps is None else self.warmup_steps,
             "thinning": AUTO if self.thinning is None else self.thinning,
@@ -76,16 +77,21 @@ class RunConfig:
         return facts
 
 
-#: Steps of all chains that nobody waits for, and the least that one takes.
+#: Steps of all chains, beyond which a run is refused; and the least seconds of a step.
 _MOST_STEPS, _SECONDS_A_STEP = 10**12, 1e-6
 
 
 def check_length(num_draws: int, num_chains: int, steps: int) -> None:
-    """Checks that a run ends within weeks at the speed of the smallest models, and that memory
-    holds its draws' numbers and log joints.
+    """Checks that a run could end within weeks, at the speed of the smallest models, and that its
+    log joints fit into memory.
+
+    Args:
+        num_draws: of each chain.
+        num_chains: number of chains.
+        steps: of each chain.
 
     Raises:
-        ArgumentError: it does not.
+        ArgumentError: the run is too long, or its log joints do not fit.
     """
     if steps * num_chains > _MOST_STEPS:
         days = steps * num_chains * _SECONDS_A_STEP / 86_400
@@ -103,15 +109,15 @@ def check_length(num_draws: int, num_chains: int, steps: int) -> None:
 
 
 def check_memory(positions: Tensor, num_draws: int, budget: int | None) -> None:
-    """Checks that memory holds the draws of a run.
+    """Checks that the draws of a run fit into memory.
 
     Args:
         positions: of its chains, `[chains, D]`.
         num_draws: of each chain.
-        budget: bytes that draws may take; half of the machine's by default.
+        budget: bytes that draws may take; by default half of the machine's memory.
 
     Raises:
-        ArgumentError: they would take more; the budget is no number of bytes.
+        ArgumentError: they do not fit, or the budget is not a positive integer.
     """
     if budget is not None:
         budget = as_count("memory_budget", budget, hint=" of bytes")
@@ -129,10 +135,15 @@ def check_memory(positions: Tensor, num_draws: int, budget: int | None) -> None:
 
 
 def check_equal_weights(lr: Hyper, kept: Tensor) -> None:
-    """Checks that draws count alike where they are only added up: that the step size is constant.
+    """Checks that all draws have the same weight, as `store=False` adds them up unweighted: the
+    step size has to be constant.
+
+    Args:
+        lr: the step size, as passed.
+        kept: its values at the steps that are kept.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: the step size changes.
     """
     if not isinstance(lr, Cyclical) and bool((kept != kept[0]).any()):
         raise ArgumentError(

@@ -1,6 +1,7 @@
-"""Goes on with a finished trajectory at twice the thinning.
+"""Extends a finished trajectory to twice the thinning.
 
-Every second draw stays, and as many new ones come: what the run would be, had it been planned so.
+Every second draw stays, and as many new ones are added: the same draws as of a run that was planned
+with twice the thinning.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from pyro_scale.engine.checkpoint import Checkpoint, RunState
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.run.run import Trajectory
 
-#: The part of draws that has to be independent, and the R-hat of chains that agree.
+#: Least effective draws per draw, and largest R-hat, of draws that are independent enough.
 _LEAST_ESS, _MOST_R_HAT = 0.5, 1.01
-#: Elements that are looked at.
+#: Elements of a position that are checked.
 _MOST_ELEMENTS = 1000
 
 
 def is_enough(trajectory: Trajectory) -> bool:
-    """Whether draws are independent enough, and chains agree: of means, and of squares."""
+    """Whether draws are independent enough and chains agree, for means and for squares."""
     draws, finished = trajectory.draws, trajectory.draws.finished
     latents = trajectory.problem.engine.num_latents
     if draws.positions.shape[1] < 4 or not (finished or trajectory.problem.is_split):
@@ -35,21 +36,21 @@ def is_enough(trajectory: Trajectory) -> bool:
     kept = draws.positions[finished][..., chosen].double()
     if trajectory.problem.is_split:
         ranks = trajectory.problem.ranks
-        parts = ranks.at_first(kept, "draws to look at")
+        parts = ranks.at_first(kept, "draws to check")
         return ranks.of_first(parts is not None and _are_enough(torch.cat(parts)), "a decision")
     return _are_enough(kept)
 
 
 def _are_enough(kept: Tensor) -> bool:
-    """Whether draws `[chains, draws, elements]` are."""
+    """Whether draws `[chains, draws, elements]` are independent enough, and chains agree."""
     squares = (kept - kept.mean((0, 1))).square()
-    time = max(float(autocorrelation_time(each).max()) for each in (kept, squares))
+    time = max(float(autocorrelation_time(values).max()) for values in (kept, squares))
     r_hat = float(split_r_hat(kept).max()) if len(kept) > 1 else 1.0
     return time <= 1 / _LEAST_ESS and r_hat <= _MOST_R_HAT
 
 
 def cut_short(trajectory: Trajectory) -> Trajectory:
-    """The trajectory with the draws that there are, if it was ended before its time."""
+    """The trajectory without room for the draws that are missing, if it ended early."""
     draws = trajectory.draws
     kept = trajectory.plan.steps.kept_before(draws.num_steps)
     if draws.num_steps >= trajectory.plan.steps.total or not draws.positions.shape[2]:
@@ -60,7 +61,7 @@ def cut_short(trajectory: Trajectory) -> Trajectory:
 def extended(
     trajectory: Trajectory, title: str, stop: Callable[[Draws], bool] | None = None
 ) -> Trajectory:
-    """The trajectory at twice the thinning, unless it is stopped on the way."""
+    """The trajectory at twice the thinning; ends earlier if `stop` says so."""
     plan, draws = trajectory.plan, trajectory.draws
     steps = Steps(plan.steps.num_samples, plan.steps.warmup_steps, 2 * plan.steps.thinning)
     plan = dataclasses.replace(
@@ -74,11 +75,12 @@ def extended(
 
 
 def every_second(draws: Draws, batches: Batches) -> Checkpoint:
-    """What a run goes on from that keeps every second draw.
+    """The checkpoint from which a finished run continues at twice its thinning: it has every
+    second draw.
 
     Args:
-        draws: of a finished run.
-        batches: that it took.
+        draws: of the finished run.
+        batches: of its steps.
     """
     alive = torch.ones(len(draws.positions), dtype=torch.bool)
     alive[[failure.chain for failure in draws.failures]] = False

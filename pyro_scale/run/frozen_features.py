@@ -1,4 +1,4 @@
-"""Runs a network's frozen base once for every row, instead of at every step of every chain."""
+"""Runs the frozen base of a network once for every row, instead of at every step."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.run.initialize import first_evaluation
 from pyro_scale.run.problem import Problem
 
-#: Batches on which the base and the rest are compared with the whole.
+#: Batches on which base and rest together are compared with the whole model.
 _OTHERS = 3
-#: How much of the memory the features of all rows may take.
+#: The fraction of memory that the features of all rows may take.
 _SHARE = 0.25
 
 
 def with_frozen_features(problem: Problem) -> Problem:
-    """The problem whose engine sees the features that a frozen base makes of the rows, if there is
-    one: in a table where the data are tensors and it fits into a quarter of the memory, else
-    batch by batch."""
+    """The problem whose engine takes features of rows, computed by the model's frozen base, if it
+    has one.
+
+    The features of all rows are in a table if the data are tensors and the table fits into a
+    quarter of memory; otherwise they are computed for each batch.
+    """
     log_posterior, engine = problem.log_posterior, problem.engine
     if not log_posterior.model_info.is_frozen:
         return problem
@@ -36,11 +39,11 @@ def with_frozen_features(problem: Problem) -> Problem:
     ):
         return dataclasses.replace(problem, base="run at every step")
     arguments = rows.take(problem.data.first(), problem.part)
-    here = engine.layout.unflatten(problem.positions[0])
+    start = engine.layout.unflatten(problem.positions[0])
     drawn = batches_from(problem.batches(1, "shuffle").of_rows(problem.part), 0, _OTHERS)
     others = [batch.of_chain(0)[0] for batch in drawn]
     try:
-        base = frozen_base(engine.density, here, arguments, others)
+        base = frozen_base(engine.density, start, arguments, others)
         first = base.features(arguments)
         source, words = _compute_features(problem.data, base, first)
     except NoBase as reason:
@@ -54,7 +57,7 @@ def with_frozen_features(problem: Problem) -> Problem:
 def _compute_features(
     data: Data, base: FrozenBase, first: tuple[Tensor, ...]
 ) -> tuple[TensorData | FeatureData, str]:
-    """(The features, how they come in words)."""
+    """(The features as data, how they are computed in words)."""
     size = rows.count(first) or 1
     in_bytes = sum(leaf.nbytes for leaf in first) / size * base.num_data
     # all rows at every step are in memory anyway

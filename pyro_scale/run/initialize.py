@@ -1,4 +1,4 @@
-"""Finds where chains start: a value for every site, drawn again where the model breaks."""
+"""Finds the chains' starts: a value for every site, drawn again if the log joint is not finite."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def initialize(
     drawn: Params | None = None,
     must_be_usable: bool = True,
 ) -> tuple[Engine, Tensor]:
-    """(What moves the chains, where they start, `[chains, D]`).
+    """(The engine that moves the chains, their starts `[chains, D]`).
 
     Args:
         log_posterior: the model, after its preflight.
         kernel: the method.
         first: one batch.
-        inits: each chain's, as `init_of` gives them.
+        inits: one init function a chain, from `init_of`.
         init_strategy: the user's.
         seed: of the run.
         per_chain: whether each chain has its own minibatches.
-        drawn: chain 0's start, where the preflight has drawn it.
-        must_be_usable: whether the log joint has to be finite there; not of a method that is told
-            where to be.
+        drawn: chain 0's start, if the preflight has drawn it.
+        must_be_usable: whether the log joint has to be finite at the starts; False for methods
+            that do not use them.
 
     Raises:
         ArgumentError: a dict of starts or of hyperparameters that does not fit the model.
@@ -86,7 +86,12 @@ def initialize(
 def init_of(
     log_posterior: LogPosterior, init_strategy: Any, chain: int, num_chains: int
 ) -> InitFunction:
-    """Where one chain starts: site -> constrained value."""
+    """The init function of one chain: site -> constrained value where the chain starts.
+
+    Raises:
+        ArgumentError: an entry of a dict of starts is not a tensor; when the function is called, a
+            tensor has the wrong shape.
+    """
     default = log_posterior.default_init(chain)
     if not isinstance(init_strategy, dict):
         return init_strategy or default
@@ -101,19 +106,23 @@ def init_of(
         name = site["name"]
         if name not in init_strategy:
             return default(site)
-        given, like = init_strategy[name], default(site)
-        if given.shape != (num_chains, *like.shape):
+        starts, like = init_strategy[name], default(site)
+        if starts.shape != (num_chains, *like.shape):
             raise ArgumentError(
-                f"init_strategy['{name}'] has shape {list(given.shape)}: with "
+                f"init_strategy['{name}'] has shape {list(starts.shape)}: with "
                 f"num_chains={num_chains} it must be {[num_chains, *like.shape]}"
             )
-        return given[chain].to(like)
+        return starts[chain].to(like)
 
     return init
 
 
 def check_sites(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> None:
-    """Refuses starts of sites that the model does not have."""
+    """Checks that the model has all sites of a dict of starts.
+
+    Raises:
+        ArgumentError: it names the first that it does not have.
+    """
     for name in starts:
         if name not in log_posterior.latents and name not in log_posterior.points:
             raise ArgumentError(
@@ -123,8 +132,8 @@ def check_sites(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> No
 
 
 def _params_of(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Unconstrained params among the starts `[num_chains, ...]`: one value, which all chains
-    share."""
+    """Unconstrained values of the points among the starts, of chain 0, as all chains share
+    them."""
     params = {}
     for name, point in log_posterior.points.items():
         if name in starts:
@@ -134,7 +143,12 @@ def _params_of(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> dic
 
 
 def with_all_sites(kernel: Hyperparameters, layout: Layout) -> Hyperparameters:
-    """The kernel with a value for every site in hyperparameters that are given by site."""
+    """The kernel with dicts of hyperparameters by site completed: defaults for other sites.
+
+    Raises:
+        ArgumentError: a site that the model does not have, a missing value without a default, or
+            a tensor of another shape than the site's.
+    """
     defaults = {field.name: field.default for field in dataclasses.fields(kernel)}
     completed = {
         name: _of_all_sites(name, hyper, defaults[name], layout)
@@ -169,11 +183,19 @@ def _find_usable_starts(
     per_chain: bool,
     redraw: Callable[[int, int], Tensor] | None,
 ) -> tuple[Engine, Tensor]:
-    """(The engine that the model goes through: vectorized over chains, or else one by one; where
-    chains start).
+    """(An engine that can evaluate the model: vectorized over chains if possible, otherwise chain
+    by chain; the chains' starts).
 
-    A start where the log joint or its gradient is not finite is drawn anew, as Pyro's own samplers
-    do: `redraw(chain, attempt)`.
+    A start where the log joint or its gradient is not finite is drawn again, as in Pyro's own
+    samplers.
+
+    Args:
+        engine: vectorized.
+        log_posterior: the model, after its preflight.
+        positions: the starts to try first, `[chains, D]`.
+        arguments: one batch.
+        per_chain: whether each chain has its own minibatches.
+        redraw: (chain, attempt) -> another start [D]; None if starts are the user's.
 
     Raises:
         SiteError: a chain's log joint at its start is NaN or infinite on the first batch.
@@ -212,8 +234,19 @@ def first_evaluation(
     per_chain: bool,
     indices: Tensor | None = None,
 ) -> tuple[Engine, tuple[Tensor, Tensor]]:
-    """(The engine that the model goes through, each chain's log joint on one batch and its
-    gradient)."""
+    """(An engine that can evaluate the model, (each chain's log joint on one batch, its gradient
+    over N)).
+
+    Args:
+        engine: the first to try; chain by chain is the second.
+        positions: of the chains, `[chains, D]`.
+        arguments: the batch.
+        per_chain: whether each chain has its own minibatches.
+        indices: of rows, for a model that subsamples by itself.
+
+    Raises:
+        ModelError: the model draws random numbers outside of `pyro.sample`.
+    """
     num_chains = len(positions)
     if indices is not None:
         batch = Batch(arguments, per_chain=False, indices=indices.expand(num_chains, -1))

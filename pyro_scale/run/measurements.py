@@ -1,4 +1,4 @@
-"""What is measured of a run besides its draws."""
+"""Measurements of a run besides its draws: minibatch noise and temperatures."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GradientNoise:
-    """What minibatches did, to first order in lr and as if drawn anew.
+    """The effect of minibatch gradient noise, to first order in lr and for batches drawn with
+    replacement.
 
     Attributes:
-        inflation: by what they multiplied the temperature, `[latents]`; None where the kernel has
-            no theory.
+        inflation: factor on the temperature, `[latents]`; None if the kernel has no theory.
         variance: of the gradient of the log joint over N, `[latents]`.
-        reduction: by what control variates divided that variance, `[latents]`; None without.
+        reduction: factor by which control variates reduce that variance, `[latents]`; None without
+            control variates.
     """
 
     inflation: Tensor | None
@@ -28,12 +29,12 @@ class GradientNoise:
 
 @dataclass(frozen=True)
 class Kinetic:
-    """The kinetic temperature over the one that was asked for.
+    """The kinetic temperature of the momenta, relative to the temperature of the run.
 
     Attributes:
-        measured: at some moments of the run, `[chains, moments, latent sites]`, each the mean
-            over a site's elements.
-        expect: gives `expected` when it is asked for, as it takes a while for large models.
+        measured: mean over each site's elements, at several moments of the run, `[chains, moments,
+            latent sites]`.
+        expect: computes `expected`, which takes a while for large models.
     """
 
     measured: Tensor
@@ -41,13 +42,13 @@ class Kinetic:
 
     @cached_property
     def expected(self) -> Tensor:
-        """On a Gaussian posterior at this step size, without minibatches, `[latent sites]`; NaN
-        where that is not known."""
+        """The value on a Gaussian posterior at this step size, without minibatches, `[latent
+        sites]`; NaN where there is no theory."""
         return self.expect()
 
     @classmethod
     def of(cls, measured: Tensor, expected: Tensor) -> Self:
-        """What is known already."""
+        """Kinetic temperatures whose expected values are computed already."""
         return cls(measured, lambda: expected)
 
     def __reduce__(self) -> Any:
@@ -59,10 +60,10 @@ class VirialTemperature:
     """The temperature of the draws by the virial theorem.
 
     Attributes:
-        parts: of some draws, `[chains, some, latent sites, 2]`: the mean over a site's elements,
-            and that of the site's steepest element.
-        elements: each element's temperature and its standard error, `[2, D]`; None in files, which
-            keep `parts` alone.
+        parts: for a subset of draws, `[chains, subset, latent sites, 2]`: the mean over a site's
+            elements, and the value of the site's steepest element.
+        elements: temperature and its standard error for each element, `[2, D]`; None if read from
+            a file, which has `parts` only.
     """
 
     parts: Tensor
@@ -71,12 +72,12 @@ class VirialTemperature:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was measured of a run besides its draws; each is None where it is not known.
+    """Measurements of a run besides its draws; None where there is none.
 
     Attributes:
-        gradient_noise: of minibatches.
-        virial: temperature of the draws.
-        kinetic: temperature of the momenta.
+        gradient_noise: the effect of minibatches.
+        virial: the temperature of the draws.
+        kinetic: the temperature of the momenta.
     """
 
     gradient_noise: GradientNoise | None = None

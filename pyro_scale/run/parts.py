@@ -1,9 +1,9 @@
 """The checkpoints of a run on any number of processes.
 
-A part is some of the chains, with checkpoints of its own, as chains need nothing of each other.
-The directory of a run of one process is one part, of all chains; of several processes, each
-writes parts into directories of their own, `part-<generation>.<rank>.<number>`.  A run goes on
-with each chain from the furthest state that is there, on as many processes as there are then.
+A part is a group of chains with checkpoints of its own; chains are independent.  A run of one
+process has one part, of all chains, in its directory.  Of several processes, each writes its parts
+into subdirectories, `part-<generation>.<rank>.<number>`.  A run resumes each chain from its
+furthest state, on any number of processes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ CHAINS = "chains"
 
 
 class Part(NamedTuple):
-    """Some chains of a run.
+    """A group of chains of a run that is written together.
 
     Attributes:
-        path: where they are written; None for nowhere.
-        chains: their numbers.
-        last: what they go on from; None for their beginning.
+        path: the directory of its checkpoints; None if it is not written.
+        chains: the chains' numbers.
+        last: the checkpoint that it goes on from; None at the beginning.
     """
 
     path: Path | None
@@ -45,38 +45,39 @@ class Part(NamedTuple):
 
 
 class Sinks(Protocol):
-    """Takes the draws of this process's parts, where they do not stay in memory."""
+    """Takes the draws of all parts of this process, if they do not stay in memory."""
 
     def begin(self, parts: Sequence[Part]) -> Sequence[Sink]:
-        """What takes those of each, from where it goes on; all processes have to begin."""
+        """A sink for each part, positioned where the part goes on.  All processes have to call
+        this."""
         ...
 
     def end(self, finished: Sequence[Sequence[int]]) -> FileError | None:
-        """Brings all to its place, once all processes have taken their steps.
+        """Completes the draws, once all processes have taken their steps.
 
         Args:
-            finished: the places of the chains of each part that have reached the end.
+            finished: of each part, the places of the chains that have reached the end.
 
         Returns:
-            What was in the way.
+            The error that prevented it, if any.
         """
         ...
 
 
 def progress(part: Part) -> tuple[int, int]:
-    """How far a saved part is: how small its step size, and at which step."""
+    """(Halvings of the step size, step) of a saved part; the larger, the further it is."""
     assert part.last is not None
     return int(part.last.facts["halvings"]), part.last.run_state.step
 
 
 def read_parts(path: FilePath) -> list[Part]:
-    """All parts in a run's directory, as far as they are whole.
+    """All intact parts in a run's directory.
 
     Raises:
         FileError: there is none.
     """
     places, parts, damaged = places_in(path), [], None
-    for place in [each for each in places if holds_state(each)] or places[:1]:
+    for place in list(filter(holds_state, places)) or places[:1]:
         try:
             last = read(place)
         except FileError as error:
@@ -90,64 +91,69 @@ def read_parts(path: FilePath) -> list[Part]:
 
 
 def places_in(path: FilePath) -> list[Path]:
-    """Where in a directory checkpoints of a run can be: of one process, or of any number."""
+    """The directories that may hold checkpoints of a run: its own, and those of its parts."""
     directory = as_path(path)
     return [directory, *_folders(directory)]
 
 
 def holds_parts(path: FilePath) -> bool:
-    """Whether a directory holds checkpoints of a run of any number of processes."""
+    """Whether a run's directory holds checkpoints."""
     return any(holds_state(place) for place in places_in(path))
 
 
 def generation(path: Path) -> int:
-    """One that no part in a directory has."""
+    """The next generation of parts: a number that no part in the directory has."""
     return 1 + max((int(_NAME.fullmatch(f.name)[1]) for f in _folders(path)), default=-1)  # type: ignore[index]
 
 
 def parts_of(
     chains: Sequence[int], saved: Sequence[Part], path: Path, rank: int, number: int
 ) -> list[Part]:
-    """The parts in which some chains go on.
+    """The parts of a process's chains, each resumed from its furthest saved state.
+
+    A saved part that has exactly the same chains is continued in its own directory; otherwise its
+    checkpoint is split and written to a new one.
 
     Args:
-        chains: their numbers.
-        saved: what there is.
+        chains: the process's.
+        saved: the parts in the run's directory.
         path: the run's directory.
         rank: of this process.
-        number: of the generation of parts that have to be made.
+        number: the generation of new parts.
     """
     furthest = dict.fromkeys(chains) | {
         chain: place
-        for place, part in sorted(enumerate(saved), key=lambda each: progress(each[1]))
+        for place, part in sorted(enumerate(saved), key=lambda pair: progress(pair[1]))
         for chain in part.chains
         if chain in chains
     }
     parts = []
     for i, place in enumerate(dict.fromkeys(furthest.values())):
-        own = tuple(chain for chain in chains if furthest[chain] == place)
+        members = tuple(chain for chain in chains if furthest[chain] == place)
         new = path / f"part-{number}.{rank}.{i}"
         if place is None:
-            parts.append(Part(new, own, None))
+            parts.append(Part(new, members, None))
             continue
         source = saved[place]
         assert source.last is not None
-        is_same = own == source.chains
-        last = source.last if is_same else _of(source.last, [source.chains.index(c) for c in own])
-        parts.append(Part(source.path if is_same else new, own, last))
+        if members == source.chains:
+            parts.append(source)
+        else:
+            places = [source.chains.index(chain) for chain in members]
+            parts.append(Part(new, members, _select(source.last, places)))
     return parts
 
 
 def drop_others(path: Path, used: Sequence[str]) -> None:
-    """Removes the parts that have been taken over by others."""
+    """Removes the parts in a directory whose names are not in `used`."""
     for folder in _folders(path):
         if folder.name not in used:
             with contextlib.suppress(OSError):
                 shutil.rmtree(folder)
 
 
-def _of(last: Checkpoint, places: list[int]) -> Checkpoint:
-    """What a checkpoint holds of some of its chains."""
+def _select(last: Checkpoint, places: list[int]) -> Checkpoint:
+    """The checkpoint of the chains at some places of a checkpoint."""
     state = last.run_state
     failures = tuple(
         dataclasses.replace(failure, chain=places.index(failure.chain))
@@ -155,17 +161,17 @@ def _of(last: Checkpoint, places: list[int]) -> Checkpoint:
         if failure.chain in places
     )
 
-    def own(leaf: Tensor) -> Tensor:
+    def select(leaf: Tensor) -> Tensor:
         return leaf[torch.tensor(places, device=leaf.device)]
 
-    leaves = [own(leaf) for leaf in state.state]
+    leaves = [select(leaf) for leaf in state.state]
     return last._replace(
         parts=(),
         run_state=RunState(state.step, leaves, state.alive[places], failures),
         positions=last.positions[places],
         log_joint=last.log_joint[places],
         kinetic=None if last.kinetic is None else last.kinetic[places],
-        sink=pytree.tree_map_only(Tensor, own, last.sink),
+        sink=pytree.tree_map_only(Tensor, select, last.sink),
     )
 
 

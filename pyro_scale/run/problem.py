@@ -1,10 +1,10 @@
-"""Everything before the first step: the model after its preflight, and chains at their starts."""
+"""The problem of a run: the model after its preflight, the data, and the chains' starts."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from pyro_scale.data.loaders import to_device
 from pyro_scale.data.row_sampler import RowIndices, Sampling
 from pyro_scale.data.sources import Data, OwnSubsamples, TensorData
 from pyro_scale.distributed.ranks import ALONE, Ranks
+from pyro_scale.distributed.shards import Shard
 from pyro_scale.engine.draws import Draws
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelWarning
@@ -33,25 +34,26 @@ from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.initialize import init_of, initialize
 from pyro_scale.run.understood import Understood
 
-#: Batches besides the first on which the rules are tried before a run.
-_OTHER_BATCHES = 2
+#: Batches besides the first on which the rules of minibatch scaling are checked before a run.
+OTHER_BATCHES = 2
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a run starts from.
+    """Model, data and starts of a run, with the engine that moves its chains.
 
     Attributes:
-        log_posterior: the model, understood.
-        data: where batches come from.
+        log_posterior: the model after its preflight.
+        data: of the model.
         engine: moves the chains.
         positions: the chains' starts, `[chains, D]`.
         seed: of the run.
-        features: where batches come from instead, if the engine's density takes something else.
+        features: inputs of the engine's density in place of `data`, after a frozen base was run.
         base: how a network's frozen base is run, in words.
-        chooses_batches: whether the rows of a batch are the library's choice.
-        ranks: the processes that the chains are shared out among.
-        understood: what the next run of the same model and data need not find out again.
+        chooses_batches: whether the library chooses the batch size.
+        ranks: the processes that chains, or rows of batches, are shared out among.
+        understood: an earlier preflight of the same model and data that this one repeats.
+        shards: this rank's parts of weights, by site, if a network is sharded over ranks.
     """
 
     log_posterior: LogPosterior
@@ -64,50 +66,53 @@ class Problem:
     chooses_batches: bool = False
     ranks: Ranks = ALONE
     understood: Understood | None = None
+    shards: Mapping[str, Shard] = field(default_factory=dict)
 
     @property
     def chains(self) -> range:
-        """The numbers of the chains that this process moves.  Points, which move by the mean
-        gradient of all chains, keep these on every one."""
+        """The numbers of the chains that this process moves.
+
+        All of them if the model has points: these move by the mean gradient of all chains.
+        """
         num_chains = len(self.positions)
         return range(num_chains) if self.engine.has_points else self.ranks.chains(num_chains)
 
     @property
     def is_split(self) -> bool:
-        """Whether processes have shared the chains out."""
+        """Whether chains are shared out among processes."""
         return len(self.chains) < len(self.positions)
 
     def numbers(self, count: int) -> Sequence[int]:
-        """Those of so many chains: of all, or of this process's."""
+        """The numbers of `count` chains, which are all chains of the run or this process's."""
         return range(count) if count == len(self.positions) else self.chains
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process is the one, of those that move the same chains, that writes."""
+        """Whether this process writes checkpoints, among those that move the same chains."""
         if not self.is_split:
             return self.ranks.is_first
         return self.ranks.rows is None or self.ranks.rows.rank == 0
 
     @property
     def has_all_rows(self) -> bool:
-        """Whether the data of this process are all rows."""
+        """Whether this process was called with all rows."""
         return self.ranks.rows is None or self.ranks.rows.share is None
 
     @property
     def part(self) -> slice:
         """This process's rows of every batch."""
-        own = self.ranks.rows
-        return slice(None) if own is None else own.of(self.batch_size)
+        shared = self.ranks.rows
+        return slice(None) if shared is None else shared.of(self.batch_size)
 
     @property
     def batch_size(self) -> int:
-        """Rows of a batch: B, or N for the whole data."""
+        """Number of rows of a batch: B, or N for full-data steps."""
         if self.data.batch_size is None and isinstance(self.data, TensorData):
             return rows.count(self.data.arguments) or self.log_posterior.model_info.batch_size
         return self.data.batch_size or self.log_posterior.model_info.batch_size
 
     def in_batches_of(self, size: int | None) -> Problem:
-        """The same tensors, so many rows at a time, or all of them."""
+        """The problem with batches of `size` rows of its tensors; None for all rows."""
         assert isinstance(self.data, TensorData)
         return dataclasses.replace(self, data=dataclasses.replace(self.data, batch_size=size))
 
@@ -118,45 +123,46 @@ class Problem:
         share: bool = False,
         chains: Sequence[int] | None = None,
     ) -> Batches:
-        """Chains' batches, as the engine takes them: their own, or the same for all.
+        """The batches of chains, for the engine.
 
         Args:
-            num_chains: how many chains there are.
+            num_chains: number of chains of the run.
             sampling: how rows are drawn.
-            share: whether all have the same.
-            chains: the numbers of those whose batches are wanted; all of them by default.
+            share: whether all chains have the same batches.
+            chains: numbers of the chains that batches are returned of; by default all.
         """
         source, chains = self.features or self.data, chains or range(num_chains)
-        seed, own = self.seed, self.ranks.rows
-        if own is not None and not self.has_all_rows:  # or ranks would draw the same places
-            seed = derived_seed(seed, own.rank, Purpose.BATCHES)
+        seed, shared = self.seed, self.ranks.rows
+        if shared is not None and not self.has_all_rows:  # or ranks would draw the same places
+            seed = derived_seed(seed, shared.rank, Purpose.BATCHES)
         if share:
             return SharedBatches(source.batches(seed, 1, sampling), len(chains))
         return source.batches(seed, num_chains, sampling, chains)
 
     def with_engine(self, **changes: Any) -> Problem:
-        """The same with another kernel or density."""
+        """The problem with some attributes of its engine replaced."""
         return dataclasses.replace(self, engine=dataclasses.replace(self.engine, **changes))
 
     def with_lr(self, lr: float) -> Problem:
-        """The same with another step size."""
+        """The problem with another step size."""
         return self.with_engine(kernel=dataclasses.replace(self.engine.kernel, lr=lr))
 
     def moved_to(self, draws: Draws, chains: list[int]) -> Problem:
-        """The same, with some chains at the last of their draws."""
+        """The problem with these chains at the last of their draws."""
         positions = self.positions.clone()
         positions[chains] = draws.positions[chains, -1].to(positions)
         return dataclasses.replace(self, positions=positions)
 
     def epoch(self, sampling: Sampling) -> int | None:
-        """Batches that go through all rows once; None where none do, or a batch is all rows."""
+        """Number of batches in an epoch; None if rows are drawn with replacement, or a batch is
+        all rows."""
         size = self.data.batch_size
         if size is None or sampling == "replacement":
             return None
         return max(1, self.log_posterior.num_data // size)
 
     def batches_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batches:
-        """A batch given as the model's own arguments."""
+        """The batches of one step, from a batch that the user passes as the model's arguments."""
         arguments = self.log_posterior.bind(args, kwargs)
         if isinstance(self.data, OwnSubsamples):
             data = self.data
@@ -175,20 +181,27 @@ def prepare(
     must_be_usable: bool = True,
     earlier: Understood | None = None,
 ) -> Problem:
-    """Runs the model's preflight and finds every chain's start.
+    """The problem of a run: runs the model's preflight and finds every chain's start.
 
-    A method that takes no steps passes `Hyperparameters()`, by which nothing is moved; one that is
-    told where to be, `must_be_usable=False`: the log joint is not evaluated at starts.  Where an
-    earlier run has understood the same model, the checks that look for what it may do on other
-    batches are not repeated.
+    Args:
+        log_posterior: the model.
+        data: of the run.
+        kernel: the method; `Hyperparameters()` of methods that take no steps.
+        init_strategy: the user's.
+        num_chains: number of chains.
+        seed: of the run.
+        must_be_usable: whether the log joint has to be finite at the starts; False for methods
+            that do not use them.
+        earlier: the preflight of an earlier run.  If model and data are the same, checks on other
+            batches are not repeated.
 
     Raises:
         ModelError, SiteError, PlateError: what is wrong with the model.
         ArgumentError: a dict of starts that does not fit the model or the number of chains.
     """
     arguments = data.first()
-    known = None if earlier is None else earlier.again(log_posterior, data)
-    log_posterior = known or log_posterior
+    reused = None if earlier is None else earlier.reuse(log_posterior, data)
+    log_posterior = reused or log_posterior
     inits = [init_of(log_posterior, init_strategy, c, num_chains) for c in range(num_chains)]
     drawn = log_posterior.prepare(arguments, inits[0], seed)
     for warning in model_warnings(log_posterior.model_info):
@@ -208,11 +221,11 @@ def prepare(
     )
     params = engine.layout.unflatten(positions[0])
     check_values(log_posterior, data, params)
-    if known is None:
+    if reused is None:
         check_other_batches(log_posterior, data, params)
         if must_be_usable:
             _warn_of_cut_gradients(log_posterior, params, arguments)
-    understood = None if known is None else earlier
+    understood = None if reused is None else earlier
     return Problem(log_posterior, data, engine, positions, seed, understood=understood)
 
 
@@ -225,17 +238,18 @@ def _warn_of_cut_gradients(
             ModelWarning,
             f"site '{name}': its log density depends on {along}, and its gradient does not: "
             "something between them cuts gradients, such as .detach(), .item(), .data, float() or "
-            "torch.no_grad(). Methods follow gradients: draws will be wrong, unless that is meant",
+            "torch.no_grad(). Methods follow gradients, so draws will be wrong unless you intend "
+            "this",
             code="cut-gradient",
         )
 
 
 def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]) -> None:
-    """Tries on rows from all over the data what the first batch has told of the model.
+    """Checks rows from all over the data, and not of the first batch alone.
 
     Raises:
-        SiteError: an observed value outside of its support, by row.
-        PlateError: what was taken for a row's, or for a constant, depends on the other rows.
+        SiteError: an observed value is outside of its support; it names the row.
+        PlateError: a term of a row, or a constant, depends on the other rows of its batch.
     """
     data = _data_for(log_posterior, data)
     check_values(log_posterior, data, params)
@@ -243,8 +257,12 @@ def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str,
 
 
 def check_values(log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]) -> None:
-    """Refuses observed values outside of their support, in all rows of tensors, and masks that
-    leave all rows out."""
+    """Checks, on all rows of tensors, that observed values are in their support and that a mask
+    does not leave all rows out.
+
+    Raises:
+        SiteError: it names the site and the row.
+    """
     is_batch = data.batch_size is not None
     if is_batch and isinstance(data, TensorData) and is_row_wise(log_posterior):
         check_supports(log_posterior, params, chunks_of(log_posterior, data))
@@ -257,21 +275,25 @@ def check_values(log_posterior: LogPosterior, data: Data, params: Mapping[str, T
 def check_other_batches(
     log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]
 ) -> None:
-    """Tries the rules on some batches besides the first."""
+    """Checks the rules of minibatch scaling on batches from all over the data.
+
+    Raises:
+        PlateError: a term of a row, or a constant, depends on the other rows of its batch.
+    """
     if data.batch_size is not None:
-        check_batches(log_posterior, params, data.first(), data.spread(_OTHER_BATCHES))
+        check_batches(log_posterior, params, data.first(), data.spread(OTHER_BATCHES))
 
 
 def check_can_adjust(problem: Problem, name: str) -> None:
-    """Checks that proposals can be accepted or rejected: by the log joint of all rows, and of each
-    chain alone.
+    """Checks that a method can accept or reject proposals: it needs the log joint of all rows, and
+    chains that share no points.
 
     Args:
         problem: of the run.
         name: of the method.
 
     Raises:
-        ArgumentError: steps take minibatches; there are points, which chains share.
+        ArgumentError: steps take minibatches, or the model has points.
     """
     if problem.data.batch_size is not None:
         raise ArgumentError(
@@ -288,10 +310,10 @@ def check_can_adjust(problem: Problem, name: str) -> None:
 
 
 def check_rows_can_be_shared(problem: Problem) -> None:
-    """Checks that ranks can take parts of a batch.
+    """Checks that ranks can take parts of a batch, if batches are shared out.
 
     Raises:
-        ArgumentError: the model chooses its rows by itself; the mesh is of another device.
+        ArgumentError: the model subsamples by itself, or the mesh is of another device.
     """
     shared, device = problem.ranks.rows, problem.positions.device.type
     if shared is not None and shared.device != device:
@@ -308,8 +330,12 @@ def check_rows_can_be_shared(problem: Problem) -> None:
 
 
 def position_of(problem: Problem, values: Mapping[str, Tensor], argument: str) -> Tensor:
-    """Constrained values of all sites, passed as some argument, as a position [D]; points that
-    are not among them stay as they are.
+    """The unconstrained position [D] of constrained values that a user passes.
+
+    Args:
+        problem: of the run.
+        values: of all latent sites, by name; points may be left out.
+        argument: by which they are passed, for messages.
 
     Raises:
         ArgumentError: a site is missing, unknown, or has another shape.
@@ -319,7 +345,7 @@ def position_of(problem: Problem, values: Mapping[str, Tensor], argument: str) -
     for name, value in {**dict.fromkeys(problem.log_posterior.latents), **values}.items():
         like = sites.get(name)
         if value is None or like is None or torch.as_tensor(value).shape != like.shape:
-            shapes = {site: list(each.shape) for site, each in sites.items()}
+            shapes = {site: list(like.shape) for site, like in sites.items()}
             raise ArgumentError(
                 f"{argument}[{name!r}]: pass constrained values of sites and shapes {shapes}"
             )
@@ -331,14 +357,14 @@ def position_of(problem: Problem, values: Mapping[str, Tensor], argument: str) -
 def as_log_posterior(
     model: Callable[..., Any] | LogPosterior, num_data: int | None
 ) -> LogPosterior:
-    """The model as a log posterior, for N rows."""
+    """A model as a `LogPosterior` of N rows that has seen no batch."""
     if isinstance(model, LogPosterior):
         return model.renew(num_data)
     return LogPosterior(model, num_data)
 
 
 def module_device(model: Callable[..., Any] | LogPosterior) -> torch.device | None:
-    """Where the model's parameters are; None for a model without any."""
+    """The device of the model's parameters; None for a model without parameters."""
     module = model.model if isinstance(model, LogPosterior) else model
     if isinstance(module, nn.Module):
         parameter = next(module.parameters(), None)
@@ -347,7 +373,7 @@ def module_device(model: Callable[..., Any] | LogPosterior) -> torch.device | No
 
 
 def _data_for(log_posterior: LogPosterior, data: Data) -> Data:
-    """The data, or indices into them for a model that subsamples by itself."""
+    """The data of the run: indices of rows for a model that subsamples by itself."""
     info = log_posterior.model_info
     if info.own_plate is None or isinstance(data, OwnSubsamples):
         return data

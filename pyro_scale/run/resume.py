@@ -1,4 +1,4 @@
-"""Continues a run from a checkpoint: where it is written, and whether it is the same run."""
+"""Resumes a run: the directory of its checkpoints, and checks that it is the same run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pyro_scale.core import rows
-from pyro_scale.core.layout import Layout, dtype_name
+from pyro_scale.core.layout import dtype_name
 from pyro_scale.core.rows import Arguments
 from pyro_scale.data.sources import Data, IndexedData, OwnSubsamples, TensorData
 from pyro_scale.data.stream import StreamData
@@ -49,12 +49,12 @@ _LOG = logging.getLogger("pyro_scale")
 
 @dataclass(frozen=True)
 class Journal:
-    """A run's directory, if it has one.
+    """The checkpoints of a run: where they are written, and those that the run goes on from.
 
     Attributes:
-        path: where the run is written; None for nowhere.
+        path: the directory; None if the run is not written.
         every: seconds from one checkpoint to the next.
-        saved: what the run goes on from; nothing for its beginning.
+        saved: the checkpoints to go on from, one for each part; empty for a new run.
         ranks: the processes of the run.
     """
 
@@ -71,94 +71,69 @@ class Journal:
         resume: FilePath | None,
         ranks: Ranks = ALONE,
     ) -> Journal:
-        """What a user asked for.
+        """The journal of a run with these arguments.
 
-        A process that torchrun has restarted goes on with what is in the directory.
+        A process that torchrun has restarted goes on from the checkpoints in the directory.
+
+        Args:
+            checkpoint: as `run` takes it.
+            every: seconds from one checkpoint to the next.
+            resume: as `run` takes it.
+            ranks: the processes of the run.
 
         Raises:
-            ArgumentError: no path, a time below 0, two directories, one that another run is in.
-            FileError: there is nothing whole to go on from.
+            ArgumentError: not a path, a negative time, two directories, or one with another run.
+            FileError: there is no intact checkpoint to go on from.
         """
-        if isinstance(every, bool) or not isinstance(every, int | float) or not every >= 0:
-            raise ArgumentError(f"checkpoint_every={every!r}: pass seconds, 0 or more")
-        if resume is None and checkpoint is not None:
-            if not was_restarted():
-                check_unused(checkpoint, places_in(checkpoint))
-            elif holds_parts(checkpoint):
-                resume = checkpoint
-        if resume is None:
-            if checkpoint is None:
-                return cls(None, every, ranks=ranks)
-            return cls(as_path(checkpoint), every, ranks=ranks)
-        if checkpoint is not None and as_path(checkpoint).resolve() != as_path(resume).resolve():
-            raise ArgumentError(
-                f"checkpoint='{checkpoint}', but resume='{resume}', where the run goes on being "
-                "written: leave checkpoint out"
-            )
-        return cls(as_path(resume), every, tuple(read_parts(resume)), ranks)
+        path, resumes = choose_directory(checkpoint, every, resume)
+        saved = tuple(read_parts(path)) if path is not None and resumes else ()
+        return cls(path, every, saved, ranks)
 
     @property
     def last(self) -> Checkpoint | None:
-        """The furthest state; its facts are those of all."""
+        """The furthest of the saved checkpoints; all have the same facts."""
         return max(self.saved, key=progress).last if self.saved else None
 
     def parts(self, problem: Problem) -> list[Part]:
-        """The parts in which this process's chains go on, or begin."""
+        """The parts of this process's chains: where each is written, and what it goes on from."""
         chains, num_chains = tuple(problem.chains), len(problem.positions)
         if self.path is None:
             return [Part(None, chains, None)]
         is_one = len(self.saved) == 1 and len(self.saved[0].chains) == num_chains
         if self.ranks.is_alone and (is_one or not self.saved):
             return [Part(self.path, chains, self.last)]
-        with contextlib.suppress(OSError):  # else whoever writes tells of it
+        with contextlib.suppress(OSError):  # the first write raises the error
             self.path.mkdir(exist_ok=True)
         number = self.ranks.of_first(generation(self.path), "where checkpoints go")
-        if not problem.is_split and not self.ranks.is_first:  # which all ranks move
+        if not problem.is_split and not self.ranks.is_first:  # rank 0 writes for all
             return [Part(None, chains, self.last)]
         parts = parts_of(chains, self.saved, self.path, self.ranks.rank, number)
         return parts if problem.is_writer else [part._replace(path=None) for part in parts]
 
     def tidy(self, parts: Sequence[Part]) -> None:
-        """Removes the parts that these have taken over, once all of them are written."""
+        """Removes parts of earlier runs, once the parts that replace them are written."""
         if self.path is None or (self.ranks.is_alone and not self.saved):
             return
         names = [part.path.name for part in parts if part.path is not None]
-        used = self.ranks.of_all(names, "where checkpoints are")
+        by_rank = self.ranks.of_all(names, "where checkpoints are")
         if self.ranks.is_first:
-            drop_others(self.path, [name for each in used for name in each])
+            drop_others(self.path, [name for names in by_rank for name in names])
 
-    def seed(self, asked: int | None) -> int | None:
-        """The seed that was asked for, or else that of the run to go on with."""
-        return self.last.facts["seed"] if asked is None and self.last is not None else asked
+    def seed(self, seed: int | None) -> int | None:
+        """The seed that the user passed, if any; otherwise that of the run to go on with."""
+        return self.last.facts["seed"] if seed is None and self.last is not None else seed
 
     @property
     def halvings(self) -> int:
-        """How often the run to go on with has halved its step size."""
+        """How many times the run to go on with has halved its step size."""
         return 0 if self.last is None else int(self.last.facts["halvings"])
 
     def check_same_run(self, facts: Mapping[str, Any], num_samples: int) -> None:
-        """Refuses to go on with another run.
-
-        Raises:
-            FileError: it lists what differs.
-            ArgumentError: more draws than are asked for have been kept.
-        """
+        """Checks that the checkpoint is of a run with these facts; see `check_same_run`."""
         if self.last is None:
             return
-        lines = differences_of_runs(self.last.facts, facts)
-        if lines:
-            raise FileError(
-                f"resume='{self.path}' is another run ({'; '.join(lines)}): build the method and "
-                "call run as they were, but for num_samples and progress",
-                code="resume",
-            )
         kept = self.last.positions.shape[1]
-        if kept > num_samples:
-            raise ArgumentError(
-                f"num_samples={num_samples}: '{self.path}' holds {kept} draws a chain already; it "
-                "is their number in all",
-                code="resume",
-            )
+        check_same_run(self.path, self.last.facts, facts, kept, num_samples)
         _LOG.info(
             "resume: going on from step %d; schedules and other functions cannot be compared",
             self.last.run_state.step,
@@ -166,7 +141,7 @@ class Journal:
 
     @property
     def hint(self) -> str:
-        """How to go on with what has been written, in words, if something has."""
+        """How to resume the run, in words; empty if there is no checkpoint."""
         if self.path is None or not holds_parts(self.path):
             return ""
         return f"; the same call with resume='{self.path}' goes on"
@@ -175,7 +150,13 @@ class Journal:
     def writer(
         self, part: Part, facts: Mapping[str, Any], halvings: int
     ) -> Iterator[Checkpoints | None]:
-        """What writes a part of the run, while no other one can."""
+        """The writer of a part's checkpoints, in a block that locks its directory.
+
+        Args:
+            part: some chains of the run.
+            facts: of the run.
+            halvings: how many times its step size has been halved.
+        """
         if part.path is None:
             yield None
             return
@@ -187,24 +168,93 @@ class Journal:
             yield writer
 
     def goes_on_from(self, part: Part, halvings: int) -> Checkpoint | None:
-        """What a part goes on from at a step size that was halved that often."""
+        """The checkpoint that a part goes on from, if it is of the same step size."""
         last = part.last
         return last if last is not None and last.facts["halvings"] == halvings else None
 
 
-def was_restarted() -> bool:
+def choose_directory(
+    checkpoint: FilePath | None, every: float, resume: FilePath | None
+) -> tuple[Path | None, bool]:
+    """(The directory that a run is written to, whether the run goes on from what is in it).
+
+    A process that torchrun has restarted goes on with what is in `checkpoint`.
+
+    Args:
+        checkpoint: as `run` takes it.
+        every: seconds from one checkpoint to the next.
+        resume: as `run` takes it.
+
+    Raises:
+        ArgumentError: not a path, a negative time, two directories, or one with another run.
+    """
+    if isinstance(every, bool) or not isinstance(every, int | float) or not every >= 0:
+        raise ArgumentError(f"checkpoint_every={every!r}: pass seconds, 0 or more")
+    if resume is None and checkpoint is not None:
+        if not _was_restarted():
+            check_unused(checkpoint, places_in(checkpoint))
+        elif holds_parts(checkpoint):
+            resume = checkpoint
+    if resume is None:
+        return None if checkpoint is None else as_path(checkpoint), False
+    if checkpoint is not None and as_path(checkpoint).resolve() != as_path(resume).resolve():
+        raise ArgumentError(
+            f"checkpoint='{checkpoint}', but resume='{resume}': a resumed run is written to the "
+            "directory that it resumes: leave checkpoint out"
+        )
+    return as_path(resume), True
+
+
+def check_same_run(
+    path: Path | None,
+    then: Mapping[str, Any],
+    now: Mapping[str, Any],
+    kept: int,
+    num_samples: int,
+) -> None:
+    """Checks that a checkpoint is of the run that is to go on from it.
+
+    Args:
+        path: of the checkpoint's directory.
+        then: facts of the run in the checkpoint.
+        now: facts of this run.
+        kept: draws in the checkpoint.
+        num_samples: draws of this run.
+
+    Raises:
+        FileError: it is of another run; the message lists what differs.
+        ArgumentError: it has more draws than the run.
+    """
+    lines = differences_of_runs(then, now)
+    if lines:
+        raise FileError(
+            f"resume='{path}' is another run ({'; '.join(lines)}): build the method and "
+            "call run as they were, but for num_samples and progress",
+            code="resume",
+        )
+    if kept > num_samples:
+        raise ArgumentError(
+            f"num_samples={num_samples}: '{path}' holds {kept} draws a chain already: pass the "
+            "number of all draws, those included",
+            code="resume",
+        )
+
+
+def _was_restarted() -> bool:
     """Whether torchrun has started this process again, after one has died."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
-#: The name of the log densities where chain 0 starts, which tell models and data apart, and by how
-#: much rounding may change them.
+#: The fact with log densities where chain 0 starts, which differ between models and between data;
+#: and the relative difference that rounding may cause.
 _START, _ROUNDING = "log densities at the start", 1e-5
 
 
 def differences_of_runs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In what two runs differ by their facts, in words: what a checkpoint adds to these is left
-    out, and the log joint at the start may be rounded otherwise."""
+    """The facts in which two runs differ, one line each.
+
+    Facts that only a checkpoint has are left out, and log densities are compared up to rounding.
+    """
     others = ("halvings", CHAINS, _START)
     lines = differences(
         {name: fact for name, fact in then.items() if name not in others},
@@ -218,53 +268,57 @@ def differences_of_runs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list
 def identity_of(
     problem: Problem,
     attrs: Mapping[str, Any],
-    hyperparameters: Any,
+    hyperparameters: Mapping[str, Any],
     fitted: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Facts by name that a checkpoint and the run that resumes it must have in common.
+    """Facts by name that must be the same in a checkpoint and in the run that resumes it, and on
+    all ranks of a run.
 
     Args:
         problem: of the run.
-        attrs: facts of its own.
-        hyperparameters: as they were asked for.
-        fitted: numbers by name that have to be alike but for rounding.
+        attrs: the method's own facts.
+        hyperparameters: as the user passed them.
+        fitted: numbers by name that must be the same up to rounding.
     """
     layout = problem.engine.layout
-    shapes = dict(zip(layout.names, layout.shapes, strict=True))
-    of_rows: dict[str, Any] = _facts_of_rows(problem) if problem.has_all_rows else _OF_EACH_RANK
+    whole = {name: shard.shape for name, shard in problem.shards.items()}
+    sites = {
+        name: f"{list(whole.get(name, shape))} {dtype_name(dtype)}"
+        for name, shape, dtype in zip(layout.names, layout.shapes, layout.dtypes, strict=True)
+    }
+    facts: dict[str, Any] = _facts_of_rows(problem) if problem.has_all_rows else _OF_EACH_RANK
     return {
         **attrs,
-        **facts_of_model(layout, shapes, hyperparameters),
+        "hyperparameters": {name: _plain(value) for name, value in hyperparameters.items()},
+        "sites": sites,
+        "version": version("pyro_scale"),
+        "random numbers": "Philox 4x32-10",
         "num_data": problem.log_posterior.num_data,
-        **of_rows,
-        _START: {**of_rows[_START], **(fitted or {})},
+        **facts,
+        _START: {**facts[_START], **(fitted or {})},
         "seed": problem.seed,
     }
 
 
-def facts_of_model(
-    layout: Layout, shapes: Mapping[str, torch.Size], hyperparameters: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What tells methods and models apart.
-
-    Args:
-        layout: of a position.
-        shapes: of the sites, each as a whole.
-        hyperparameters: as they were asked for.
-    """
-    sites = zip(layout.names, layout.dtypes, strict=True)
+def _facts_of_rows(problem: Problem) -> dict[str, Any]:
+    """Facts of the data, and log densities of some rows where chain 0 starts."""
     return {
-        "hyperparameters": {name: _plain(value) for name, value in hyperparameters.items()},
-        "sites": {name: f"{list(shapes[name])} {dtype_name(dtype)}" for name, dtype in sites},
-        "version": version("pyro_scale"),
-        "random numbers": "Philox 4x32-10",
+        "data": fingerprint(problem.data),
+        "batch_size": "auto" if problem.chooses_batches else problem.data.batch_size,
+        _START: _densities_at_start(problem),
     }
 
 
-def _facts_of_rows(problem: Problem) -> dict[str, Any]:
-    """What tells the rows apart, and what the model says of the first of them."""
+def _densities_at_start(problem: Problem) -> dict[str, float]:
+    """Log densities of the first batch where chain 0 starts, and of another batch if the data are
+    read by index, as there is no digest of all rows then."""
     log_posterior, data = problem.log_posterior, problem.data
     params = problem.engine.layout.unflatten(problem.positions[0])
+    if problem.shards:  # no rank has the density of a whole weight
+        assert problem.ranks.rows is not None
+        part = rows.take(data.first(), problem.ranks.rows.part_of(problem.batch_size))
+        evaluation = problem.engine.density.plain_grad(params, part)[1]
+        return {"log joint where it starts": float(evaluation.log_joint)}
     start = model_fingerprint(
         log_posterior,
         params,
@@ -272,24 +326,18 @@ def _facts_of_rows(problem: Problem) -> dict[str, Any]:
         log_posterior.first_indices(),
         "where chain 0 starts",
     )
-    if isinstance(data, IndexedData):  # whose rows have no digest
+    if isinstance(data, IndexedData):
         for batch, indices in data.spread(1):
             start |= model_fingerprint(log_posterior, params, batch, indices, "of rows further on")
-    size = "auto" if problem.chooses_batches else data.batch_size
-    return facts_of_data(data, size, start)
+    return start
 
 
-def facts_of_data(data: Data, batch_size: Any, start: Mapping[str, float]) -> dict[str, Any]:
-    """The same, given the log densities where chain 0 starts."""
-    return {"data": fingerprint(data), "batch_size": batch_size, _START: dict(start)}
-
-
-#: The same where each rank has rows of its own.
+#: These facts if each rank has its own rows.
 _OF_EACH_RANK = {"data": "of each rank", "batch_size": "of each rank", _START: {}}
 
 
 def fingerprint(data: Data) -> str:
-    """What kind of data they are; of tensors, of all rows."""
+    """The kind of the data, in words; of tensors, a digest of all rows."""
     if isinstance(data, IndexedData | StreamData):
         how = "read by index" if isinstance(data, IndexedData) else "as they come"
         parts = data.loader, getattr(data.loader, "dataset", None)
@@ -300,7 +348,7 @@ def fingerprint(data: Data) -> str:
 
 
 def digest_of(arguments: Arguments) -> str:
-    """Tensors of rows in short, to compare them with others."""
+    """A digest of all tensors of rows, in words, to compare them with others."""
     digest = hashlib.sha256()
     for leaf in rows.leaves(arguments):
         flat = leaf.detach().cpu().contiguous().reshape(-1)
@@ -309,7 +357,7 @@ def digest_of(arguments: Arguments) -> str:
 
 
 def _plain(hyper: Any) -> Any:
-    """A hyperparameter's value as far as it can be compared."""
+    """A hyperparameter as a value that can be compared and written; functions cannot."""
     if isinstance(hyper, Mapping):
         return {site: _plain(value) for site, value in hyper.items()}
     if dataclasses.is_dataclass(hyper) and not isinstance(hyper, type):

@@ -1,4 +1,4 @@
-"""The plan of a run, and its execution."""
+"""The plan of a run, and its execution on this process's chains and rows."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.data.batches import Batch, Batches
+from pyro_scale.data.batches import Batch, Batches, WholeData
 from pyro_scale.data.row_sampler import Sampling
+from pyro_scale.distributed.data_parallel import DataParallel
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.loop import simulate
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
+from pyro_scale.engine.step import Engine
 from pyro_scale.kernels import Kernel
 from pyro_scale.model.other_batches import check_batch, is_checked
 from pyro_scale.run.config import RunConfig
 from pyro_scale.run.frozen_features import with_frozen_features
-from pyro_scale.run.own_rows import measurable, on_own_rows
 from pyro_scale.run.problem import Problem
+from pyro_scale.run.sharded.chain import run_chain
 
 
 class Trajectory(NamedTuple):
-    """What came of a plan's steps.
+    """The steps that a plan has led to.
 
     Attributes:
-        plan: whose steps they are.
-        problem: the plan's, with its frozen features.
-        batches: that the steps took.
-        draws: what is left of them, and how they ended.
+        plan: that was executed.
+        problem: the plan's, with the features of a frozen base.
+        batches: of the steps.
+        draws: the states that were kept, and how the steps ended.
     """
 
     plan: RunPlan
@@ -43,25 +45,25 @@ class Trajectory(NamedTuple):
 
     @property
     def diverged(self) -> bool:
-        """Whether a chain broke, and not for what was in its batch."""
+        """Whether a chain broke for another reason than NaN or infinite numbers in its batch."""
         return bool(self.draws.failures) and not self.draws.failures[0].bad_batch
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How a run is run.
+    """All decisions about a run, made before its first step.
 
     Attributes:
-        problem: what it starts from, before a frozen base is run.
-        columns: the hyperparameters' values, step by step.
-        steps: how many, and which are kept.
+        problem: model, data and starts, before a frozen base is run.
+        columns: the hyperparameters' values at every step.
+        steps: how many steps there are, and which are kept.
         sampling: how rows are drawn.
-        share_batches: whether all chains have the same.
+        share_batches: whether all chains have the same batches.
         compile: whether steps become one program.
         progress: whether a bar is shown.
-        earlier: what the same object has compiled before.
+        earlier: programs that the same object has compiled before.
         choice: what was chosen and why, in words and numbers.
-        extends: whether it goes on at twice the thinning while draws are too dependent.
+        extends: whether the run goes on at twice the thinning while draws are too dependent.
         finished: the chains that reached the end, once they have.
     """
 
@@ -78,7 +80,7 @@ class RunPlan:
     finished: tuple[int, ...] = ()
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         problem: Problem,
         config: RunConfig,
@@ -87,18 +89,18 @@ class RunPlan:
         earlier: Earlier,
         choice: Mapping[str, Any],
     ) -> RunPlan:
-        """The plan of a run on a problem, as it was asked for."""
+        """The plan of a run with these arguments on a problem."""
         columns = problem.engine.kernel.columns(steps.total)
         how = config.sampling, config.share_batches, compile, config.progress
         return cls(problem, columns, steps, *how, earlier, choice)
 
     @property
     def kernel(self) -> Kernel:
-        """With the step size that is taken."""
+        """The kernel, with the step size that is taken."""
         return self.problem.engine.kernel
 
     def halved(self, times: int) -> RunPlan:
-        """The plan at half the step size, after chains have diverged that often."""
+        """The plan at half its step size, after chains have diverged `times` times."""
         lr = self.kernel.lr / 2
         kernel = dataclasses.replace(self.kernel, lr=lr)
         why = (
@@ -123,10 +125,10 @@ class RunPlan:
 
         Args:
             title: of the progress bar.
-            seed: of what is drawn besides batches; that of the problem by default.
-            bar: one that is there already.
-            chains: the numbers of those that are moved; this process's by default.
-            how: where it goes on from and where draws go, for `simulate`.
+            seed: of all draws except batches; by default the problem's.
+            bar: the progress bar, if there is one already.
+            chains: the numbers of the chains to move; by default this process's.
+            how: where to go on from and where draws go; see `simulate`.
         """
         problem = with_frozen_features(self.problem)
         ranks, num_chains = problem.ranks, len(problem.positions)
@@ -134,13 +136,17 @@ class RunPlan:
             how["stop"] = None  # ranks that sum their gradients have to take the same steps
         chains = problem.chains if chains is None else chains
         batches = problem.batches(num_chains, self.sampling, self.share_batches, chains)
-        engine, own_batches = on_own_rows(problem, batches)
-        own = bar or Progress(self.steps.total, title, self.progress)
-        with contextlib.nullcontext(own) if bar else own as shown:
+        new_bar = bar or Progress(self.steps.total, title, self.progress)
+        with contextlib.nullcontext(new_bar) if bar else new_bar as shown:
+            if problem.shards:
+                writer = how.get("checkpoints")
+                draws = run_chain(problem, batches, self.columns, self.steps, shown, writer)
+                return Trajectory(self, problem, batches, draws)
+            engine, part = on_own_rows(problem, batches)
             draws = simulate(
                 engine,
                 problem.positions[list(chains)],
-                own_batches,
+                part,
                 self.columns,
                 self.steps,
                 problem.seed if seed is None else seed,
@@ -153,23 +159,42 @@ class RunPlan:
                 agree=None if ranks.rows is None else ranks.rows.agree,
                 **how,
             )
-        return Trajectory(self, *measurable(self.problem, problem, own_batches), draws)
+        if ranks.rows is not None and problem.data.batch_size is None:
+            # temperatures are measured on all rows: a part of them is no random sample
+            problem = dataclasses.replace(self.problem, base=problem.base)
+            part = WholeData(problem.data.first())
+        return Trajectory(self, problem, part, draws)
+
+
+def on_own_rows(problem: Problem, batches: Batches) -> tuple[Engine, Batches]:
+    """(The engine that moves chains, their batches): on this process's rows of every batch, if
+    batches are shared out."""
+    rows, engine = problem.ranks.rows, problem.engine
+    if rows is None:
+        return engine, batches
+    density = DataParallel(engine.density, rows.weight(problem.batch_size), rows.group)
+    # vmap knows no sum over processes
+    engine = dataclasses.replace(engine, density=density, vectorized=False)
+    return engine, batches.of_rows(problem.part)
 
 
 def _inspection(problem: Problem) -> Callable[[Tensor, Batch], None] | None:
-    """Tries the rules on batches that the run meets, at the first chain's position; not on the
-    first where an earlier run of the same model has done so."""
+    """A function that checks the rules of minibatch scaling on batches of the run, at the first
+    chain's position; None where there is nothing to check.
+
+    The first batch is left out if an earlier run of the same model has checked it.
+    """
     log_posterior, layout = problem.log_posterior, problem.engine.layout
     if problem.features is not None or not is_checked(log_posterior.model_info):
         return None
-    if problem.ranks.rows is not None:  # what one rank raised, the others would wait for
+    if problem.ranks.rows is not None:  # others would wait for a rank that raises
         return None
 
     first, calls = problem.data.first(), itertools.count()
-    left_out = 0 if problem.understood is None else 1
+    skipped = 0 if problem.understood is None else 1
 
     def inspect(positions: Tensor, batch: Batch) -> None:
-        if next(calls) >= left_out and bool(torch.isfinite(positions[0]).all()):
+        if next(calls) >= skipped and bool(torch.isfinite(positions[0]).all()):
             check_batch(log_posterior, layout.unflatten(positions[0]), *batch.of_chain(0), first)
 
     return inspect

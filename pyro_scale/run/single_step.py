@@ -22,7 +22,13 @@ from pyro_scale.run.problem import Problem, as_log_posterior, module_device
 def batch_as_data(
     model: Any, num_data: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Data:
-    """A batch that is given as the model's own arguments.
+    """A batch that a user passes to `step` or `begin`, as the data of a problem.
+
+    Args:
+        model: the user's.
+        num_data: N; None if the model says it.
+        args: the batch, as the model's own arguments.
+        kwargs: likewise.
 
     Raises:
         DataError: a tensor is a single value, beside others that are rows.
@@ -33,7 +39,8 @@ def batch_as_data(
 
 
 def check_rows(arguments: Arguments) -> None:
-    """Refuses a row that lacks the dimension of rows: its columns would count as rows.
+    """Checks that no tensor is a single row without the dimension of rows: the columns of others
+    would count as rows.
 
     Raises:
         DataError: a tensor is a single value, beside others that are rows.
@@ -49,11 +56,11 @@ def check_rows(arguments: Arguments) -> None:
 
 
 class Stepping:
-    """A chain that is moved a step at a time.
+    """A chain that is moved one step at a time, on batches that the caller passes.
 
     Args:
         problem: of one chain.
-        kernel: the method's, with its schedules.
+        kernel: the method's kernel, with its schedules.
     """
 
     def __init__(self, problem: Problem, kernel: Any):
@@ -63,8 +70,18 @@ class Stepping:
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Draws, Mapping[str, Tensor]]:
-        """(What the next step leaves, the hyperparameters' values up to it), on a batch given as
-        the model's own arguments."""
+        """Takes the next step.
+
+        Args:
+            args: a batch, as the model's own arguments.
+            kwargs: likewise.
+
+        Returns:
+            (the state as one draw, the hyperparameters' values at all steps so far).
+
+        Raises:
+            DataError: the batch has no rows.
+        """
         problem, chains = self.problem, self._chains
         arguments = problem.log_posterior.bind(args, kwargs)
         check_rows(arguments)

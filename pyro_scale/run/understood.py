@@ -1,4 +1,4 @@
-"""What an object's last run understood of its model, for the next run on the same data."""
+"""Reuse of a model's preflight by the next run of the same object on the same data."""
 
 from __future__ import annotations
 
@@ -23,53 +23,54 @@ from pyro_scale.model.terms import terms_of
 
 @dataclass(frozen=True)
 class Understood:
-    """A log posterior after its preflight and the checks on other batches.
+    """A log posterior after its preflight and the checks on other batches, for the next run.
 
-    It serves again where the data are the very same tensors and have not been written to by torch,
-    and where one run of the model, on the first batch and at the latent values of the preflight,
-    has the same sites, params, shapes and plates, and log densities that are the same to the bit:
-    what the model reads besides its arguments is compared by what comes of it.
+    It can be reused if the data are the very same tensors, which torch has not written to since,
+    and if one run of the model, on the first batch and at the latent values of the preflight, gives
+    the same sites, params, shapes, plates and log densities, bit for bit.  So what the model reads
+    besides its arguments is compared through its effects.
 
     Attributes:
         log_posterior: the model.
-        asked: what it was understood for.
-        seen: a run of it.
+        call: the arguments and settings of the preflight, with marks of the data's tensors.
+        trace: sites, params and log densities of a run of the model.
     """
 
     log_posterior: LogPosterior
-    asked: Any
-    seen: Any
+    call: Any
+    trace: Any
 
     @classmethod
-    def of(cls, log_posterior: LogPosterior, data: Data) -> Self | None:
-        """What is known of a model now; None where changes of the data would not be noticed.
+    def from_preflight(cls, log_posterior: LogPosterior, data: Data) -> Self | None:
+        """The preflight to keep; None if changes of the data would not be noticed.
 
         Args:
-            log_posterior: understood and checked.
+            log_posterior: after its preflight and checks.
             data: all rows.
         """
-        asked = _asked(log_posterior.given_num_data, data)
-        seen = None if asked is None else _seen(log_posterior, data.first())
-        if seen is None:
+        call = _describe_call(log_posterior.given_num_data, data)
+        trace = None if call is None else _trace(log_posterior, data.first())
+        if trace is None:
             return None
-        kept = pytree.tree_map_only(Tensor, torch.clone, seen)  # which the user may write to
-        return cls(log_posterior, asked, kept)
+        kept = pytree.tree_map_only(Tensor, torch.clone, trace)  # the user may write to tensors
+        return cls(log_posterior, call, kept)
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy has other tensors
+        return type(None), ()  # a copy of the method has other tensors
 
-    def again(self, log_posterior: LogPosterior, data: Data) -> LogPosterior | None:
-        """What is known of a log posterior that has seen no batch, if nothing has changed."""
-        asked = _asked(log_posterior.given_num_data, data)
-        if not log_posterior.is_of_same_model(self.log_posterior) or asked != self.asked:
+    def reuse(self, log_posterior: LogPosterior, data: Data) -> LogPosterior | None:
+        """The kept log posterior, if it is of the same model and data as a new one and nothing has
+        changed; None otherwise."""
+        call = _describe_call(log_posterior.given_num_data, data)
+        if not log_posterior.is_of_same_model(self.log_posterior) or call != self.call:
             return None
-        seen = _seen(self.log_posterior, data.first())
-        return self.log_posterior if seen is not None and _are_same(seen, self.seen) else None
+        trace = _trace(self.log_posterior, data.first())
+        return self.log_posterior if trace is not None and _are_same(trace, self.trace) else None
 
 
-def _asked(num_data: int | None, data: Data) -> Any:
-    """The arguments, as far as they decide what is understood, and the very data; None of data
-    whose changes would not be noticed."""
+def _describe_call(num_data: int | None, data: Data) -> Any:
+    """The arguments and settings that a preflight depends on, to compare them with others; None of
+    data whose changes would not be noticed."""
     if not isinstance(data, TensorData):
         return None
     leaves, structure = pytree.tree_flatten(data.arguments)
@@ -80,25 +81,26 @@ def _asked(num_data: int | None, data: Data) -> Any:
     return num_data, data.num_data, data.batch_size, validates, structure, marks
 
 
-def _seen(log_posterior: LogPosterior, arguments: Arguments) -> Any:
-    """What a run of the model shows of it; None where it fails."""
+def _trace(log_posterior: LogPosterior, arguments: Arguments) -> Any:
+    """Terms, sites and points of a run of the model, to compare them with another run; None if the
+    model fails."""
     try:
         run = log_posterior.run_as_first(arguments)
         terms = terms_of(run.sites)
-    except Exception as error:  # understanding the model anew will say it
+    except Exception as error:  # a new preflight raises it
         raise_if_from_handler(error)
         return None
     return (
         [(name, term.log_prob, term.scale, term.plates) for name, term in terms.items()],
-        [_facts(site) for site in run.sites.values()],
+        [_facts_of_site(site) for site in run.sites.values()],
         [_facts_of_point(point) for point in run.points.values()],
     )
 
 
-def _facts(site: Site) -> Any:
-    """What of a site is not in its log density."""
-    is_own = site.kind in ("latent", "deterministic")  # others' values are data
-    value = site.value if is_own else site.value.shape
+def _facts_of_site(site: Site) -> Any:
+    """The facts of a site that its log density does not show."""
+    is_data = site.kind not in ("latent", "deterministic")
+    value = site.value.shape if is_data else site.value
     names = sorted(site.infer)
     return site.name, site.kind, type(site.fn), value, site.mask, names, site.validates
 
@@ -109,7 +111,7 @@ def _facts_of_point(point: Point) -> Any:
 
 
 def _are_same(one: Any, other: Any) -> bool:
-    """Whether two nested lists are, tensors to the bit."""
+    """Whether two nested lists are equal, tensors bit for bit."""
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_are_same, one, other))
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):

@@ -71,7 +71,7 @@ def plan_run(
         facts = {**facts, **choice.attrs}
     facts["tuning_time"] = time.perf_counter() - begun
     compile = compiles if config.steps is None else settings.compile
-    plan = RunPlan.of(problem, config, steps, compile, earlier, facts)
+    plan = RunPlan.from_config(problem, config, steps, compile, earlier, facts)
     return dataclasses.replace(plan, extends=config.thinning is None and not trains), choice
 
 

@@ -197,7 +197,7 @@ def wells(x):
 def searches():
     """How many each rank does; what they find, and when they are too dear."""
     counted, search = [], modes._search
-    with Ranks.of("auto").together():
+    with Ranks.from_group("auto").together():
         opened = open_data((X,), None, None, None)
         log_posterior = as_log_posterior(wells, opened.num_data)
         problem = prepare(log_posterior, opened, SGLD(lr=1.0), None, 7, 0)
@@ -208,7 +208,7 @@ def searches():
             if most is not None and passes > most:
                 raise ps.errors.ArgumentError("too dear")
 
-        ranks = Ranks.of("auto")
+        ranks = Ranks.from_group("auto")
         with ranks.together():
             limits = modes.SearchLimits(check=check, ranks=ranks)
             return find(density, problem.positions, 1.0, **more, limits=limits)

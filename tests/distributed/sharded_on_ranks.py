@@ -101,7 +101,7 @@ def stepped(name, **how):
         if name == "IVON":  # its mean: draws of it have noise of their own
             fit = None if RANK < 0 else method.posterior
             position = method.fit.centers[0] if RANK < 0 else fit.positions[0]
-            layout = method.fit.layout if RANK < 0 else fit.problem.layout
+            layout = method.fit.layout if RANK < 0 else fit.layout
             params = layout.unflatten(position[None])
             shards = {} if RANK < 0 else fit.problem.shards
             values = {n: shards[n].whole(v) if n in shards else v for n, v in params.items()}
@@ -130,15 +130,17 @@ class StoppedError(Exception):
 
 
 def checkpointed(folder, resume=False, stops_at=None):
-    """A run that ends after some step, or goes on with what is there."""
+    """A run that ends once it has written a state, or goes on with what is there."""
+    path = Path(folder) / "run"
+    model = model_of(new_net())
 
-    def lr(step):
-        if step == stops_at:
+    def stopping(x, y=None):
+        if (path / f"state-{stops_at}").exists():
             raise StoppedError
-        return 0.01
+        model(x, y)
 
-    where = {"resume" if resume else "checkpoint": Path(folder) / "run"}
-    method = ps.SGHMC(model_of(new_net()), lr=lr)
+    where = {"resume" if resume else "checkpoint": path}
+    method = ps.SGHMC(stopping, lr=0.01)
     seed = {} if resume else {"seed": 3}
     try:
         method.run((X, Y), **BY_HAND, progress=False, checkpoint_every=0.0, **where, **seed)

@@ -368,7 +368,7 @@ def test_nonsense_is_refused(value):
     with pytest.raises(
         ps.errors.ArgumentError, match=r"distributed=.*: pass 'auto', 'all' or False"
     ):
-        Ranks.of(value)
+        Ranks.from_group(value)
 
 
 def test_a_group_that_passes_no_tensors_of_processors_on_is_refused():
@@ -379,8 +379,8 @@ def test_a_group_that_passes_no_tensors_of_processors_on_is_refused():
         with pytest.raises(
             ps.errors.ArgumentError, match=r"the process group's backend is.*cpu:gloo,cuda:nccl"
         ):
-            Ranks.of("auto")
-        assert Ranks.of(False).is_alone
+            Ranks.from_group("auto")
+        assert Ranks.from_group(False).is_alone
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
@@ -418,7 +418,7 @@ def test_a_process_by_itself_talks_to_nobody():
     assert ALONE.of_all(3, "") == ALONE.at_first(3, "") == [3]
     assert ALONE.of_first(3, "") == 3
     assert list(ALONE.chains(4)) == [0, 1, 2, 3]
-    assert Ranks.of("auto") is ALONE
+    assert Ranks.from_group("auto") is ALONE
 
 
 @pytest.mark.slow

@@ -111,7 +111,9 @@ def test_factors_are_found_at_the_mode():
     settings = Settings("BAOA", chosen, "kron", False, False, True, False)
     problem = problem_of()
     whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-    found, modes, _ = with_geometry(problem, settings, whole, Budget.of(None, 100, None))
+    found, modes, _ = with_geometry(
+        problem, settings, whole, Budget.from_arguments(None, 100, None)
+    )
     close(modes.best.gaussian.mean, MEAN, 1e-6)
     root = found.engine.whitening.push_forward(torch.eye(7))
     assert isinstance(found.engine.whitening, KroneckerWhitening)

@@ -29,7 +29,7 @@ def problem(batch_size=None):
 def test_there_are_200_passes_for_each_draw(num_samples):
     """And 200,000 at least: of the whole data as many steps, of batches more."""
     passes = 200 * max(1000, num_samples)
-    budget = Budget.of(None, num_samples, None)
+    budget = Budget.from_arguments(None, num_samples, None)
     assert budget.steps(problem()) == passes
     assert budget.steps(problem(8)) == passes * N // 8
     assert budget.most_rows(problem(8)) == passes * N * CHAINS
@@ -37,15 +37,15 @@ def test_there_are_200_passes_for_each_draw(num_samples):
 
 
 def test_rows_that_are_passed_are_all():
-    budget = Budget.of(6000, 200_000, None)
+    budget = Budget.from_arguments(6000, 200_000, None)
     assert budget.steps(problem()) == 6000 // (N * CHAINS)
     assert budget.after(10**6, N).steps(problem()) == 0
 
 
 def test_a_run_that_goes_on_to_more_draws_makes_the_same_choices():
     """What is chosen has a budget of its own, unless rows are counted."""
-    some, more = (Budget.of(None, count, None).of_tuning for count in (10, 10**6))
+    some, more = (Budget.from_arguments(None, count, None).of_tuning for count in (10, 10**6))
     assert some == more
     assert more.steps(problem()) == 200_000
-    counted = Budget.of(6000, 50, None)
+    counted = Budget.from_arguments(6000, 50, None)
     assert counted.of_tuning == counted

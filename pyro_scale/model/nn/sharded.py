@@ -1,5 +1,4 @@
-"""A network that `fully_shard` has shared out among ranks, as a `PyroModule` of weights with
-priors."""
+"""Networks sharded over ranks by `fully_shard`, as a `PyroModule` whose weights have priors."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from pyro_scale.model.sites import Site
 
 
 class NetworkFoundError(Exception):
-    """A model was about to call a sharded network, and was only looked at."""
+    """Ends a model that is about to call a sharded network, inside of `looking`."""
 
     def __init__(self, network: ShardedModule):
         super().__init__("a sharded network")
@@ -31,13 +30,14 @@ class NetworkFoundError(Exception):
 
 
 class ShardedModule(PyroModule):
-    """What `bayesianize` returns of a network with sharded weights.
+    """A sharded network as a model: the result of `bayesianize` for a network with sharded weights.
 
-    Each chosen weight is a site whose value on a rank is the rank's own part of it, and so is its
-    prior.  A call writes the parts into the network, and calls that: all ranks have to.  With
-    gradients, what is written stays, as the backward pass gathers it again; without, the network
-    is put back as it was.  `backward()` leaves the likelihood's gradient with the network's
-    parameters (`gradients`), where `fully_shard` puts it, and not with the sites' values.
+    Each chosen weight is a site.  On each rank, the site's value is the rank's part of the weight,
+    and its prior is the prior of that part.  A call writes the parts into the network and calls the
+    network; all ranks have to make it.  With gradients enabled, the parts stay in the network, as
+    the backward pass needs them; otherwise the former weights are restored.  `backward()` leaves
+    the likelihood's gradient in the network's parameters, where `fully_shard` puts it (see
+    `gradients`), and not in the sites' values.
 
     Args:
         net: the network, which is not copied.
@@ -45,13 +45,13 @@ class ShardedModule(PyroModule):
         names: of the weights that have a prior.
 
     Raises:
-        ArgumentError: a weight that is not sharded along its first dimension, or a prior that is
-            not the same for all elements of a weight.
+        ArgumentError: a weight is not sharded along its first dimension, or a prior is not the
+            same for all elements of a weight.
     """
 
-    #: Those that there are: who looks whether a model calls one need not, where there is none.
+    #: All instances: without any, models need not be checked for calls of one.
     alive: ClassVar[weakref.WeakSet[ShardedModule]] = weakref.WeakSet()
-    #: Whether calls are only looked for, or a backward pass by whoever takes `gradients` follows.
+    #: Whether calls end the model (`looking`), and whether they may have gradients (`stepping`).
     is_looked_for: ClassVar[bool] = False
     is_stepped: ClassVar[bool] = False
 
@@ -61,7 +61,7 @@ class ShardedModule(PyroModule):
         self._names = names
         for name, weight in net.named_parameters():
             weight.requires_grad_(name in set(names))
-        self.shards = {name: Shard.of(name, net.get_parameter(name)) for name in names}
+        self.shards = {name: Shard.from_weight(name, net.get_parameter(name)) for name in names}
         self._priors = {
             name: _checked(name, prior_of_shard(net, name, prior, local))
             for name, local in self._parts().items()
@@ -71,17 +71,17 @@ class ShardedModule(PyroModule):
         ShardedModule.alive.add(self)
 
     def priors(self) -> dict[str, Any]:
-        """The prior of this rank's part of each chosen weight, by name."""
+        """The prior of this rank's part of each chosen weight, by the weight's name."""
         return dict(self._priors)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the network with this rank's part of its chosen weights drawn."""
+        """Calls the network at a draw of this rank's parts of the chosen weights."""
         if ShardedModule.is_looked_for:
             raise NetworkFoundError(self)
         if torch.is_grad_enabled() and not ShardedModule.is_stepped:
             raise ModelError(
-                "the network is sharded, so its gradients are nowhere as a whole: it is moved by "
-                "run and step of BAOA, SGHMC, SGLD, IVON and MAP"
+                "the network is sharded, so its gradients are nowhere as a whole: use run or step "
+                "of BAOA, SGHMC, SGLD, IVON or MAP"
             )
         drawn = {
             name: pyro.sample(
@@ -93,22 +93,23 @@ class ShardedModule(PyroModule):
             return self._net(*args, **kwargs)
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of this rank's parts of the chosen weights."""
+        """Copies of this rank's parts of the chosen weights, by name."""
         return {name: part.detach().clone() for name, part in self._parts().items()}
 
     def reset_weights(self) -> dict[str, Tensor]:
-        """The same: parts of a weight cannot be drawn as the whole is."""
+        """The weights as they are: initializers need a whole weight, which no rank has."""
         return self.weights()
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Puts values into this rank's parts of weights."""
+        """Writes values into this rank's parts of weights, by name."""
         parts = self._parts()
         with torch.no_grad():
             for name, value in values.items():
                 parts[name].copy_(value)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Takes what `backward()` has left: gradients of the mean over ranks, by weight."""
+        """The gradients that `backward()` has left in the parameters, averaged over ranks, by the
+        weight's name; clears them."""
         gradients = {}
         for name, part in self._parts().items():
             weight: Any = self._net.get_parameter(name)
@@ -118,14 +119,14 @@ class ShardedModule(PyroModule):
         return gradients
 
     def extra_repr(self) -> str:
-        """How many weights are what."""
+        """Numbers of weights, for `repr`."""
         bayesian = sum(shard.shape.numel() for shard in self.shards.values())
-        here = sum(shard.local_shape.numel() for shard in self.shards.values())
-        return f"weights: {bayesian:,} Bayesian, {here:,} of them on this rank"
+        local = sum(shard.local_shape.numel() for shard in self.shards.values())
+        return f"weights: {bayesian:,} Bayesian, {local:,} of them on this rank"
 
     @contextlib.contextmanager
     def _at(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """The network with these weights; without gradients, only for the time being."""
+        """Has these weights in the network; without gradients, only inside of the block."""
         before = None if torch.is_grad_enabled() else self.weights()
         self.write({name: value.detach() for name, value in values.items()})
         try:
@@ -135,7 +136,8 @@ class ShardedModule(PyroModule):
                 self.write(before)
 
     def _parts(self) -> dict[str, Tensor]:
-        """This rank's parts themselves, after what a call has gathered of others is let go."""
+        """This rank's parts of the chosen weights, not copied; frees the weights that a call has
+        gathered from other ranks."""
         for module in self._net.modules():
             reshard = getattr(module, "reshard", None)
             if callable(reshard):
@@ -153,11 +155,8 @@ class ShardedModule(PyroModule):
 
 @contextlib.contextmanager
 def looking() -> Iterator[None]:
-    """Ends models where they call a sharded network, before any rank waits for another.
-
-    Raises:
-        NetworkFoundError: a model does.
-    """
+    """A block in which a call of a sharded network raises `NetworkFoundError`, before any rank
+    waits for another."""
     with exclusive:
         ShardedModule.is_looked_for = True
         try:
@@ -168,7 +167,8 @@ def looking() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stepping() -> Iterator[None]:
-    """Lets models call sharded networks with gradients, which are left with their parameters."""
+    """A block in which models may call sharded networks with gradients, which are then left in the
+    networks' parameters (`ShardedModule.gradients`)."""
     before, ShardedModule.is_stepped = ShardedModule.is_stepped, True
     try:
         yield
@@ -177,18 +177,18 @@ def stepping() -> Iterator[None]:
 
 
 def shards_of(sites: Mapping[str, Site]) -> dict[str, tuple[ShardedModule, str]]:
-    """The sites that are parts of sharded weights: (the network, the weight's name in it)."""
-    found = {name: site.infer[WEIGHT] for name, site in sites.items() if WEIGHT in site.infer}
-    return {name: weight for name, weight in found.items() if isinstance(weight[0], ShardedModule)}
+    """The sites that are parts of sharded weights, as (the network, the weight's name in it)."""
+    weights = {name: site.infer[WEIGHT] for name, site in sites.items() if WEIGHT in site.infer}
+    return {name: pair for name, pair in weights.items() if isinstance(pair[0], ShardedModule)}
 
 
 def _checked(name: str, prior: Any) -> Any:
-    """A prior of any real numbers: positions are then weights as they are."""
+    """The prior, if its support is all real numbers, so that positions are the weights."""
     if prior.support is not constraints.real and getattr(
         prior.support, "base_constraint", None
     ) not in (constraints.real,):
         raise ArgumentError(
-            f"the prior of '{name}' is on {prior.support}: of a sharded network it has to be on "
+            f"the prior of '{name}' is on {prior.support}: for a sharded network, it has to be on "
             "all real numbers"
         )
     return prior
@@ -200,6 +200,6 @@ def _check_padding(net: nn.Module, names: list[str]) -> None:
         is_padded = isinstance(module, nn.Embedding) and module.padding_idx is not None
         if is_padded and name in names:
             raise ArgumentError(
-                f"'{name}' has a padding_idx, whose row stays as it is: of a sharded network, "
-                "leave it out with exclude=, or set padding_idx=None"
+                f"'{name}' has a padding_idx, whose row is fixed, which sharded networks cannot "
+                "do: leave the weight out with exclude=, or set padding_idx=None"
             )

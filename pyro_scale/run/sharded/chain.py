@@ -1,16 +1,15 @@
-"""One chain of a network that is sharded over processes: each has some elements of its state.
+"""The chain of a sharded network: how it starts, how it steps, and its run.
 
-A rank's position is its parts of the weights and all of the other latents, in the model's order.
-Kernels are functions of elements, so they move it as any other position.  What ranks have to add
-up, gradients over rows and log joints over elements, is in the density; and noise is drawn where
-it is needed, as the numbers that the element has in a chain that one process moves.
+A rank's position consists of its parts of the weights and of all other latents, in the model's
+order.  Kernels compute each element by itself, so they move it like any other position.  The sums
+over ranks, of gradients over rows and of log joints over elements, are in the density.  The noise
+of an element is the same as in a chain that one process moves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,134 +19,104 @@ from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import warn
-from pyro_scale.data.batches import Batch
+from pyro_scale.data.batches import Batch, Batches, batches_from
 from pyro_scale.data.loaders import to_device
-from pyro_scale.distributed.shards import Holders, Shard
+from pyro_scale.data.sources import Data
+from pyro_scale.distributed.ranks import Ranks
+from pyro_scale.distributed.shards import common_mesh
+from pyro_scale.distributed.shares import Rows
+from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, DataError, ModelWarning, NonFiniteError
 from pyro_scale.kernels import BAOA, IVON, MAP, SGHMC, SGLD, Hyperparameters
 from pyro_scale.model.init_strategies import init_to_module, uniform
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import model_warnings
-from pyro_scale.model.nn.sharded import (
-    NetworkFoundError,
-    ShardedModule,
-    looking,
-    shards_of,
-)
+from pyro_scale.model.nn.sharded import NetworkFoundError, ShardedModule, looking, shards_of
+from pyro_scale.model.other_batches import check_batch, is_checked
 from pyro_scale.model.program import Program
 from pyro_scale.rng.seeds import Purpose
 from pyro_scale.rng.streams import ShardNoise
 from pyro_scale.run.initialize import init_of, with_all_sites
+from pyro_scale.run.problem import OTHER_BATCHES, Problem
 from pyro_scale.run.sharded.density import ShardedDensity
 
-#: Kernels that are functions of each element by itself.
+if TYPE_CHECKING:
+    from pyro_scale.run.sharded.checkpoint import ShardedCheckpoints
+
+#: Kernels that compute each element of a position by itself.
 ELEMENTWISE = SGLD, SGHMC, BAOA, IVON, MAP
+#: The error for data of which ranks cannot take parts.
+_NO_ROWS = "the data have no rows that ranks could share out: pass tensors of rows"
 
 
 def sharded_network(model: Any, arguments: Arguments) -> ShardedModule | None:
-    """The first sharded network that a model calls, found without calling it; None where there is
-    none, or the model fails before, as it then will again."""
+    """The first sharded network that a model calls.
+
+    The model is run until it calls a network, which is not evaluated.  None if it calls none, or
+    fails before, as it will again in its preflight.
+    """
     if not ShardedModule.alive:
         return None
     model = model.model if isinstance(model, LogPosterior) else model
     with own_generator(0), looking():
         try:
             Program(model).draw_latents(arguments, uniform, {})
-        except NetworkFoundError as found:
-            return found.network
+        except NetworkFoundError as error:
+            return error.network
         except Exception:
             return None
     return None
 
 
-@dataclass(frozen=True)
-class ShardedProblem:
-    """What a chain of a sharded network starts from.
-
-    Attributes:
-        log_posterior: the model, understood.
-        engine: moves the chain.
-        holders: the ranks that have the network.
-        shards: of the sites that are weights.
-        position: where it starts, this rank's part, [D].
-        seed: of the run.
-    """
-
-    log_posterior: LogPosterior
-    engine: Engine
-    holders: Holders
-    shards: Mapping[str, Shard]
-    position: Tensor
-    seed: int
-
-    @property
-    def layout(self) -> Layout:
-        """Of this rank's part of a position."""
-        return self.engine.layout
-
-    @property
-    def weights(self) -> Mapping[str, tuple[ShardedModule, str]]:
-        """The sites that are parts of weights: (the network, the weight's name in it)."""
-        return shards_of(self.log_posterior.model_info.sites)
-
-    def write(self, position: Tensor) -> None:
-        """Puts a position into the networks."""
-        params, networks = self.layout.unflatten(position.detach()), self.weights
-        for module in {module for module, _ in networks.values()}:
-            module.write({w: params[n] for n, (owner, w) in networks.items() if owner is module})
-
-    def noise(self, purpose: Purpose, normals: int) -> ShardNoise:
-        """Normals for this rank's latents."""
-        places, size = [], 0
-        for name in self.log_posterior.latents:
-            shape = self.layout.shapes[self.layout.names.index(name)]
-            shard = self.shards.get(name)
-            places.append((size + (shard.first if shard else 0), shape.numel()))
-            size += (shard.shape if shard else shape).numel()
-        like = self.position
-        shape_of_all = (normals, size)
-        return ShardNoise(self.seed, shape_of_all, places, like.dtype, like.device, purpose)
-
-
 def check_kernel(name: str, kernel: Hyperparameters) -> None:
-    """Refuses methods that look at all elements at once.
+    """Checks that a method can move a part of a position.
 
     Raises:
-        ArgumentError: it names those that do not.
+        ArgumentError: the kernel needs all elements at once, or a hyperparameter is a tensor of
+            values for all elements of a site.
     """
     if not isinstance(kernel, ELEMENTWISE):
-        names = ", ".join(each.__name__ for each in ELEMENTWISE)
+        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ArgumentError(f"{name} does not move sharded networks: use one of {names}")
     for hyper, value in kernel.hyperparameters().items():
-        if isinstance(value, Mapping) and any(isinstance(each, Tensor) for each in value.values()):
+        if isinstance(value, Mapping) and any(isinstance(v, Tensor) for v in value.values()):
             raise ArgumentError(
-                f"{hyper}: of a sharded network, pass a number a site, not a tensor"
+                f"{hyper}: for a sharded network, pass a number for each site, not a tensor"
             )
 
 
-def prepare(
+def prepare_sharded(
     log_posterior: LogPosterior,
-    network: ShardedModule,
-    batch: Arguments,
+    data: Data,
     kernel: Hyperparameters,
     init_strategy: Any,
-    seed: int | None,
-    choose_seed: Any,
-) -> ShardedProblem:
-    """Understands a model on a batch, of which ranks may have different rows.
+    seed: int,
+    network: ShardedModule,
+    ranks: Ranks,
+) -> Problem:
+    """The problem of one chain that all ranks move, after the model's preflight.
+
+    Args:
+        log_posterior: the model.
+        data: whose first batch may have other rows on every rank.
+        kernel: the method.
+        init_strategy: the user's.
+        seed: of the run, the same on all ranks.
+        network: the first sharded network that the model calls.
+        ranks: the processes that have its parts.
 
     Raises:
         ModelError, SiteError, PlateError: what is wrong with the model.
-        ArgumentError: starts of weights, a model that takes its rows by itself.
+        ArgumentError: starts of weights, or a model that takes its rows by itself.
     """
-    holders = Holders.of(network.shards.values())
-    seed = holders.of_first(choose_seed(seed))
-    first = _agree_on_rows(holders, batch)
+    assert ranks.rows is not None
+    first = _largest_batch(ranks, data.first())
     init = init_of(log_posterior, _check_starts(init_strategy, network), 0, 1)
     log_posterior.prepare(first, init, seed)
     info = log_posterior.model_info
-    if holders.is_first:
+    if ranks.is_first:
         for warning in model_warnings(info):
             warn(ModelWarning, warning)
     if info.own_plate is not None:
@@ -157,88 +126,189 @@ def prepare(
         )
     weights = shards_of(info.sites)
     shards = {name: module.shards[weight] for name, (module, weight) in weights.items()}
-    Holders.of(shards.values())  # of all networks that the model calls
-    start = log_posterior.start(first, seed, init=init)
-    params = {name: point.unconstrained for name, point in log_posterior.points.items()}
-    replicated = {n: v.cpu() for n, v in (start | params).items() if n not in shards}
-    like = next(iter(start[name] for name in shards))
-    replicated = {n: v.to(like.device) for n, v in holders.of_first(replicated).items()}
-    values = {n: start[n] if n in shards else replicated[n] for n in (*start, *params)}
+    common_mesh(shards.values())
+    copies = next(iter(shards.values())).copies
+    latents = log_posterior.start(first, seed, init=init)
+    values = latents | {name: point.unconstrained for name, point in log_posterior.points.items()}
+    device = latents[next(iter(shards))].device
+    others = {name: value.cpu() for name, value in values.items() if name not in shards}
+    for name, value in ranks.of_first(others, "the start").items():
+        values[name] = value.to(device)
     layout = Layout.of(values)
-    counted = {
-        n: torch.full_like(v, 1 / (holders.copies if n in shards else holders.rows.world))
-        for n, v in values.items()
+    counts = {
+        name: torch.full_like(value, 1 / (copies if name in shards else ranks.world))
+        for name, value in values.items()
     }
     density = ShardedDensity(
         log_posterior,
-        holders,
+        ranks.rows,
         weights,
-        layout.flatten(counted).double(),
-        rows.take(first, slice(0, 1)),
+        copies,
+        layout.flatten(counts).double(),
+        stand_in=rows.take(first, slice(0, 1)),
     )
-    kernel = with_all_sites(kernel, layout)
-    engine = Engine(kernel, density, layout, Layout.of(start).size, vectorized=False)
-    return ShardedProblem(log_posterior, engine, holders, shards, layout.flatten(values), seed)
+    kernel, num_latents = with_all_sites(kernel, layout), Layout.of(latents).size
+    engine = Engine(kernel, density, layout, num_latents, vectorized=False)
+    position = layout.flatten(values)
+    return Problem(log_posterior, data, engine, position[None], seed, ranks=ranks, shards=shards)
+
+
+def check_other_batches(problem: Problem) -> None:
+    """Checks the rules of minibatch scaling on batches from all over the data, at the start.
+
+    Raises:
+        PlateError: a term of a row, or a constant, depends on the other rows of its batch.
+    """
+    log_posterior, data = problem.log_posterior, problem.data
+    if data.batch_size is None or not is_checked(log_posterior.model_info):
+        return
+    params = problem.engine.layout.unflatten(problem.positions[0])
+    with torch.no_grad():
+        for batch, indices in data.spread(OTHER_BATCHES):
+            check_batch(log_posterior, params, batch, indices, data.first())
+
+
+def noise_of(problem: Problem, purpose: Purpose, normals: int) -> ShardNoise:
+    """Standard normals for this rank's latents, `[normals, latents]` a step."""
+    layout, places, size = problem.engine.layout, [], 0
+    for name in problem.log_posterior.latents:
+        shape = layout.shapes[layout.names.index(name)]
+        shard = problem.shards.get(name)
+        places.append((size + (shard.first if shard else 0), shape.numel()))
+        size += (shard.shape if shard else shape).numel()
+    like = problem.positions
+    return ShardNoise(problem.seed, (normals, size), places, like.dtype, like.device, purpose)
 
 
 class ShardedChain:
     """A chain that all ranks move together, a step at a time.
 
     Args:
-        problem: what it starts from.
-        kernel: the method's, with its schedules.
+        problem: of the chain.
+        values: the hyperparameters' values at step 0.
     """
 
-    def __init__(self, problem: ShardedProblem, kernel: Hyperparameters):
-        self.problem, self._kernel = problem, kernel
-        self._noise = problem.noise(Purpose.NOISE, kernel.normals)  # type: ignore[attr-defined]
-        momentum = problem.noise(Purpose.MOMENTUM, 1).at(0)
-        self.state: Any = problem.engine.init(problem.position[None], momentum, kernel.values(0))
+    def __init__(self, problem: Problem, values: Mapping[str, Tensor]):
+        self.problem = problem
+        self._noise = noise_of(problem, Purpose.NOISE, problem.engine.kernel.normals)
+        momentum = noise_of(problem, Purpose.MOMENTUM, 1).at(0)
+        self.state: Any = problem.engine.init(problem.positions, momentum, values)
         self.count = 0
 
-    def step(self, arguments: Arguments) -> float:
-        """Takes a step on this rank's rows of a batch; the estimate of the log joint before it.
+    @property
+    def position(self) -> Tensor:
+        """This rank's part of the position, in CPU memory, `[1, D]`."""
+        position: Tensor = self.state.position.detach().cpu()
+        return position
+
+    def step(self, arguments: Arguments, values: Mapping[str, Tensor]) -> float:
+        """Takes a step and leaves the weights in the network.
+
+        Args:
+            arguments: this rank's rows of the batch.
+            values: the hyperparameters' values at the step.
+
+        Returns:
+            The log joint before the step, estimated from the batch, in nats.
 
         Raises:
-            NonFiniteError: on all ranks, if the log joint or its gradient is so on any; the state
-                stays as it was.
+            NonFiniteError: on all ranks, if the log joint or its gradient is not finite on one of
+                them.  The state stays as it was.
         """
-        noise, values = self._noise.at(self.count)[None], self._kernel.values(self.count)
-        arguments = to_device(arguments, self.problem.holders.device)
-        batch = Batch(arguments, per_chain=False)
+        noise, batch = self._noise.at(self.count)[None], Batch(arguments, per_chain=False)
         state, evaluation = self.problem.engine.step(self.state, batch, noise, values)
-        log_joint = float(evaluation.log_joint[0])
-        if not torch.isfinite(torch.tensor(log_joint)):
+        if not bool(torch.isfinite(evaluation.log_joint).all()):
             raise NonFiniteError(
                 f"the state, the log joint or its gradient became NaN or infinite at step "
                 f"{self.count}: lower lr, or scale the data"
             )
         self.state, self.count = state, self.count + 1
-        self.problem.write(self.state.position[0])
-        return log_joint
+        self._write()
+        return float(evaluation.log_joint[0])
+
+    def _write(self) -> None:
+        """Puts the position into the networks."""
+        problem = self.problem
+        params = problem.engine.layout.unflatten(self.state.position[0].detach())
+        networks = shards_of(problem.log_posterior.model_info.sites)
+        for module in {module for module, _ in networks.values()}:
+            module.write({w: params[n] for n, (owner, w) in networks.items() if owner is module})
 
 
-def part_of(holders: Holders, batch: Arguments) -> Arguments:
-    """This rank's rows of a batch that all ranks have; there may be none."""
+def run_chain(
+    problem: Problem,
+    batches: Batches,
+    columns: Mapping[str, Tensor],
+    steps: Steps,
+    bar: Progress,
+    checkpoints: ShardedCheckpoints | None,
+) -> Draws:
+    """Takes the steps of a sharded network's chain, from its start or from a checkpoint.
+
+    Args:
+        problem: of the chain.
+        batches: of all rows, the same on all ranks.
+        columns: the hyperparameters' values at every step.
+        steps: how many steps, and which are kept.
+        bar: shows progress.
+        checkpoints: where the run is written; None for nowhere.
+
+    Raises:
+        NonFiniteError: the state became NaN or infinite.
+    """
+    assert problem.ranks.rows is not None
+    draws = Draws.of(problem.positions, steps)
+    chain = ShardedChain(problem, {name: column[0] for name, column in columns.items()})
+    if checkpoints is not None:
+        checkpoints.restore(chain, batches, draws)
+        bar.go_to(chain.count)
+    while chain.count < steps.total:
+        step = chain.count
+        (batch,) = batches_from(batches, step, 1)
+        arguments = part_of(problem.ranks.rows, batch.of_chain(0)[0])
+        log_joint = chain.step(arguments, {n: column[step] for n, column in columns.items()})
+        place = steps.kept_before(step)
+        if int(steps.kept[place]) == step:
+            draws.log_joint[0, place] = log_joint
+            if steps.positions:
+                draws.positions[0, place] = chain.position[0]
+        bar.update(1, log_joint)
+        if checkpoints is not None and (checkpoints.due or chain.count == steps.total):
+            checkpoints.write(chain, batches, draws, steps.kept_before(chain.count))
+    draws.state, draws.num_steps = chain.state, chain.count
+    if not problem.ranks.rows.agree(bool(torch.isfinite(chain.state.position).all())):
+        raise NonFiniteError("the state became NaN or infinite at the last step: lower lr")
+    return draws
+
+
+def part_of(own: Rows, batch: Arguments) -> Arguments:
+    """A rank's rows of a batch that all ranks have; there may be none.
+
+    Raises:
+        DataError: the batch has no rows.
+    """
     count = rows.count(batch)
     if count is None:
-        raise DataError("the data are no rows, which ranks could share out: pass tensors of rows")
-    rank, world = holders.rows.rank, holders.rows.world
-    return rows.take(batch, slice(rank * count // world, (rank + 1) * count // world))
+        raise DataError(_NO_ROWS)
+    return rows.take(batch, own.part_of(count))
 
 
-def _agree_on_rows(holders: Holders, batch: Arguments) -> Arguments:
-    """The batch of the first rank that has the most rows, for all of them."""
-    counts = holders.of_all(rows.count(batch), "how many rows they have")
-    if None in counts or not any(counts):
-        raise DataError("the data are no rows, which ranks could share out: pass tensors of rows")
+def _largest_batch(ranks: Ranks, batch: Arguments) -> Arguments:
+    """The batch of the first rank that has most rows, on all ranks."""
+    assert ranks.rows is not None
+    count = rows.count(batch)
+    counts = ranks.of_all(-1 if count is None else count, "the number of rows")
+    if min(counts) < 0 or not any(counts):
+        raise DataError(_NO_ROWS)
     place = counts.index(max(counts))
-    mine = to_device(batch, torch.device("cpu")) if holders.rows.rank == place else None
-    return to_device(holders.of_all(mine, "the first batch")[place], holders.device)
+    mine = to_device(batch, torch.device("cpu")) if ranks.rank == place else ()
+    largest = ranks.of_all(mine, "the first batch")[place]
+    return to_device(largest, torch.device(ranks.rows.device))
 
 
 def _check_starts(init_strategy: Any, network: ShardedModule) -> Any:
-    """Weights start where they are: what is drawn would depend on how they are shared out."""
+    """The init strategy, if weights start where they are: draws would depend on how weights are
+    shared out."""
     is_of_others = isinstance(init_strategy, dict) and not any(
         name.endswith(weight) for name in init_strategy for weight in network.shards
     )

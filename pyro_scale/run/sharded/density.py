@@ -12,7 +12,8 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
-from pyro_scale.distributed.shards import Holders
+from pyro_scale.data.loaders import to_device
+from pyro_scale.distributed.shares import Rows
 from pyro_scale.errors import DataError
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.nn.sharded import ShardedModule, stepping
@@ -21,27 +22,29 @@ from pyro_scale.model.scaling import Evaluation
 
 @dataclass(frozen=True)
 class ShardedDensity:
-    """The log posterior, of a batch of which each rank has some rows, for a chain of which each
-    has some elements.
+    """The log posterior of a batch of which each rank has some rows, at a position of which each
+    rank has some elements.
 
-    The mean over ranks of log prior + W N/B sum_r, with W ranks and the sum of rank r's rows, is
-    the log joint, and `fully_shard` leaves means of gradients over ranks.  B is counted over
-    ranks.  The prior of a part of a weight is its rank's alone; everything else of the log prior
-    is the same on all ranks.
+    With W ranks, the log joint is the mean over ranks of log prior + W N/B sum_r, where sum_r is
+    the log likelihood of rank r's rows and B counts the rows of all ranks; `fully_shard` leaves
+    means of gradients over ranks.  The prior of a part of a weight is on its rank alone; the other
+    terms of the log prior are the same on all ranks.
 
     Attributes:
-        log_posterior: the model, understood.
-        holders: the ranks.
-        weights: which sites are parts of weights, and of which.
-        is_own: of a position's elements, by which this rank is the one that counts them: 1, or a
-            part of 1 where others have the same.
-        stand_in: a row for ranks that have none of a batch: they, too, have to call the network.
+        log_posterior: the model after its preflight.
+        rows: the ranks that add up.
+        weights: the sites that are parts of weights: (their network, the weight's name in it).
+        copies: number of ranks that have the same parts.
+        counts: weights of this rank's elements in sums over all elements of the chain, [D]: one
+            over the number of ranks that have the element.
+        stand_in: one row, for ranks without a row of a batch: they have to call the network, too.
     """
 
     log_posterior: LogPosterior
-    holders: Holders
+    rows: Rows
     weights: Mapping[str, tuple[ShardedModule, str]]
-    is_own: Tensor
+    copies: int
+    counts: Tensor
     stand_in: Arguments
 
     @property
@@ -54,25 +57,26 @@ class ShardedDensity:
     ) -> tuple[dict[str, Tensor], Evaluation]:
         """(This rank's part of the gradient of the log joint by site, the evaluation).
 
+        The log joint is NaN on all ranks if it or a weight's gradient is not finite on one.
+
         Args:
             params: this rank's part of the position, by site.
             batch: this rank's rows of the batch.
-            indices: none.
+            indices: unused: models that subsample by themselves are refused.
 
         Raises:
             DataError: no rank has a row.
         """
-        world = self.holders.rows.world
-        own = rows.count(batch) or 0
-        size = int(self.holders.total(torch.tensor(own)))
+        count, world = rows.count(batch) or 0, self.rows.world
+        size = int(self.rows.sum(torch.tensor(count)))
         if size == 0:
             raise DataError("the batch has no rows on any rank; leave it out")
-        arguments = batch if own else self.stand_in
+        arguments = to_device(batch if count else self.stand_in, torch.device(self.rows.device))
         with torch.enable_grad(), stepping():
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
             sites = self.log_posterior.run(leaves, arguments).sites
             evaluation = self.log_posterior.evaluate(sites, rows.count(arguments) or 0)
-            log_lik = evaluation.log_lik.sum() * (self.num_data / size if own else 0.0)
+            log_lik = evaluation.log_lik.sum() * (self.num_data / size if count else 0.0)
             # not autograd.grad, which would leave out what fully_shard does after it
             (evaluation.log_prior + world * log_lik).backward()
         gradient = {
@@ -86,13 +90,12 @@ class ShardedDensity:
         log_prior = self._log_prior(sites, evaluation.log_prior)
         is_sound = all(bool(torch.isfinite(gradient[name]).all()) for name in self.weights)
         log_joint = log_prior + log_lik.detach().double() if is_sound else log_prior * torch.nan
-        others = {name: of for name, of in gradient.items() if name not in self.weights}
-        layout = Layout.of(others)
-        parts = [of.reshape(-1).double() / world for of in others.values()]
-        vector = self.holders.total(torch.cat([*parts, log_joint.reshape(1)]))
-        total = vector[-1]
+        others = {name: part for name, part in gradient.items() if name not in self.weights}
+        terms = [part.reshape(-1).double() / world for part in others.values()]
+        sums = self.rows.sum(torch.cat([*terms, log_joint.reshape(1)]))
+        total = sums[-1]
         if others:
-            gradient |= layout.unflatten(vector[:-1])
+            gradient |= Layout.of(others).unflatten(sums[:-1])
         return gradient, Evaluation(total, total, total[None])
 
     grad = plain_grad
@@ -100,19 +103,19 @@ class ShardedDensity:
     def row_gradients(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """None: rows are evaluated together."""
+        """Raises an error: `fully_shard` computes the gradient of all rows together."""
         raise NotImplementedError
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum of a value for each element of this rank's part, over all ranks."""
-        return self.holders.total((values.double() * self.is_own.to(values.device)).sum())
+        """The sum over all elements of the chain of a value for each of this rank's elements."""
+        return self.rows.sum((values.double() * self.counts.to(values.device)).sum())
 
     def _log_prior(self, sites: Mapping[str, Any], log_prior: Tensor) -> Tensor:
-        """This rank's part of the log prior."""
+        """This rank's term of the log prior."""
         with torch.no_grad():
             log_probs = [
                 sites[n].fn.log_prob(sites[n].value) * sites[n].scale for n in self.weights
             ]
-            of_weights = torch.stack([each.double().sum() for each in log_probs]).sum()
+            of_weights = torch.stack([values.double().sum() for values in log_probs]).sum()
         of_others = log_prior.detach().double() - of_weights
-        return of_weights / self.holders.copies + of_others / self.holders.rows.world
+        return of_weights / self.copies + of_others / self.rows.world
