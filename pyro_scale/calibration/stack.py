@@ -20,6 +20,7 @@ from pyro_scale.data.stacked import StackedBatches
 from pyro_scale.engine.checkpoint import Checkpoint
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.loop import simulate
+from pyro_scale.engine.plan import StepPlan
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.engine.step import Engine
@@ -261,7 +262,7 @@ class Stack:
         if noise is not None:
             shape = kernel.normals, self.layout.size
             own = noise(seeds, numbers, shape, positions.dtype, positions.device)
-        draws = simulate(
+        plan = StepPlan(
             engine,
             positions,
             batches,
@@ -269,12 +270,11 @@ class Stack:
             steps,
             seeds,
             self.compile,
-            self.bar,
             self.earlier,
-            last=None if last is None else last(batches),
             noise=own,
             numbers=numbers,
         )
+        draws = simulate(plan, self.bar, last=None if last is None else last(batches))
         if draws.error is not None:
             raise draws.error
         return draws

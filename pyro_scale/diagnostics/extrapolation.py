@@ -76,6 +76,6 @@ def _variance(
     """The stationary variance of positions, NaN where there is none."""
     assert kernel.theory is not None  # else there is no law
     settled = kernel.theory.linearize(kernel, values, noise)
-    chain = GaussianChain.of(settled.kernel, settled.values, precision)
+    chain = GaussianChain.from_kernel(settled.kernel, settled.values, precision)
     variance = chain.covariance(settled.gradient_noise, epoch)[:, 0, 0]
     return torch.where(chain.stable, variance, torch.nan)

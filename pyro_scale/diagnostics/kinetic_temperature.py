@@ -107,6 +107,6 @@ def _of_some(kernel: Kernel, values: Mapping[str, Tensor], precision: Tensor) ->
     settled = kernel.theory.linearize(kernel, values, torch.zeros_like(precision))
     steepness = precision / values["mass"]  # in units where the mass is 1
     steepness = steepness.maximum(_FREE / values["lr"].square() * torch.ones_like(steepness))
-    chain = GaussianChain.of(settled.kernel, settled.values, steepness)
+    chain = GaussianChain.from_kernel(settled.kernel, settled.values, steepness)
     variance = chain.covariance(torch.zeros_like(steepness))[:, 1, 1]
     return torch.where(chain.stable, variance / values["temperature"], torch.nan)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.compile.cpp_function import NativeFunction
-from pyro_scale.core.signals import raise_if_from_handler
+from pyro_scale.core.exclusive import raise_if_from_handler
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.exact.log_density import LogDensity
 

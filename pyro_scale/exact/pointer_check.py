@@ -14,7 +14,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from pyro_scale.compile import cache_directory
+from pyro_scale.compile import cache
 from pyro_scale.compile.compiled import compile_value_and_gradient
 from pyro_scale.compile.trace import trace
 from pyro_scale.core.layout import Layout
@@ -37,10 +37,10 @@ def takes_pointers() -> bool:
         return False
     parts = ("nutpie", version(), sys.version, torch.__version__)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
-    if cache_directory.read(key) is None:
+    if cache.read(key) is None:
         if not _passes():
             return False
-        cache_directory.write(key, b"passed")
+        cache.write(key, b"passed")
     return True
 
 
@@ -56,7 +56,7 @@ def check() -> None:
         return -(x - mean).square().sum() / 2, mean - x
 
     native = compile_value_and_gradient(trace(function, [torch.zeros_like(mean)]))
-    density = LogDensity(native, Layout.of({"x": mean}), "compiled log density")
+    density = LogDensity(native, Layout.from_tensors({"x": mean}), "compiled log density")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         chain = Chain(density, True, torch.zeros_like(mean), Settings(50, 50, 10, 0.8, False), 0)

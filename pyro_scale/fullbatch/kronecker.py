@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.core.kronecker import Block, Kronecker
+from pyro_scale.core.gaussian import Block, Kronecker
 from pyro_scale.core.layout import Layout
 from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.fullbatch.chunks import chunks_of
@@ -78,7 +78,10 @@ def kronecker_at(
     log_posterior, params = density.log_posterior, density.layout.unflatten(position)
     free = {name: params[name] for name in sites}
     held = {name: value for name, value in params.items() if name not in free}
-    layout, first = Layout.of(free), next(chunks_of(log_posterior, density.data, num_rows))
+    layout, first = (
+        Layout.from_tensors(free),
+        next(chunks_of(log_posterior, density.data, num_rows)),
+    )
     prior = prior_precision(log_posterior, free, first.arguments, held, dense=False)
 
     def sums(among: Collection[str]) -> Sums:
@@ -195,14 +198,14 @@ def _sums(
     """This rank's; factors of those sites that are among some."""
     params = density.layout.unflatten(position)
     free = {name: params.pop(name) for name in sites}
-    layout = Layout.of(free)
+    layout = Layout.from_tensors(free)
     total = Sums({}, position.new_zeros(layout.size), set(free))
     for curvature, chunk in curvatures_of(density, kind, seed, num_rows):
         where = (free, chunk.arguments, chunk.indices, params, chunk.keep)
         found, others = curvature.kronecker(*where, among)
         diagonal = torch.zeros_like(total.diagonal)
         if others:
-            diagonal[layout.places(list(others))] = Layout.of(others).flatten(others)
+            diagonal[layout.places(list(others))] = Layout.from_tensors(others).flatten(others)
         total = total.plus(Sums(found, diagonal, set(found)))
     return total
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_scale.core.gaussian import LowRank
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.low_rank import LowRank
 from pyro_scale.errors import ModelError
 from pyro_scale.fullbatch.chunks import chunks_of
 from pyro_scale.fullbatch.density import FullDataDensity
@@ -51,7 +51,7 @@ def low_rank_at(
     log_posterior, params = density.log_posterior, density.layout.unflatten(position)
     free = {name: params[name] for name in sites}
     held = {name: value for name, value in params.items() if name not in free}
-    layout, num_data = Layout.of(free), log_posterior.num_data
+    layout, num_data = Layout.from_tensors(free), log_posterior.num_data
     rows = num_data / density.rows_in_all
     first = next(chunks_of(log_posterior, density.data, num_rows))
     prior = prior_precision(log_posterior, free, first.arguments, held, dense=False)
@@ -81,7 +81,7 @@ def low_rank_at(
     factor = (torch.from_numpy(axes) * weights).to(scale) / scale[:, None]
     rest = (total - factor.square().sum(1)).clamp(min=0)
     mean = position[density.layout.places(sites)]
-    return LowRank.of_precision(mean, prior + rest, factor)
+    return LowRank.from_precision(mean, prior + rest, factor)
 
 
 def _curvature(
@@ -96,7 +96,7 @@ def _curvature(
     """The rows' curvature times a vector, [d], or its diagonal."""
     params = density.layout.unflatten(position)
     free = {name: params.pop(name) for name in sites}
-    layout = Layout.of(free)
+    layout = Layout.from_tensors(free)
     total = position.new_zeros(layout.size)
     for curvature, chunk in curvatures_of(density, kind, seed, num_rows):
         where = (chunk.indices, params, chunk.keep)

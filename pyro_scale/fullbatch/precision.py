@@ -69,7 +69,7 @@ def expansion_at(
     params = density.layout.unflatten(position)
     free = {name: params[name] for name in sites}
     held = {name: value for name, value in params.items() if name not in free}
-    layout, scale = Layout.of(free), log_posterior.num_data / density.rows_in_all
+    layout, scale = Layout.from_tensors(free), log_posterior.num_data / density.rows_in_all
     value, slope = no_nats(position), position.new_zeros(layout.size)
     total = position.new_zeros((layout.size, layout.size) if dense else layout.size)
     for place, (chunk, kept) in enumerate(density.pieces(num_rows or CHUNK_ROWS)):
@@ -131,10 +131,10 @@ def gaussian_at(
     mean = position[places]
     if precision.dim() == 1:
         if bool((precision > 0).all()):
-            return Diagonal.of_precision(mean, precision)
+            return Diagonal.from_precision(mean, precision)
         raise indefinite(density, int(places[precision.argmin()]), float(precision.min()))
     try:
-        return Dense.of_precision(mean, precision, overwrite=True)
+        return Dense.from_precision(mean, precision, overwrite=True)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         values, vectors = torch.linalg.eigh(precision)
         worst = int(places[vectors[:, 0].abs().argmax()])

@@ -17,7 +17,7 @@ from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data, IndexedData, TensorData
 from pyro_scale.diagnostics.check_fit import check_fit
-from pyro_scale.engine.choose_executor import check_compile
+from pyro_scale.engine.compile_step import check_compile
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, DataError, ModelError, NotRunError
 from pyro_scale.fullbatch.chunks import num_rows_in, split
@@ -269,7 +269,9 @@ class EKF(Stepwise, Approximation):
         drift = drift_of(self.transition_sd, layout).to(start.mean)
         sds = as_plain(self.transition_sd)
         settings = Settings(self.structure, self.curvature, self.lr, sds)
-        return Filter(settings, log_posterior, data, layout, EKFState.of(start), drift, seed)
+        return Filter(
+            settings, log_posterior, data, layout, EKFState.from_gaussian(start), drift, seed
+        )
 
 
 class FilterChain:

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_scale.compile.why_not import section_on, why_not
+from pyro_scale.compile.compiled import section_on, why_not
 from pyro_scale.core import rows
+from pyro_scale.core.exclusive import raise_if_from_handler
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.core.warn import warn
-from pyro_scale.data.blocks import blocks_in_order
-from pyro_scale.data.sources import Data
+from pyro_scale.data.sources import Data, blocks_in_order
 from pyro_scale.errors import CompileWarning, NonFiniteError
 from pyro_scale.fullbatch.chunks import Chunk, split
 from pyro_scale.infer.ekf_program import LastProgram
@@ -189,7 +188,7 @@ class Filter:
             "num_steps": self.num_steps,
         }
         points = {name: p.unconstrained for name, p in self.log_posterior.points.items()}
-        layout = Layout.of({**self.layout.unflatten(gaussian.mean), **points})
+        layout = Layout.from_tensors({**self.layout.unflatten(gaussian.mean), **points})
         center = layout.flatten({**self.layout.unflatten(gaussian.mean), **points})
         return Fit(
             log_posterior=self.log_posterior,

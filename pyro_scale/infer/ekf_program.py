@@ -17,9 +17,8 @@ from pyro_scale.compile.cpp_loop import Inputs, Loop
 from pyro_scale.compile.trace import trace
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive
-from pyro_scale.core.rows import Arguments
-from pyro_scale.core.step_inputs import Fixed
-from pyro_scale.engine.agreement import IS_FROZEN, is_close
+from pyro_scale.core.rows import Arguments, Fixed
+from pyro_scale.engine.executors import IS_FROZEN, is_close
 from pyro_scale.engine.reuse import recall
 from pyro_scale.kernels.ekf import EKFState
 

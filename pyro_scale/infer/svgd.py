@@ -16,9 +16,10 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
-from pyro_scale.engine.choose_executor import check_compile
+from pyro_scale.engine.compile_step import check_compile
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.loop import simulate
+from pyro_scale.engine.plan import StepPlan
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning
@@ -140,7 +141,7 @@ class SVGD(Stepwise):
         problem = with_frozen_features(self._prepare(opened, choose_seed(seed)))
         steps = Steps(count_steps(problem, num_steps, num_epochs), positions=False)
         with Progress(steps.total, f"SVGD, {self.num_particles} particles", progress) as bar:
-            draws = simulate(
+            plan = StepPlan(
                 problem.engine,
                 problem.positions,
                 problem.batches(1, "shuffle"),
@@ -148,9 +149,9 @@ class SVGD(Stepwise):
                 steps,
                 problem.seed,
                 self._compile if is_pure(self.kernel.optimizer) else False,
-                bar,
                 self._earlier,
             )
+            draws = simulate(plan, bar)
         if draws.error is not None:
             raise draws.error
         check_failures(problem, draws, "particle")

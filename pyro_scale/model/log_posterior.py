@@ -497,7 +497,9 @@ class LogPosterior:
         """Where the latents lie in one unconstrained vector."""
         sites = self.model_info.sites.values()
         values = {site.name: site.unconstrained for site in sites if site.kind == "latent"}
-        return Layout.of({name: value for name, value in values.items() if value is not None})
+        return Layout.from_tensors(
+            {name: value for name, value in values.items() if value is not None}
+        )
 
     @property
     def points(self) -> Mapping[str, Any]:

@@ -17,9 +17,8 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from pyro_scale.core import rows
-from pyro_scale.core.exclusive import exclusive, own_generator
+from pyro_scale.core.exclusive import exclusive, own_generator, raise_if_from_handler
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleError, SiteError
 from pyro_scale.model.checks import (
     check_densities,

@@ -10,7 +10,7 @@ import pyro
 import torch
 from torch.distributions import Distribution
 
-from pyro_scale.core.signals import raise_if_from_handler
+from pyro_scale.core.exclusive import raise_if_from_handler
 from pyro_scale.errors import ModelError, PyroScaleError
 from pyro_scale.model.module_trace import trace_modules
 from pyro_scale.model.recorder import Recorder

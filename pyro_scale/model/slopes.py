@@ -8,9 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pyro_scale.core.exclusive import own_generator
+from pyro_scale.core.exclusive import own_generator, raise_if_from_handler
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.terms import terms_of
 

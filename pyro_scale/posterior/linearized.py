@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import TransformedDistribution, constraints
 from torch.utils import _pytree as pytree
 
-from pyro_scale.core.onednn import PlainLSTM
+from pyro_scale.core.exclusive import PlainLSTM
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.chunks import Chunk

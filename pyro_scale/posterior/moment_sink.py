@@ -72,7 +72,7 @@ class ToMoments:
             seen = {n: parts[i][2][place] for n, (i, place) in chains.items()}
             sums = [moments.online for _, moments, _, _ in parts]
             ordered, layout = [chains[n] for n in sorted(chains)], parts[0][1].layout
-            totals = SampleTotals(Totals.of(sums, ordered), layout) if chains else None
+            totals = SampleTotals(Totals.from_parts(sums, ordered), layout) if chains else None
             ended = totals, seen
         ended = ranks.of_first(ended, "what all draws come to")
         assert ended is not None  # it is rank 0's

@@ -27,7 +27,7 @@ class OnlineSamples:
     @classmethod
     def of(cls, samples: Mapping[str, Tensor], num_draws: int) -> OnlineSamples:
         """None yet, of sites like these `[chains, draws, ...]`, with so many draws to come."""
-        layout = Layout.of({name: value[0, 0] for name, value in samples.items()})
+        layout = Layout.from_tensors({name: value[0, 0] for name, value in samples.items()})
         num_chains = len(next(iter(samples.values())))
         return cls(OnlineMoments(num_chains, layout.size, num_draws), layout)
 

@@ -48,7 +48,7 @@ class Streams(NamedTuple):
     purpose: int
 
     @classmethod
-    def of(cls, seed: int | Sequence[int], chains: Sequence[int], purpose: int) -> Streams:
+    def from_seed(cls, seed: int | Sequence[int], chains: Sequence[int], purpose: int) -> Streams:
         """The streams of chains with these numbers, of one seed or of a seed each."""
         numbers = torch.tensor(chains, dtype=torch.int64)
         seeds = torch.tensor(seed, dtype=torch.int64).expand(len(numbers)).contiguous()

@@ -75,7 +75,7 @@ class NoiseStream:
         device: torch.device,
         purpose: Purpose = Purpose.NOISE,
     ):
-        self._streams = Streams.of(seed, chains, purpose)
+        self._streams = Streams.from_seed(seed, chains, purpose)
         self._shape, self._like = shape, torch.empty(0, dtype=dtype, device=device)
 
     def at(self, step: int) -> Tensor:
@@ -154,7 +154,7 @@ class ShardNoise:
         purpose: Purpose = Purpose.NOISE,
         chain: int = 0,
     ):
-        self._streams = Streams.of(seed, [chain], purpose)
+        self._streams = Streams.from_seed(seed, [chain], purpose)
         self._shape, self._places = shape, places
         self._like = torch.empty(0, dtype=dtype, device=device)
 

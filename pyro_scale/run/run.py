@@ -16,6 +16,7 @@ from pyro_scale.data.batches import Batch, Batches
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.loop import simulate
+from pyro_scale.engine.plan import StepPlan
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.kernels import Kernel
@@ -137,7 +138,7 @@ class RunPlan:
         engine, own_batches = on_own_rows(problem, batches)
         own = bar or Progress(self.steps.total, title, self.progress)
         with contextlib.nullcontext(own) if bar else own as shown:
-            draws = simulate(
+            plan = StepPlan(
                 engine,
                 problem.positions[list(chains)],
                 own_batches,
@@ -145,14 +146,13 @@ class RunPlan:
                 self.steps,
                 problem.seed if seed is None else seed,
                 self.compile,
-                shown,
                 self.earlier,
-                inspect=_inspection(problem),
+                noise=how.pop("noise", None),
                 numbers=chains,
                 num_chains=num_chains,
                 agree=None if ranks.rows is None else ranks.rows.agree,
-                **how,
             )
+            draws = simulate(plan, shown, inspect=_inspection(problem), **how)
         return Trajectory(self, *measurable(self.problem, problem, own_batches), draws)
 
 

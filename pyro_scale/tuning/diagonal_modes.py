@@ -47,7 +47,7 @@ def find_diagonal_modes(
     reached = [(search, end) for search, end in ends if end.is_mode]
     modes = list[Mode]()
     for search, end in reached or ends:
-        gaussian = Diagonal.of_precision(end.position.double(), end.precision / temperature)
+        gaussian = Diagonal.from_precision(end.position.double(), end.precision / temperature)
         evidence = end.value / temperature + float(gaussian.log_det) / 2
         modes.append(Mode(gaussian, evidence, (search,)))
     distinct = each_once(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.exclusive import raise_if_from_handler
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batches, batches_from
 from pyro_scale.data.row_sampler import Sampling

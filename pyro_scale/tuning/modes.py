@@ -11,8 +11,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Dense, Gaussian
-from pyro_scale.core.semidefinite import triangular
+from pyro_scale.core.gaussian import Dense, Gaussian, triangular
 from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError
 from pyro_scale.fullbatch.density import FullDataDensity

@@ -183,7 +183,7 @@ def chain_at(kernel: Kernel, lr: float, precision: float = 1.0) -> GaussianChain
     one = torch.ones(1, dtype=torch.float64)
     values: Values = {**dataclasses.replace(kernel, lr=lr).values(0), "temperature": one[0]}
     settled, values, _ = theory.linearize(kernel, values, torch.zeros_like(one))
-    return GaussianChain.of(settled, values, one * precision)
+    return GaussianChain.from_kernel(settled, values, one * precision)
 
 
 def _values(problem: Problem, lr: Tensor) -> Values:
@@ -268,7 +268,7 @@ def _largest_stable(problem: Problem, precision: Tensor) -> float:
         middle = (low + high) / 2
         lr = torch.tensor(10**middle, dtype=torch.float64)
         kernel, values, _ = _linearize(problem, lr, torch.zeros_like(precision[None]))
-        stable = bool(GaussianChain.of(kernel, values, precision[None]).stable.all())
+        stable = bool(GaussianChain.from_kernel(kernel, values, precision[None]).stable.all())
         low, high = (middle, high) if stable else (low, middle)
     return float(10**low)
 
@@ -282,7 +282,7 @@ def _error(problem: Problem, modes: Modes, lr: Tensor, steps: Steps, epoch: int 
     """The predicted mean square error of means and log sds, in posterior sds: [by bias, by Monte
     Carlo]."""
     kernel, values, noise = _linearize(problem, lr, modes.noise)
-    chain = GaussianChain.of(kernel, values, modes.precision)
+    chain = GaussianChain.from_kernel(kernel, values, modes.precision)
     taken = steps.total - steps.warmup_steps
     if problem.engine.known_noise is not None:  # heats by what is left above the injected noise
         added = _theory(problem).added_temperature(values, noise)

@@ -110,7 +110,7 @@ class Curvature:
                 found = graph.squares(run.columns, run.num_columns, keep)
         others = {name: value for name, value in params.items() if name not in found}
         if others:
-            layout = Layout.of(others)
+            layout = Layout.from_tensors(others)
             total = torch.zeros(layout.size, dtype=layout.dtype, device=_device(others))
             held |= {name: params[name] for name in found}
             for block in self.blocks(others, arguments, indices, held, keep):
@@ -122,7 +122,7 @@ class Curvature:
         self, params: Params, batch: Any, indices: Tensor | None = None, held: Params | None = None
     ) -> Tensor:
         """The matrix [D, D], in the order of params; arguments as for `diagonal`."""
-        layout = Layout.of(params)
+        layout = Layout.from_tensors(params)
         total = torch.zeros(layout.size, layout.size, dtype=layout.dtype, device=_device(params))
         for block in self.blocks(params, rows.as_arguments(batch), indices, held):
             block.add_to(total)
@@ -154,7 +154,7 @@ class Curvature:
                     return nothing
                 outputs, moved = forward_ad.unpack_dual(observed.outputs)
         except RuntimeError:  # of operations without forward derivatives; others' come again
-            layout = Layout.of(params)
+            layout = Layout.from_tensors(params)
             flat = layout.flatten(vector)
             blocks = self.blocks(params, arguments, indices, held, keep)
             return layout.unflatten(sum((b.times(flat) for b in blocks), torch.zeros_like(flat)))
@@ -224,7 +224,7 @@ class Curvature:
             damping: added to the curvature's diagonal, in nats over the square of a param's unit.
             indices: the rows to take, for a model that subsamples by itself.
         """
-        arguments, layout = rows.as_arguments(batch), Layout.of(params)
+        arguments, layout = rows.as_arguments(batch), Layout.from_tensors(params)
         indices = self._indices(arguments, indices)
         try:
             gradient, evaluation = self.log_posterior.grad(params, arguments, indices)

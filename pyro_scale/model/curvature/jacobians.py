@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.exclusive import raise_if_from_handler
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.model.curvature.observations import Observation
 from pyro_scale.model.derivatives import row_gradients
 from pyro_scale.model.log_posterior import LogPosterior, Params
@@ -77,7 +77,7 @@ def blocks_of(
         held: unconstrained values of the other sites.
         keep: which rows of the batch count.
     """
-    layout = Layout.of(params)
+    layout = Layout.from_tensors(params)
     if not observed:  # no row depends on the params
         return
     known = [each.known for each in observed]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pyro_scale.core import semidefinite
+from pyro_scale.core import gaussian
 from pyro_scale.errors import CannotDrawError, SiteError
 from pyro_scale.model.curvature import fisher
 from pyro_scale.model.draws import cannot_draw, draws, with_totals
@@ -120,7 +120,7 @@ class Exact:
     @cached_property
     def _roots(self) -> Tensor:
         """Of each row's elements, `[B, elements, m, m]`."""
-        return semidefinite.root(self.known)
+        return gaussian.semidefinite_root(self.known)
 
 
 @dataclass(frozen=True)

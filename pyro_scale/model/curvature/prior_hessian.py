@@ -24,7 +24,7 @@ def prior_product(
     held: Params | None = None,
 ) -> dict[str, Tensor]:
     """Minus the Hessian of the log prior times a vector, by site."""
-    layout, leaves = Layout.of(params), _leaves(params)
+    layout, leaves = Layout.from_tensors(params), _leaves(params)
     with torch.enable_grad():
         log_prior = log_posterior({**(held or {}), **leaves}, batch).log_prior
     slope = _slope(log_prior, leaves)
@@ -45,7 +45,7 @@ def precision_of_prior(
     log_posterior: LogPosterior, log_prior: Tensor, leaves: Params, dense: bool
 ) -> Tensor:
     """The same, given the log prior with its history."""
-    layout = Layout.of(leaves)
+    layout = Layout.from_tensors(leaves)
     if log_posterior.gaussian_prior is not None and layout.names == log_posterior.latents:
         prior = log_posterior.gaussian_prior
         return matrix_or_diagonal(prior.precision, dense) if dense else prior.precision_diagonal
@@ -63,7 +63,7 @@ def correlated_sites(
     """The sites whose own elements the prior correlates, whatever it does between sites."""
     if log_posterior.gaussian_prior is not None:  # one of independent elements, or refused
         return set()
-    layout, leaves = Layout.of(params), _leaves(params)
+    layout, leaves = Layout.from_tensors(params), _leaves(params)
     with torch.enable_grad():
         log_prior = log_posterior({**(held or {}), **leaves}, batch).log_prior
     slope = _slope(log_prior, leaves)
@@ -96,7 +96,7 @@ def _leaves(params: Params) -> dict[str, Tensor]:
 
 def _slope(log_prior: Tensor, leaves: Params) -> Tensor:
     """The gradient of the log prior with its history, [D]."""
-    layout = Layout.of(leaves)
+    layout = Layout.from_tensors(leaves)
     with torch.enable_grad():
         nothing = 0 * layout.flatten(leaves)  # so that a flat or linear prior has derivatives, too
         if not log_prior.requires_grad:
@@ -110,4 +110,4 @@ def _slope(log_prior: Tensor, leaves: Params) -> Tensor:
 def _product(slope: Tensor, leaves: Params, vector: Tensor) -> Tensor:
     """Minus the Hessian times a vector, [D]."""
     found = torch.autograd.grad(slope, list(leaves.values()), vector, retain_graph=True)
-    return -Layout.of(leaves).flatten(dict(zip(leaves, found, strict=True)))
+    return -Layout.from_tensors(leaves).flatten(dict(zip(leaves, found, strict=True)))

@@ -165,7 +165,7 @@ def prepare(
     like = next(iter(start[name] for name in shards))
     replicated = {n: v.to(like.device) for n, v in holders.of_first(replicated).items()}
     values = {n: start[n] if n in shards else replicated[n] for n in (*start, *params)}
-    layout = Layout.of(values)
+    layout = Layout.from_tensors(values)
     counted = {
         n: torch.full_like(v, 1 / (holders.copies if n in shards else holders.rows.world))
         for n, v in values.items()
@@ -178,7 +178,7 @@ def prepare(
         rows.take(first, slice(0, 1)),
     )
     kernel = with_all_sites(kernel, layout)
-    engine = Engine(kernel, density, layout, Layout.of(start).size, vectorized=False)
+    engine = Engine(kernel, density, layout, Layout.from_tensors(start).size, vectorized=False)
     return ShardedProblem(log_posterior, engine, holders, shards, layout.flatten(values), seed)
 
 

@@ -87,7 +87,7 @@ class ShardedDensity:
         is_sound = all(bool(torch.isfinite(gradient[name]).all()) for name in self.weights)
         log_joint = log_prior + log_lik.detach().double() if is_sound else log_prior * torch.nan
         others = {name: of for name, of in gradient.items() if name not in self.weights}
-        layout = Layout.of(others)
+        layout = Layout.from_tensors(others)
         parts = [of.reshape(-1).double() / world for of in others.values()]
         vector = self.holders.total(torch.cat([*parts, log_joint.reshape(1)]))
         total = vector[-1]
