@@ -181,7 +181,7 @@ class Chains:
             place = slice(chain, chain + 1)
             state = pytree.tree_map(lambda leaf, place=place: leaf[place], self.state)
             try:
-                step.run(state, block.of(place), 1, 1)
+                step.run(state, block.of_chains(place), 1, 1)
             except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
                 raising[chain] = True
                 message = f"LinAlgError: {' '.join(str(error).split())}"
@@ -210,7 +210,7 @@ class Chains:
             step: that breaks the chain.
             error: what the model raised.
         """
-        _, _, changing = step.block.of(slice(chain, chain + 1)).at(0)
+        _, _, changing = step.block.of_chains(slice(chain, chain + 1)).at(0)
         batch = batches.batch(batches.fixed, changing)
         self.failures.append(
             Failure(

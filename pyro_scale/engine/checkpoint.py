@@ -283,7 +283,7 @@ def _read(directory: Path, number: int, state: Path) -> Checkpoint:
     chains, kept, size = held["shape"]
     dtype = getattr(torch, held["dtype"])
     none = torch.empty(chains, 0, size, dtype=dtype), torch.empty(chains, 0, dtype=torch.float64)
-    failures = tuple(Failure(*each) for each in held["failures"])
+    failures = tuple(Failure(*fields) for fields in held["failures"])
     checkpoint = Checkpoint(
         number=number,
         parts=tuple(held["parts"]),

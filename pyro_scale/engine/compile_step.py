@@ -156,7 +156,7 @@ def _compile(example: Example, num_chains: int, by_column: bool, as_loop: bool =
     if not all_at_once:
         engine = dataclasses.replace(engine, vectorized=False)
         state = pytree.tree_map(lambda leaf: leaf[:1], state)
-        block = block.of(slice(0, 1))
+        block = block.of_chains(slice(0, 1))
     batches = arrange(example.batches, by_column)
     values, noise, changing = block.at(0)
     batch = batches.batch(batches.fixed, changing)

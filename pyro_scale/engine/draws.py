@@ -166,7 +166,7 @@ class Draws:
     kinetic: Tensor | None = None
 
     @classmethod
-    def of(cls, positions: Tensor, steps: Steps) -> Draws:
+    def allocate(cls, positions: Tensor, steps: Steps) -> Draws:
         """Empty draws of chains that start at positions `[chains, D]`, in main memory."""
         (num_chains, size), num_draws = positions.shape, steps.num_samples
         size = size if steps.positions else 0

@@ -118,7 +118,9 @@ class ChainByChain:
     def run(self, state: Any, block: StepInputs, left: int, every: int) -> tuple[Any, Kept]:
         chains = [slice(chain, chain + 1) for chain in range(len(block.noise))]
         results = [
-            self.program.run(pytree.tree_map(lambda x, c=c: x[c], state), block.of(c), left, every)
+            self.program.run(
+                pytree.tree_map(lambda x, c=c: x[c], state), block.of_chains(c), left, every
+            )
             for c in chains
         ]
         return pytree.tree_map(lambda *leaves: torch.cat(leaves), *results)

@@ -69,7 +69,7 @@ class StepInputs:
         size = steps or len(self)
         return (self.part(i, min(i + size, len(self))) for i in range(0, len(self), size))
 
-    def of(self, chains: slice) -> StepInputs:
+    def of_chains(self, chains: slice) -> StepInputs:
         """The block of these chains alone."""
         changing = pytree.tree_map(
             lambda leaf: leaf[chains] if len(leaf) > 1 else leaf, self.changing

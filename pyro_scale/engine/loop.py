@@ -16,7 +16,7 @@ from pyro_scale.engine.chains import Chains
 from pyro_scale.engine.checkpoint import Checkpoint, Checkpoints
 from pyro_scale.engine.compile_step import choose_program
 from pyro_scale.engine.draws import Draws, Sink
-from pyro_scale.engine.executors import Example
+from pyro_scale.engine.executors import Example, Program
 from pyro_scale.engine.inputs import Inputs, StepInputs, steps_within_budget
 from pyro_scale.engine.observers import (
     Chunking,
@@ -58,7 +58,7 @@ def simulate(
     """
     steps = plan.steps
     kept = dataclasses.replace(steps, positions=False) if sink else steps
-    draws = Draws.of(plan.positions, kept)
+    draws = Draws.allocate(plan.positions, kept)
     chains = Chains(plan.engine, plan.positions, plan.values_at(0), plan.seed, plan.numbers)
     looks = KineticLooks(plan, chains, draws)
     if sink is not None:
@@ -68,11 +68,10 @@ def simulate(
         progress.update(chains.count)
     saver = Saver(plan, chains, draws, checkpoints, sink)
     ending = Ending(chains, draws, stop, check_every)
-    observers: list[Observer] = [looks, saver, ProgressBar(progress, chains), ending]
+    observers: list[Observer] = [] if sink is None else [SinkFeed(draws, sink)]
     if inspect is not None:
-        observers.insert(0, Inspection(plan, chains, inspect))
-    if sink is not None:
-        observers.insert(0, SinkFeed(draws, sink))
+        observers.append(Inspection(plan, chains, inspect))
+    observers += [looks, saver, ProgressBar(progress, chains), ending]
     ends = range(check_every, steps.total, check_every) if check_every else looks.ends
     begun = time.perf_counter()
     try:
@@ -81,10 +80,7 @@ def simulate(
         if chains.count < steps.total and bool(chains.alive.any()):
             inputs = Inputs(plan.values, plan.noise or chains.noise, plan.batches)
             first = inputs.block(chains.count, min(chains.count + 2, steps.total))
-            example = Example(plan.engine, plan.batches, chains.state, first)
-            before = None if last is None else last.program
-            program = choose_program(plan, example, before, progress.say)
-            progress.say(program.name)
+            program = _program(plan, chains, first, last, progress)
             draws.program, draws.compile_seconds = program.name, time.perf_counter() - begun
             chunking = _chunking(plan, first, ends)
             with contextlib.closing(inputs.blocks(chunking.spans())) as others:
@@ -101,10 +97,19 @@ def simulate(
     except (Exception, KeyboardInterrupt) as error:
         draws = saver.rescue()
         draws.error = error
-    draws.num_steps, draws.failures = saver.run_state.step, list(saver.run_state.failures)
     draws.state, draws.last_steps = saver.run_state.state, chains.last_steps
     draws.seconds = time.perf_counter() - begun - draws.compile_seconds
     return draws
+
+
+def _program(
+    plan: StepPlan, chains: Chains, first: StepInputs, last: Checkpoint | None, progress: Progress
+) -> Program:
+    """The program that runs the steps, of which `first` are the first."""
+    example = Example(plan.engine, plan.batches, chains.state, first)
+    program = choose_program(plan, example, None if last is None else last.program, progress.say)
+    progress.say(program.name)
+    return program
 
 
 def _chunking(plan: StepPlan, first: StepInputs, ends: Sequence[int]) -> Chunking:

@@ -130,7 +130,7 @@ def record(
 
 
 def _record_step(engine: Engine, batches: Batches, past: PastStep, chain: int) -> RecordedStep:
-    values, noise, changing = past.block.of(slice(chain, chain + 1)).at(0)
+    values, noise, changing = past.block.of_chains(slice(chain, chain + 1)).at(0)
     batch = batches.batch(batches.fixed, changing)
     arguments, indices = batch.of_chain(0)
     state = pytree.tree_map(lambda leaf: leaf[chain], past.state)

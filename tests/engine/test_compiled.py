@@ -509,7 +509,7 @@ def test_exactly_the_right_states_are_kept(warmup, thinning, num_samples, length
     steps = Steps(num_samples, warmup, thinning)
     chains = simulation.Chains(plan.engine, plan.positions, plan.values_at(0), plan.seed)
     inputs = step_inputs.Inputs(plan.values, chains.noise, plan.batches)
-    draws = simulation.Draws.of(plan.positions, steps)
+    draws = simulation.Draws.allocate(plan.positions, steps)
     start = 0
     for length in [*lengths, steps.total]:
         if start < steps.total:

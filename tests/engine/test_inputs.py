@@ -185,7 +185,7 @@ def test_parts_are_the_block(size):
 
 def test_the_tape_of_some_chains():
     block = made()
-    some = block.of(slice(1, 3))
+    some = block.of_chains(slice(1, 3))
     assert some.start == block.start
     assert torch.equal(some.noise, block.noise[1:3])
     assert torch.equal(some.changing[1]["i"], block.changing[1]["i"][1:3])
