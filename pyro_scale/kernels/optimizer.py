@@ -120,14 +120,9 @@ def as_optimizer(optimizer: Any) -> Optimizer | Scheduled:
 def falling_adam(early_stopping: bool) -> Scheduled:
     """Adam whose lr falls from 0.01 to 0 over a run; as 1 / (1 + step / 1,000) if the run may end
     early."""
-    adam, falling = find_schedules(torchopt.adam(lambda step: 1.0)), Falling(-1e-2)  # downhill
-    assert isinstance(adam, Scheduled)
+    falling = Falling(-1e-2)  # downhill
     schedule = falling.__call__ if early_stopping else falling
-    links = tuple(
-        link if isinstance(link, torchopt.base.GradientTransformation) else schedule
-        for link in adam.links
-    )
-    return Scheduled(links)
+    return Scheduled((torchopt.transform.scale_by_adam(), schedule))
 
 
 def init_optimizer(optimizer: Optimizer, params: list[Tensor]) -> Any:
