@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyro_scale.diagnostics import crash_dump
-from pyro_scale.engine import choose_executor, loop
+from pyro_scale.engine import compile_step, loop
 
 # pytest's handlers would make Inductor write a trace of every compilation for nobody
 logging.getLogger("torch.__trace").addHandler = lambda handler: None
@@ -41,7 +41,7 @@ def compiled_early():
     """Runs of 300 steps are compiled, too: a model of many tests is compiled for all of them, and
     300 steps that are not take as long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose_executor, "_REPAID_AFTER", 300)
+        patch.setattr(compile_step, "_REPAID_AFTER", 300)
         yield
 
 

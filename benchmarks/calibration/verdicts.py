@@ -112,7 +112,7 @@ def too_long(kernel: Callable[[float], kernels.Kernel], longest: float, batch: i
     low, high = 0.0, longest
     for _ in range(60):
         lr = (low + high) / 2
-        chain = GaussianChain.of(kernel(lr), kernel(lr).at(0, ROWS), precision)
+        chain = GaussianChain.from_kernel(kernel(lr), kernel(lr).at(0, ROWS), precision)
         variance = chain.covariance(torch.full_like(precision, noise))[0, 0, 0]
         wide = bool(chain.stable.all()) and float(variance * (ROWS + 1)) < TOO_WIDE**2
         low, high = (lr, high) if wide else (low, lr)

@@ -16,7 +16,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import terms_of
-from pyro_scale.posterior.draws import vmap_in_chunks
+from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
 
 #: A function of (values of a draw's sites, the data as the model takes them).
 Quantity = Callable[..., Any]

@@ -23,7 +23,7 @@ from pyro_scale.errors import ArgumentError, DataError, ModelError, SiteError
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.observation_checks import inside_support
 from pyro_scale.model.sites import Site
-from pyro_scale.posterior.draws import vmap_in_chunks
+from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
 from pyro_scale.posterior.row_batches import data_axes
 from pyro_scale.rng.seeds import Purpose, derived_seed
 

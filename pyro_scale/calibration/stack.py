@@ -23,7 +23,7 @@ from pyro_scale.errors import SiteError
 from pyro_scale.model.diagnose import find_broken_site
 from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.model.log_posterior import MOST_STARTS, LogPosterior
-from pyro_scale.posterior.draws import vmap_in_chunks
+from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
 
 T = TypeVar("T")
 

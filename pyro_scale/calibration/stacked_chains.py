@@ -18,6 +18,7 @@ from pyro_scale.data.stacked import StackedBatches
 from pyro_scale.engine.checkpoint import Checkpoint
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.loop import simulate
+from pyro_scale.engine.plan import StepPlan
 from pyro_scale.engine.step import Engine
 from pyro_scale.kernels import Kernel
 from pyro_scale.rng.seeds import Purpose, derived_seed
@@ -125,7 +126,7 @@ class StackedChains:
         if noise_class is not None:
             shape = kernel.normals, stack.layout.size
             noise = noise_class(seeds, numbers, shape, positions.dtype, positions.device)
-        draws = simulate(
+        plan = StepPlan(
             Engine(kernel, density, stack.layout, stack.layout.size, stack.vectorized),
             positions,
             batches,
@@ -133,12 +134,11 @@ class StackedChains:
             steps,
             list(seeds),
             stack.compile,
-            stack.bar,
             stack.earlier,
-            last=None if last is None else last(batches),
             noise=noise,
             numbers=numbers,
         )
+        draws = simulate(plan, stack.bar, last=None if last is None else last(batches))
         if draws.error is not None:
             raise draws.error
         return draws

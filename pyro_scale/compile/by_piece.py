@@ -1,8 +1,8 @@
-"""Takes a graph's operations on a long vector piece by piece, where the vector is a concatenation.
+"""Splits a graph's elementwise operations on a long concatenated vector into its pieces.
 
-A step's gradient is computed param by param, written side by side, and read again for the update
-of position and momentum.  The update goes element by element, so it can read each param's gradient
-where that is: of large networks, three copies of all of it are gone.
+A step's gradient is computed param by param, concatenated, and read again by the update of position
+and momentum.  The update is elementwise, so it can read each param's gradient where it was written.
+For large networks this avoids three copies of the whole gradient.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, fx
 
 _ATEN = torch.ops.aten
-#: Elements of a vector that does not stay in the nearest caches, and of its pieces on average;
-#: kernels for shorter ones are compiled longer than they save.
+#: Smallest number of elements of a vector that is split, and of its pieces on average: shorter
+#: vectors stay in the nearest caches, and kernels for short pieces take long to compile.
 _LONG, _PIECE = 2**16, 2**13
-#: Operations on every element by itself that torch does not mark as such.
+#: Elementwise operations that torch does not mark as such.
 _COPIES = (_ATEN.clone.default, _ATEN.detach.default)
 
 
 def update_by_piece(module: fx.GraphModule) -> None:
-    """Rewrites a graph in place, so that operations by element on a concatenation of long vectors
-    are operations on each of these; what they give is put together where others read it."""
+    """Rewrites a graph in place: elementwise operations on a concatenation of long vectors become
+    operations on these vectors.  Results are concatenated where other operations read them."""
     cats = [node for node in module.graph.nodes if _is_long_cat(node)]
     for cat in cats:
         _take_apart(module.graph, cat)
@@ -34,7 +34,7 @@ def update_by_piece(module: fx.GraphModule) -> None:
 
 
 def _take_apart(graph: fx.Graph, cat: fx.Node) -> None:
-    """Does so for one concatenation."""
+    """Splits the elementwise operations on one concatenation."""
     vectors: list[fx.Node] = list(cat.args[0])  # type: ignore[arg-type]
     size = len(cat.meta["val"])
     bounds = list(accumulate((len(vector.meta["val"]) for vector in vectors), initial=0))
@@ -57,7 +57,7 @@ def _take_apart(graph: fx.Graph, cat: fx.Node) -> None:
             for place in range(len(vectors))
         ]
         target: Any = node.target
-        pieces[node] = [graph.call_function(target, *each) for each in arguments]
+        pieces[node] = [graph.call_function(target, *call) for call in arguments]
 
     for node in list(graph.nodes):
         if any(arg in pieces for arg in node.all_input_nodes) and _is_by_element(node, size):
@@ -67,13 +67,13 @@ def _take_apart(graph: fx.Graph, cat: fx.Node) -> None:
         readers = [user for user in node.users if user not in pieces]
         if readers:
             with graph.inserting_before(readers[0]):
-                whole = graph.call_function(_ATEN.cat.default, (parts, -1))
+                joined = graph.call_function(_ATEN.cat.default, (parts, -1))
             for reader in readers:
-                reader.replace_input_with(node, whole)
+                reader.replace_input_with(node, joined)
 
 
 def _is_long_cat(node: fx.Node) -> bool:
-    """Whether a node puts long vectors side by side."""
+    """Whether a node concatenates long vectors."""
     if node.target is not _ATEN.cat.default:
         return False
     value = node.meta["val"]
@@ -81,7 +81,7 @@ def _is_long_cat(node: fx.Node) -> bool:
 
 
 def _is_by_element(node: fx.Node, size: int) -> bool:
-    """Whether each element of what a node gives, `[..., size]`, comes of the elements there."""
+    """Whether a node is elementwise, with a result `[..., size]`."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not value.dim() or value.shape[-1] != size:
         return False
@@ -92,8 +92,8 @@ def _is_by_element(node: fx.Node, size: int) -> bool:
 
 
 def _flatten_terms(graph: fx.Graph, vector: fx.Node) -> fx.Node:
-    """The sum of flat terms for a flat sum of matrices: Inductor makes one operation of a product
-    and a sum, which copies the other term first."""
+    """Replaces a flattened sum of matrices by the sum of flattened matrices: Inductor would fuse
+    the sum with a matrix product, which copies the other term first."""
     if vector.target is not _ATEN.view.default:
         return vector
     total, shape = vector.args

@@ -1,61 +1,82 @@
-"""Compiled libraries on disk, found again without Inductor, whose import takes two seconds."""
+"""The user's cache of compiled libraries, found again without Inductor, whose import takes two
+seconds.
+
+Anyone who can write into the cache runs code as the user.  So files and directories that others own
+or can write are never read, and the bytes that were checked are the bytes that are loaded.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
+import functools
 import hashlib
+import os
+import shutil
+import stat
 import tempfile
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 
+import platformdirs
 import torch
+from filelock import FileLock
 
-from pyro_scale.compile import cache_directory
 from pyro_scale.compile.trace import Graph
+
+#: Environment variable that names the directory, in place of the platform's.
+_VARIABLE = "PYRO_SCALE_CACHE_DIR"
+#: Largest size of the code in bytes, and of Inductor's precompiled headers, which have a separate
+#: bound because every environment has one of about 150 MB.
+_MOST_BYTES, _MOST_BYTES_OF_HEADERS = 2**29, 2**29
+#: Directory of the headers, and the suffixes of precompiled ones; their sources are not deleted.
+_HEADERS, _PRECOMPILED = "precompiled_headers", (".gch", ".pch")
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def library_for(
     graph: Graph, form: Hashable, threads: int | None, build: Callable[[], str]
 ) -> ctypes.CDLL:
-    """The library of a graph: one that was built before, or a new one.
+    """The library of a graph, from the cache or newly built.
 
     Args:
         graph: the function.
-        form: what else the C++ around its kernels depends on.
-        threads: that its kernels use.
+        form: what else the generated C++ depends on.
+        threads: that its kernels use; None for torch's number.
         build: builds the library and returns its path.
     """
     return library(key_of(graph, form, threads), build)
 
 
 def library(key: str, build: Callable[[], str]) -> ctypes.CDLL:
-    """The library that is kept under a key, or a new one.
+    """The library that is cached under a key, or newly built.
 
     Args:
-        key: a hash of all that the library depends on.
-        build: builds it and returns its path.
+        key: hash of everything that the library depends on.
+        build: builds the library and returns its path.
     """
-    code = cache_directory.read(key)
+    code = read(key)
     if code is None:
-        with cache_directory.building(key):
-            code = cache_directory.read(key)  # another process may have built it in between
+        with building(key):
+            code = read(key)  # another process may have built it in between
             if code is None:
                 code = Path(build()).read_bytes()
-                cache_directory.write(key, code)
+                write(key, code)
     return _load(code)
 
 
 def _load(code: bytes) -> ctypes.CDLL:
-    """Loads a library from a copy that nobody else can change before it is loaded."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
-        copy = Path(own) / "loop.so"
+    """Loads a library, from a copy that nobody else can change before it is loaded."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        copy = Path(directory) / "loop.so"
         copy.write_bytes(code)
         return ctypes.CDLL(str(copy))
 
 
 def key_of(graph: Graph, form: Hashable, threads: int | None) -> str:
-    """All that compiled code depends on: the graph, its inputs' geometry, its form, and the files
-    beside this one, which write it."""
+    """A hash of everything that compiled code depends on: the graph, the geometry of its inputs,
+    the form of the C++, the machine, and the files of this package, which write the C++."""
     geometry = [(x.dtype, tuple(x.shape), x.stride()) for x in graph.examples]
     cores = torch.get_num_threads() if threads is None else threads
     machine = torch.__version__, torch.backends.cpu.get_cpu_capability(), cores
@@ -64,3 +85,107 @@ def key_of(graph: Graph, form: Hashable, threads: int | None) -> str:
     for writer in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(writer.read_bytes())
     return digest.hexdigest()
+
+
+def directory() -> Path:
+    """The cache's directory: the user's cache if only the user can write it, else a directory that
+    this process removes at its end."""
+    with contextlib.suppress(OSError):
+        path = Path(os.environ.get(_VARIABLE) or platformdirs.user_cache_dir("pyro-scale"))
+        if path.is_absolute():  # without a home, "~" stays as it is
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = path.lstat()
+            is_ours = stat.S_ISDIR(status.st_mode) and _is_ours(status)
+            if is_ours and os.access(path, os.W_OK | os.X_OK):
+                return path
+    return for_this_process(os.getpid())
+
+
+@functools.cache
+def for_this_process(pid: int) -> Path:
+    """A new directory, which the process `pid` removes at its end."""
+    made = Path(tempfile.mkdtemp(prefix="pyro-scale-"))
+
+    def remove() -> None:
+        if os.getpid() == pid:  # not a fork of it
+            shutil.rmtree(made, ignore_errors=True)
+
+    atexit.register(remove)
+    return made
+
+
+def read(key: str) -> bytes | None:
+    """The code that is cached under a key, if it is intact; this makes its file the newest."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        number = os.open(directory() / f"{key}.so", flags | getattr(os, "O_NONBLOCK", 0))
+    except OSError:
+        return None
+    with open(number, "rb") as file:
+        status = os.fstat(number)
+        if not stat.S_ISREG(status.st_mode) or not _is_ours(status):
+            return None
+        content = file.read()
+        with contextlib.suppress(OSError):
+            os.utime(number if os.utime in os.supports_fd else file.name)
+    code = content[:-_DIGEST_BYTES]
+    return code if _digest(key, code) == content[-_DIGEST_BYTES:] else None
+
+
+def write(key: str, code: bytes) -> None:
+    """Caches code under a key, if there is space, and deletes the oldest files beyond the bound."""
+    kept = directory()
+    with contextlib.suppress(OSError):
+        with tempfile.NamedTemporaryFile(dir=kept, delete=False) as new:
+            new.write(code + _digest(key, code))
+        os.replace(new.name, kept / f"{key}.so")  # at once, for other processes look there too
+        _drop_oldest(kept)
+
+
+@contextlib.contextmanager
+def building(key: str) -> Iterator[None]:
+    """Inside, no other process or thread builds the library of this key."""
+    file = directory() / f"{key}.lock"
+    lock = FileLock(file)
+    with contextlib.suppress(OSError):  # a file system without locks: both build it
+        lock.acquire()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink()
+        lock.release()
+
+
+def _drop_oldest(kept: Path) -> None:
+    files = [Path(folder) / name for folder, _, names in os.walk(kept) for name in names]
+    code = [file for file in files if _HEADERS not in file.relative_to(kept).parts]
+    _drop_beyond(_MOST_BYTES, code)
+    _drop_beyond(_MOST_BYTES_OF_HEADERS, [file for file in files if file.suffix in _PRECOMPILED])
+
+
+def _drop_beyond(most_bytes: int, files: list[Path]) -> None:
+    ages = []
+    for file in files:
+        with contextlib.suppress(OSError):
+            status = file.lstat()
+            ages.append((status.st_mtime, status.st_size, file))
+    total = sum(size for _, size, _ in ages)
+    for _, size, file in sorted(ages):
+        if total <= most_bytes:
+            return
+        with contextlib.suppress(OSError):
+            file.unlink()
+        total -= size
+
+
+def _digest(key: str, code: bytes) -> bytes:
+    """A hash of all code: loading a part of a library would kill the process."""
+    return hashlib.sha256(key.encode() + code).digest()
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    """Whether a file belongs to the effective user, and nobody else can write to it."""
+    if not hasattr(os, "geteuid"):  # Windows keeps profiles apart by itself
+        return True
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

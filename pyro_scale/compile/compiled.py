@@ -1,38 +1,36 @@
-"""A traced function as machine code: a loop over steps, a C function of a vector, or a function to
-call from Python."""
+"""Compiles a traced function to a loop over steps, a C function, or a Python function."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from pyro_scale.compile.cache import key_of, library_for
-from pyro_scale.compile.cpp_function import (
-    NativeFunction,
-    check_signature,
-    write_function,
-)
+from pyro_scale.compile.cpp_function import NativeFunction, check_signature, write_function
 from pyro_scale.compile.cpp_loop import Inputs, Loop, write_loop
 from pyro_scale.compile.inductor import Compiled, build_library, compile_graph
 from pyro_scale.compile.trace import Graph
+from pyro_scale.errors import Code
 
-#: Functions that this process has compiled, the latest last; loops are kept on disk.
+#: Functions that this process has compiled, the latest last; loops are cached on disk.
 _compiled_before: dict[str, Compiled] = {}
 _MOST_KEPT = 16
+_NO_COMPILER = "there is no C++ compiler"
 
 
 def compile_loop(graph: Graph, inputs: Inputs, threads: int | None) -> Loop:
-    """The loop over a step, from the cache on disk if it is there.
+    """The loop over a step, from the cache on disk if possible.
 
     Args:
         graph: of the step, whose last output is a number for each chain.
-        inputs: of the step.
-        threads: that its kernels use; None for torch's number.
+        inputs: kinds of the step's inputs.
+        threads: that kernels use; None for torch's number.
 
     Raises:
-        NotALoop: the step does what cannot be written out in C++.
+        NotALoop: the step has an operation that cannot be written as C++.
         Exception: whatever Inductor and the C++ compiler raise.
     """
 
@@ -44,15 +42,15 @@ def compile_loop(graph: Graph, inputs: Inputs, threads: int | None) -> Loop:
 
 
 def compile_value_and_gradient(graph: Graph) -> NativeFunction:
-    """The C function of a vector, from the cache on disk if it is there; it uses one thread.
+    """The C function of a vector, on one thread, from the cache on disk if possible.
 
     Args:
-        graph: (float64 vector, other tensors) -> (value, gradient), traced at the tensors that it
-            is to read.
+        graph: (float64 vector, other tensors) -> (value, gradient), traced at the tensors that
+            the function will read.
 
     Raises:
         TypeError: the graph has other arguments or results.
-        NotALoop: the function does what cannot be written out in C++.
+        NotALoop: the function has an operation that cannot be written as C++.
         Exception: whatever Inductor and the C++ compiler raise.
     """
     check_signature(graph)
@@ -65,13 +63,13 @@ def compile_value_and_gradient(graph: Graph) -> NativeFunction:
 
 
 def compile_function(graph: Graph) -> Callable[[list[Tensor]], Any]:
-    """The function of a list of its inputs, which it empties; its kernels are built.
+    """A Python function of the list of a graph's inputs, which it empties.
 
     Raises:
         Exception: whatever Inductor and the C++ compiler raise.
     """
     compiled = _compile(graph, threads=None)
-    compiled.build()  # so that what fails does so here
+    compiled.build()  # so that errors are raised here, and not in a step
     return compiled.call
 
 
@@ -82,3 +80,23 @@ def _compile(graph: Graph, threads: int | None) -> Compiled:
             del _compiled_before[next(iter(_compiled_before))]
         _compiled_before[key] = compile_graph(graph.module, graph.examples, threads)
     return _compiled_before[key]
+
+
+def why_not(error: Exception) -> str:
+    """One line that says why a model cannot be compiled, from the error raised."""
+    if isinstance(error, FileNotFoundError) or "InvalidCxxCompiler" in str(error):
+        return f"{_NO_COMPILER}: {error}"
+    first = str(error).strip().partition("\n")[0][:300]
+    compilers_own = re.search(r"^.*\berror: .*$", str(error), re.MULTILINE)
+    if compilers_own:
+        first = f"{first}: {compilers_own[0].strip()[:300]}"
+    if "tracing tensor" in first:
+        return "it reads a tensor's value in Python: .item(), float(), bool(), an if"
+    if "DynamicOutputShape" in type(error).__name__:
+        return f"the shape of a result depends on values: {first}"
+    return f"{type(error).__name__}: {first}"
+
+
+def section_on(reason: str) -> Code:
+    """The section of the page of symptoms for a reason from `why_not`."""
+    return "no-compiler" if reason.startswith(_NO_COMPILER) else "not-compiled"

@@ -1,13 +1,13 @@
-"""A function of a vector and its gradient, in C++: one symbol that other compiled code may call.
+"""A function of a vector and its gradient as C++, which other compiled code calls by pointer.
 
     int value_and_gradient(size_t size, const double* x, double* gradient, double* value,
                            const void* inputs)
 
     int copy(size_t size, size_t, const double* x, double* out, const void*)
 
-The first returns 0; 1 where the value or an element of the gradient is not finite, and copies x
-behind the inputs; -1 where an operation failed.  Threads may call it at once: each has buffers of
-its own.  The second copies x, for samplers that ask how a draw is written down.
+The first returns 0; 1 if the value or an element of the gradient is not finite (it then also copies
+x behind the inputs); -1 if an operation failed.  Several threads may call it at once.  The second
+copies x, for samplers that need a function which writes a draw.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from pyro_scale.compile.cpp_source import indent, write_buffers, write_kernels
 from pyro_scale.compile.inductor import Compiled
 from pyro_scale.compile.lowering import plan_of
+from pyro_scale.compile.operations import NotALoop
 from pyro_scale.compile.trace import Graph
-from pyro_scale.compile.views import NotALoop
 
 _FUNCTION = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -66,7 +66,7 @@ extern "C" int copy(size_t size, size_t, const double* x, double* out, const voi
 }
 """
 
-#: For ATen's operations, which would share a small product out among all cores.
+#: C++ that keeps ATen's operations on one thread; they would use all cores for small products.
 _THREADS = """
 #ifdef _OPENMP
 #include <omp.h>
@@ -93,10 +93,10 @@ struct OneThread {
 
 
 def check_signature(graph: Graph) -> None:
-    """Refuses a graph that is not a vector's value and gradient.
+    """Checks that a graph is the value and gradient of a vector's function.
 
     Raises:
-        TypeError: it takes no float64 vector first, or gives something else.
+        TypeError: its first argument is no float64 vector, or it returns something else.
     """
     position = graph.examples[0]
     is_vector = position.dim() == 1 and position.dtype == torch.float64
@@ -105,10 +105,10 @@ def check_signature(graph: Graph) -> None:
 
 
 def write_function(graph: Graph, compiled: Compiled) -> str:
-    """The C++ of a compiled function: a vector and other tensors in; a value and a gradient out.
+    """C++ of a compiled function (vector, other tensors) -> (value, gradient).
 
     Raises:
-        NotALoop: the function does what cannot be written out in C++.
+        NotALoop: the function has an operation that cannot be written as C++.
     """
     plan = plan_of(compiled, graph.examples)
     value, gradient = plan.outputs
@@ -132,16 +132,15 @@ def write_function(graph: Graph, compiled: Compiled) -> str:
 
 
 class NativeFunction:
-    """A value and its gradient, as machine code with the tensors that it reads.
+    """A compiled value and gradient, with the tensors that the machine code reads.
 
     Attributes:
-        size: of the vector.
+        size: length of the vector.
         address: of the C function.
-        inputs_address: what to pass as its last argument.
-        copy_address: of `copy`.
-        inputs: the tensors that it reads.
-        not_finite_at: the last vector whose value or gradient was not finite; NaN before there is
-            one.
+        inputs_address: last argument of the C function.
+        copy_address: of the C function `copy`.
+        inputs: tensors that the C function reads.
+        not_finite_at: the last vector whose value or gradient was not finite; NaN if there is none.
     """
 
     def __init__(self, library: ctypes.CDLL, size: int, inputs: Sequence[Tensor]):
@@ -157,20 +156,19 @@ class NativeFunction:
         self.inputs_address = ctypes.addressof(self._pointers)
 
     def reading(self, inputs: Sequence[Tensor]) -> NativeFunction:
-        """The same machine code on other tensors, in place of the first of its own.
+        """The same machine code with other tensors in place of its first inputs.
 
         Raises:
-            ValueError: they lie in memory in another way than its own.
+            ValueError: they have another dtype, shape or stride.
         """
-        for given, own in zip(inputs, self.inputs, strict=False):
-            facts = [(t.dtype, t.shape, t.stride()) for t in (given, own)]
-            if facts[0] != facts[1]:
-                raise ValueError(f"the function reads {facts[1]}, not {facts[0]}")
+        for new, old in zip(inputs, self.inputs, strict=False):
+            actual, expected = ((t.dtype, t.shape, t.stride()) for t in (new, old))
+            if actual != expected:
+                raise ValueError(f"the function reads {expected}, not {actual}")
         return NativeFunction(self._library, self.size, [*inputs, *self.inputs[len(inputs) :]])
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(The value, 0-d; the gradient), both as the C code gives them: not finite where they are
-        not.
+        """(Value 0-d, gradient), which may be NaN or infinite.
 
         Raises:
             RuntimeError: an operation failed.

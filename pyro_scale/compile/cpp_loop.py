@@ -1,9 +1,9 @@
-"""A loop over steps, in C++, around the kernels that Inductor wrote.
+"""A loop over steps as C++, around the kernels that Inductor wrote.
 
-Inductor hands a step over as a few C++ kernels on plain pointers and a Python function that
-allocates buffers and calls them.  For small models that function costs a hundred times what the
-kernels do.  Here its plan is written out in C++: buffers are allocated once, blocks are walked by
-pointer, rows are gathered by index, and the state's memory changes place with the step's output.
+Inductor compiles a step to a few C++ kernels on plain pointers, and a Python function that
+allocates buffers and calls them.  For small models, that function takes a hundred times as long as
+the kernels.  Here its statements are written as C++: buffers are allocated once, blocks are read by
+pointer, rows are gathered by index, and the state's memory is swapped with the step's output.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pyro_scale.compile.cpp_source import (
 )
 from pyro_scale.compile.inductor import Compiled
 from pyro_scale.compile.lowering import Plan, plan_of
+from pyro_scale.compile.operations import NotALoop, View
 from pyro_scale.compile.trace import Graph
-from pyro_scale.compile.views import NotALoop, View
-from pyro_scale.core.step_inputs import Fixed, Gathered, PerStep, Source
+from pyro_scale.core.rows import Fixed, Gathered, PerStep, Source
 
 _LOOP = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -103,12 +103,12 @@ _ERROR_BYTES = 4096
 
 
 class Inputs(NamedTuple):
-    """What a loop's step takes.
+    """Kinds of a step's inputs.
 
     Attributes:
-        kinds: the memory that each of its tensors lies in: `"state"` first, as many as the state
-            has leaves, then `"per step"`, `"gathered"` and `"fixed"`.
-        position: which leaf of the state is kept, `[chains, D]`.
+        kinds: of each tensor: `"state"` for the leaves of the state, which come first, then
+            `"per step"`, `"gathered"` and `"fixed"`, as in `core.rows`.
+        position: which leaf of the state is the position `[chains, D]`, which is kept.
     """
 
     kinds: tuple[str, ...]
@@ -118,12 +118,12 @@ class Inputs(NamedTuple):
 def inputs_of(
     num_state: int, position: int, num_per_step: int, sources: Sequence[Source]
 ) -> Inputs:
-    """A step's inputs without its constants: the state's leaves, tensors of each step, a batch's.
+    """Kinds of a step's inputs, without its constants.
 
     Args:
-        num_state: leaves of the state.
-        position: which of them is kept.
-        num_per_step: tensors of each step, besides the batch's.
+        num_state: number of leaves of the state.
+        position: which of them is the position.
+        num_per_step: number of tensors with an entry for each step, besides the batch's.
         sources: of the batch's tensors.
     """
     batch = (_KINDS[type(source)] for source in sources)
@@ -131,11 +131,11 @@ def inputs_of(
 
 
 def write_loop(graph: Graph, inputs: Inputs, compiled: Compiled) -> str:
-    """The C++ of a loop over a compiled step: state and other inputs in; the next state, and a
-    number that is kept beside the position, out.
+    """C++ of a loop over a compiled step.  The step maps the state and other inputs to the next
+    state and a number for each chain, which is kept with the position.
 
     Raises:
-        NotALoop: the step does what cannot be written out in C++.
+        NotALoop: the step has an operation that cannot be written as C++.
     """
     kinds = inputs.kinds + ("fixed",) * len(graph.constants)
     return _source(plan_of(compiled, graph.examples), kinds, inputs.position)
@@ -143,12 +143,12 @@ def write_loop(graph: Graph, inputs: Inputs, compiled: Compiled) -> str:
 
 @dataclass(frozen=True)
 class Loop:
-    """Steps of independent groups of chains, each group's one after another.
+    """Steps of independent groups of chains; a group's steps are taken one after another.
 
     Attributes:
-        library: `write_loop`'s, built.
+        library: built from the C++ of `write_loop`.
         position: which leaf of a state is the position.
-        log_joint_dtype: of a step's log joint.
+        log_joint_dtype: dtype of a step's log joint.
     """
 
     library: ctypes.CDLL
@@ -170,15 +170,15 @@ class Loop:
         Args:
             state: leaves `[groups, chains, ...]`.
             block: hyperparameters' values and noise, `[groups, steps, ...]`.
-            sources: of the batch's tensors, on blocks `[groups, steps, ...]`.
-            constants: what else a step reads.
+            sources: of the batch's tensors, `[groups, steps, ...]`.
+            constants: tensors that the model reads besides its arguments.
             left: steps until the first draw that is kept.
             every: steps from one kept draw to the next.
-            threads: among which groups are shared out.
+            threads: that groups are distributed over.
 
         Returns:
-            The next state; the kept positions `[groups, kept, chains, D]` and log joints `[groups,
-            kept, chains]`; the last step's log joint `[groups, chains]`.
+            The next state; kept positions `[groups, kept, chains, D]`; their log joints `[groups,
+            kept, chains]`; the log joint of the last step `[groups, chains]`.
         """
         state = [leaf.clone(memory_format=torch.contiguous_format) for leaf in state]
         position = state[self.position]
@@ -212,8 +212,8 @@ _KINDS = {Fixed: "fixed", PerStep: "per step", Gathered: "gathered"}
 
 @dataclass(frozen=True)
 class _Pointer:
-    """A tensor that the loop reads, and how far it moves on with each group and step; a table, how
-    far with each row."""
+    """A tensor that the loop reads, with its strides in elements from group to group, and from step
+    to step (of a table, from row to row)."""
 
     tensor: Tensor
     group_stride: int
@@ -224,7 +224,7 @@ class _Pointer:
 
 
 def _per_step(leaf: Tensor) -> _Pointer:
-    """A leaf `[groups, steps, ...]`, of which each step's part must be contiguous."""
+    """Pointer to a tensor `[groups, steps, ...]`, whose entries are made contiguous."""
     leaf = leaf if leaf[0, 0].is_contiguous() else leaf.contiguous()
     return _Pointer(leaf, leaf.stride(0), leaf.stride(1))
 
@@ -241,7 +241,7 @@ def _pointers_of(source: Source) -> list[_Pointer]:
 
 
 def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
-    """The C++ of a loop around a plan, whose inputs are of these kinds."""
+    """C++ of a loop around a plan, whose inputs are of these kinds."""
     pointers, before, after, home = [], [], [], []
     places = itertools.count()
     for i, (kind, view) in enumerate(zip(kinds, plan.inputs, strict=True)):
@@ -261,7 +261,7 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
         pointers.append(f"char* {view.root} = sources[{place}];")
         if kind == "per step":
             after.append(f"{view.root} += strides[{place}];")
-    *states, log_joint = outputs = [_own(plan, view) for view in plan.outputs]
+    *states, log_joint = outputs = [_in_buffer(plan, view) for view in plan.outputs]
     roots = [view.root for view in outputs]
     for i, view in enumerate(states):
         old, size = plan.inputs[i].root, plan.inputs[i].num_bytes
@@ -288,9 +288,9 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
     }
 
 
-def _own(plan: Plan, view: View) -> View:
-    """An output in a buffer of the step's: an input that is given back as it came, such as a
-    state's old position or a step's noise, is copied to one before its pointer moves on."""
+def _in_buffer(plan: Plan, view: View) -> View:
+    """An output in one of the step's buffers.  An input that is returned unchanged, such as the old
+    position or a step's noise, is copied to a buffer before its pointer moves on."""
     if view.root in plan.buffers:
         return view
     root = f"buffer{len(plan.buffers)}"

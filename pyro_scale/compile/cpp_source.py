@@ -1,18 +1,16 @@
-"""What all generated C++ has in common: kernels, handles for matrix products, and buffers."""
+"""C++ that loops and functions have in common: kernels, calls of ATen, buffers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Set
 
-from pyro_scale.compile.aten_calls import ATEN
 from pyro_scale.compile.lowering import Plan
-from pyro_scale.compile.substitution import SUBSTITUTION
-from pyro_scale.compile.views import NotALoop
+from pyro_scale.compile.operations import ATEN, SUBSTITUTION, NotALoop
 
-#: Bytes, of every buffer's first one.
+#: Alignment of buffers, in bytes.
 _ALIGNMENT = 64
-#: Bytes of all buffers that may lie on a thread's stack.
+#: Largest total size in bytes of buffers on a thread's stack.
 _MOST_ON_STACK = 2**16
 
 _ARENA = """
@@ -27,17 +25,17 @@ _ARENA = """
 
 
 def is_small(plan: Plan) -> bool:
-    """Whether a plan's buffers can be local variables, of which a compiler sees all uses: it leaves
-    out what is computed for nothing."""
+    """Whether a plan's buffers can be local variables.  A C++ compiler sees all uses of these, and
+    omits computations whose results are not used."""
     return not plan.calls_aten and sum(map(_aligned, plan.buffers.values())) <= _MOST_ON_STACK
 
 
 def write_kernels(plan: Plan, inline: bool = False) -> str:
-    """The kernels that a plan calls, and what its calls of ATen need.
+    """C++ of the kernels that a plan calls, and of what its calls of ATen need.
 
     Args:
-        plan: whose.
-        inline: whether kernels become part of what calls them.
+        plan: statements of a step.
+        inline: whether kernels are inlined.
 
     Raises:
         NotALoop: a kernel is not one C++ function.
@@ -53,7 +51,7 @@ def write_kernels(plan: Plan, inline: bool = False) -> str:
 
 
 def write_local_buffers(plan: Plan) -> str:
-    """A pointer to each of a plan's buffers, on the stack."""
+    """C++ of pointers to a plan's buffers, on the stack."""
     lines = []
     for root, num_bytes in plan.buffers.items():
         lines.append(f"alignas({_ALIGNMENT}) char {root}_memory[{_aligned(num_bytes)}];")
@@ -62,7 +60,7 @@ def write_local_buffers(plan: Plan) -> str:
 
 
 def write_buffers(plan: Plan) -> str:
-    """A pointer to each of a plan's buffers, in memory that a thread keeps."""
+    """C++ of pointers to a plan's buffers, in memory that each thread keeps."""
     pointers, size = [], 0
     for root, num_bytes in plan.buffers.items():
         pointers.append(f"char* {root} = base + {size};")
@@ -72,20 +70,20 @@ def write_buffers(plan: Plan) -> str:
 
 
 def indent(lines: list[str], by: int) -> str:
-    """Lines as text, each behind so many spaces."""
+    """The lines as one text, indented."""
     return "\n".join(" " * by + line for line in lines)
 
 
 def _aligned(num_bytes: int) -> int:
-    """The bytes of a buffer, so that the next one is aligned."""
+    """The size of a buffer, rounded up so that the next one is aligned."""
     return -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _rename(name: str, source: str, static: str, shared: Set[int]) -> str:
     """A kernel's source as a static function of that name.
 
-    Arguments that share no memory are marked so: else a compiler must take every store for one to
-    the step size, say, and computes anew for each element what depends on that alone.
+    Arguments that share no memory are marked `__restrict__`.  Otherwise a compiler must assume that
+    any store may change, say, the step size, and loads it again for each element.
     """
     match = re.search(r'extern "C"\s+void\s+kernel\(([^)]*)\)', source)
     if match is None:

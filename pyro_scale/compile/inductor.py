@@ -1,6 +1,6 @@
-"""A graph of tensor operations -> kernels, by Inductor without Dynamo.
+"""Compiles graphs of tensor operations with Inductor, without Dynamo; builds C++.
 
-The only file that touches Inductor's insides.  Its options are set around our own call.
+This is the only file that depends on Inductor's internals.  It sets options around its own calls.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import getpass
 import os
 import shlex
 import shutil
+import subprocess
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,14 +21,19 @@ from unittest import mock
 
 from torch import Tensor, fx
 
-from pyro_scale.compile import cache_directory
+from pyro_scale.compile import cache
 from pyro_scale.core.exclusive import exclusive
 
 T = TypeVar("T")
 
-#: Elements for each thread from which a kernel is shared out.  Inductor's 512 take less than a
-#: microsecond, and threads that meet take several, or hundreds where others use the cores.
+#: Elements per thread from which a kernel uses several threads.  Inductor's default, 512 elements,
+#: take less than 1 us; synchronizing threads takes several, or hundreds where cores are busy.
 _WORTH_A_THREAD = 2**13
+#: Without `errno`, roots are SIMD instructions; without fused products and sums, rounding is as in
+#: torch.
+_FLAGS = "-O3", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"
+#: Flags that enable all instructions of this processor; some compilers know neither.
+_PROCESSOR = ("-march=native",), ("-mcpu=native",), ()
 
 
 class CppKernel:
@@ -37,11 +44,11 @@ class CppKernel:
         self._built: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """Runs it on tensors."""
+        """Calls the kernel on tensors."""
         return self.built()(*args)
 
     def built(self) -> Callable[..., Any]:
-        """The kernel as machine code."""
+        """The kernel as a function; builds it if necessary."""
         if self._built is None:
             self._built = _load(self._build)
         return self._built
@@ -60,9 +67,9 @@ class Compiled:
     """A compiled graph.
 
     Attributes:
-        call: list of inputs -> outputs; it empties the list.
-        source: the Python that allocates buffers and calls kernels.
-        names: what the source's names stand for: kernels and constants.
+        call: function of the list of inputs, which it empties.
+        source: Inductor's Python, which allocates buffers and calls kernels.
+        names: kernels and constants by their names in the source.
     """
 
     call: Callable[[list[Tensor]], Any]
@@ -70,10 +77,10 @@ class Compiled:
     names: Mapping[str, Any]
 
     def build(self) -> None:
-        """Builds the kernels, if there are some in C++.
+        """Builds the kernels that are C++.
 
         Raises:
-            Exception: there is no C++ compiler, or it refuses one.
+            Exception: there is no C++ compiler, or it rejects a kernel.
         """
         for kernel in self.names.values():
             if isinstance(kernel, CppKernel):
@@ -86,7 +93,7 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
     Args:
         module: a graph of aten operations.
         examples: inputs of the shapes, strides, dtypes and devices that all calls will have.
-        threads: for kernels on the processor; None for torch's number.
+        threads: that kernels on the CPU use; None for torch's number.
 
     Raises:
         Exception: whatever Inductor raises on a graph that it cannot compile.
@@ -96,7 +103,7 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
     if threads is not None:
         options["cpp.threads"] = threads
     with exclusive, warnings.catch_warnings(), _in_our_cache(), _kernels_built_on_demand():
-        warnings.simplefilter("ignore")  # what Inductor's imports warn of is nobody's to mend
+        warnings.simplefilter("ignore")  # Inductor's imports warn of what users cannot change
         import torch._functorch.config as functorch_config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -104,7 +111,7 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
             graphs.append(compile_fx_inner(*args, **kwargs))
             return graphs[-1]
 
-        with functorch_config.patch(enable_autograd_cache=False):  # it would pass `inner` by
+        with functorch_config.patch(enable_autograd_cache=False):  # the cache would bypass `inner`
             compile_fx(module, list(examples), inner_compile=inner, config_patches=options)
     (compiled,) = graphs
     names = getattr(compiled.current_callable, "__globals__", {})
@@ -114,7 +121,7 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
 
 
 def _may_abort(kernel: object) -> bool:
-    """Whether a kernel checks indices among threads, where a failed check ends the process."""
+    """Whether a kernel checks indices in several threads: a failed check aborts the process."""
     if not isinstance(kernel, CppKernel):
         return False
     return "#pragma omp" in kernel.source and "out of bounds" in kernel.source
@@ -122,7 +129,7 @@ def _may_abort(kernel: object) -> bool:
 
 @contextmanager
 def _kernels_built_on_demand() -> Iterator[None]:
-    """Inductor would build every kernel by itself; most are built within a loop instead."""
+    """Inside, Inductor does not build its kernels: most are built as parts of a loop."""
     from torch._inductor.async_compile import AsyncCompile
 
     def on_demand(self: Any, argument_types: list[str], source: str) -> CppKernel:
@@ -133,17 +140,17 @@ def _kernels_built_on_demand() -> Iterator[None]:
 
 
 def build_library(source: str) -> str:
-    """Builds C++ with Inductor's flags and headers; the path of the library.
+    """Builds C++ with Inductor's flags and headers.  Returns the path of the library.
 
     Raises:
-        Exception: there is no C++ compiler, or it refuses the source.
+        Exception: there is no C++ compiler, or it rejects the source.
     """
 
     def build() -> str:
         from torch._inductor.codecache import CppCodeCache
 
         class LoopCache(CppCodeCache):
-            # a library that this process has loaded may have been dropped from the disk since
+            # the file of a library that this process has loaded may have been deleted since
             cache: dict[str, Callable[[], Any]] = {}  # noqa: RUF012
 
             @classmethod
@@ -155,11 +162,31 @@ def build_library(source: str) -> str:
     return _load(build)
 
 
+def build_plain(source: str) -> str:
+    """Builds C++ that needs no headers of torch.  Returns the path of the library.
+
+    Raises:
+        Exception: there is no C++ compiler, or it rejects the source.
+    """
+    compiler = cpp_compiler()
+    place = Path(tempfile.mkdtemp(dir=cache.for_this_process(os.getpid())))
+    code, built = place / "source.cpp", place / "library.so"
+    code.write_text(source)
+    for processor in _PROCESSOR:
+        command = [compiler, *_FLAGS, *processor, "-shared", "-fPIC", str(code), "-o", str(built)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return str(built)
+    raise OSError(f"{compiler}: {done.stderr}")
+
+
 @contextmanager
 def _headers_precompiled_in_time() -> Iterator[None]:
-    """Precompiled headers save two thirds of a library's time, and take as long as two: a machine's
-    first one, with which most begin, does not wait for them.  Inductor calls openssl for their
-    hash."""
+    """Inside, Inductor precompiles headers, unless this is the machine's first library.
+
+    They reduce the time of building a library to a third, and take as long as two libraries; the
+    first one, which users wait for, is built without them.  Inductor calls openssl for their hash.
+    """
     from torch._inductor import config
 
     has_another = any(_inductor_directory().glob("*/*.main.so"))
@@ -171,16 +198,16 @@ def _headers_precompiled_in_time() -> Iterator[None]:
 
 
 def _load(build: Callable[[], T]) -> T:
-    """What Inductor builds or finds in its cache, where a killed process may have left half of a
-    library: that is built again."""
+    """The result of `build`, which Inductor makes or finds in its cache.  An incomplete library,
+    left by a process that was killed, is built again."""
     with _in_our_cache(), _headers_precompiled_in_time():
         try:
             return build()
         except (OSError, ImportError) as error:
-            half = Path(str(error).partition(": ")[0])
-            if half.suffix != ".so" or not half.is_relative_to(_inductor_directory()):
+            library = Path(str(error).partition(": ")[0])
+            if library.suffix != ".so" or not library.is_relative_to(_inductor_directory()):
                 raise
-            half.unlink(missing_ok=True)
+            library.unlink(missing_ok=True)
             return build()
 
 
@@ -198,8 +225,10 @@ def cpp_compiler() -> str:
 
 @contextmanager
 def _in_our_cache() -> Iterator[None]:
-    """Inductor's files beside ours, unless the user says where: by default they are at a path
-    below the temporary directory that anybody can foresee."""
+    """Inside, Inductor's files are in our cache, unless the user chose another directory.
+
+    Its default is a predictable path in the temporary directory, where others could write first.
+    """
     with exclusive:
         settings = {"TORCHINDUCTOR_CACHE_DIR": str(_inductor_directory())}
         try:
@@ -225,19 +254,15 @@ def _in_our_cache() -> Iterator[None]:
 
 
 def _inductor_directory() -> Path:
-    """The user's choice or one in our cache; for this process alone where a compiler's command
-    line cannot name it or nothing can be written there."""
+    """Directory of Inductor's files: the user's choice, or one in our cache.  If it cannot be
+    written, or cannot be part of a compiler's command line, a directory of this process."""
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
-    # once asked for it, Inductor puts its default there, too
+    # Inductor writes its default into this variable, too
     is_default = Path(chosen).name.startswith("torchinductor_")
-    kept = (
-        Path(chosen).absolute()
-        if chosen and not is_default
-        else cache_directory.directory() / "inductor"
-    )
+    path = Path(chosen).absolute() if chosen and not is_default else cache.directory() / "inductor"
     try:
-        kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-        usable = os.access(kept, os.W_OK | os.X_OK) and shlex.quote(str(kept)) == str(kept)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        usable = os.access(path, os.W_OK | os.X_OK) and shlex.quote(str(path)) == str(path)
     except OSError:
         usable = False
-    return kept if usable else cache_directory.for_this_process(os.getpid())
+    return path if usable else cache.for_this_process(os.getpid())

@@ -1,8 +1,7 @@
-"""Reads the Python that Inductor wrote for a step, and turns it into a plan in C++.
+"""Translates the Python that Inductor wrote for a step into C++ statements.
 
-That Python allocates buffers, calls kernels and operations of ATen's on them, frees and renames
-them, and returns some.  The plan says which pointers each kernel gets, and how many bytes each
-buffer has.
+That Python allocates buffers, calls kernels and operations of ATen on them, frees and renames them,
+and returns some of them.
 """
 
 from __future__ import annotations
@@ -15,23 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_scale.compile.aten_calls import (
+from pyro_scale.compile.inductor import Compiled, CppKernel
+from pyro_scale.compile.operations import (
     PRODUCTS,
+    NotALoop,
+    View,
     is_operation,
+    is_substitution,
+    solution,
     write_call,
     write_product,
+    write_substitution,
 )
-from pyro_scale.compile.inductor import Compiled, CppKernel
-from pyro_scale.compile.substitution import is_substitution, solution, write_substitution
-from pyro_scale.compile.views import NotALoop, View
 
-#: Calls that compute nothing: what they check of inputs holds of all that a loop passes.
-_CHECKS = (
-    "args.clear",
-    "assert_size_stride",
-    "assert_size_stride_grouped",
-    "assert_alignment",
-)
+#: Calls that compute nothing: the inputs that they check are always right in a loop.
+_CHECKS = ("args.clear", "assert_size_stride", "assert_size_stride_grouped", "assert_alignment")
 
 
 @dataclass
@@ -39,16 +36,16 @@ class Plan:
     """What one step does, as C++ statements.
 
     Attributes:
-        inputs: the step's.
-        names: what names in Inductor's source stand for.
+        inputs: of the step.
+        names: kernels and constants by their names in Inductor's source.
         lines: the statements.
-        buffers: each buffer's bytes.
-        outputs: what the step returns.
+        buffers: size of every buffer in bytes, by name.
+        outputs: of the step.
         kernels: those that are called, by name.
-        shared: of each, its arguments that lie in the memory of another one in some call.
-        views: the tensors that have a name at this point of the source.
-        results: those of operations of ATen's that have a name at this point.
-        free: buffers that nothing uses any more, at this point.
+        shared: of each kernel, the arguments that share memory with another one in some call.
+        views: tensors by name, at this point of the source.
+        results: results of ATen's operations by name, at this point.
+        free: buffers that are no longer used, at this point.
     """
 
     inputs: list[View]
@@ -64,21 +61,21 @@ class Plan:
 
     @property
     def calls_aten(self) -> bool:
-        """Whether it does more than call kernels."""
+        """Whether it calls operations of ATen."""
         return any("check(" in line for line in self.lines)
 
     @property
     def substitutes(self) -> bool:
-        """Whether it solves triangular equations by itself."""
+        """Whether it solves triangular equations by substitution."""
         return any("substitute<" in line for line in self.lines)
 
     # ------------------------------------------------------------------ statements
 
     def read(self, statement: ast.stmt) -> None:
-        """Takes one statement of the source in.
+        """Translates one statement of the source.
 
         Raises:
-            NotALoop: it is of a kind that there is no C++ for.
+            NotALoop: it has no translation.
         """
         match statement:
             case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")):
@@ -124,8 +121,8 @@ class Plan:
             self.lines.append(f"{function}({', '.join(pointers)});")
         elif function in PRODUCTS:
             values = {keyword.arg: keyword.value for keyword in call.keywords}
-            operands = [self._view(each) for each in (values.pop("out"), *call.args)]
-            scales = {str(name): ast.literal_eval(each) for name, each in values.items()}
+            operands = [self._view(operand) for operand in (values.pop("out"), *call.args)]
+            scales = {str(name): ast.literal_eval(value) for name, value in values.items()}
             self.lines.append(write_product(function, operands, scales))
         elif function not in _CHECKS:
             raise NotALoop(ast.unparse(call))
@@ -137,9 +134,9 @@ class Plan:
         return True
 
     def _aten(self, name: str, call: ast.Call) -> None:
-        """Names what comes of an operation that has no kernel."""
+        """Translates the call of an operation that has no kernel, and names its results."""
         function = ast.unparse(call.func)
-        args = [self._argument(each) for each in call.args]
+        args = [self._argument(arg) for arg in call.args]
         kwargs = {str(keyword.arg): self._argument(keyword.value) for keyword in call.keywords}
         if is_substitution(function, args, kwargs):
             matrix, right = args
@@ -152,7 +149,7 @@ class Plan:
     # ------------------------------------------------------------------ expressions
 
     def _argument(self, expression: ast.expr) -> Any:
-        """A view, or a number as Python has it."""
+        """An argument: a view, or a Python number."""
         try:
             return ast.literal_eval(expression)
         except ValueError:
@@ -174,13 +171,13 @@ class Plan:
             case ast.Call(
                 func=ast.Name(id="reinterpret_tensor"), args=[base, size, stride, offset]
             ):
-                of = self._view(base)
+                view = self._view(base)
                 sizes = ast.literal_eval(size), ast.literal_eval(stride)
-                return View(of.root, of.dtype, *sizes, of.offset + ast.literal_eval(offset))
+                return View(view.root, view.dtype, *sizes, view.offset + ast.literal_eval(offset))
         raise NotALoop(ast.unparse(expression))
 
     def _allocate(self, view: View) -> View:
-        """The view in a buffer of its own, or in one that is no longer used."""
+        """The view in a new buffer, or in one of the same size that is no longer used."""
         root = next((r for r in self.free if self.buffers[r] == view.num_bytes), None)
         if root is None:
             root = f"buffer{len(self.buffers)}"
@@ -191,10 +188,10 @@ class Plan:
 
 
 def plan_of(compiled: Compiled, examples: Sequence[Tensor]) -> Plan:
-    """The plan of a compiled step, for inputs like the examples.
+    """Translates a compiled step, for inputs like the examples.
 
     Raises:
-        NotALoop: the step does what cannot be written out in C++.
+        NotALoop: the step has an operation that cannot be written as C++.
     """
     inputs = [
         View(f"in{i}", example.dtype, tuple(example.shape), example.stride())

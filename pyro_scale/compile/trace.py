@@ -1,6 +1,6 @@
-"""A pure function of tensors as a graph of tensor operations.
+"""Records a pure function of tensors as a graph of tensor operations.
 
-Dynamo cannot trace Pyro's handlers; `make_fx` only sees the operations that they lead to.
+Dynamo cannot trace Pyro's handlers; `make_fx` sees only the operations that they execute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from pyro_scale.compile.by_piece import update_by_piece
-from pyro_scale.core.onednn import without_onednn
+from pyro_scale.core.exclusive import without_onednn
 
 
 class Constant(NamedTuple):
@@ -25,7 +25,7 @@ class Constant(NamedTuple):
 
     Attributes:
         tensor: as compiled code reads it.
-        origin: what the function read, which is gone by now if it was made when it was run.
+        origin: the tensor that the function read; gone if the function made it itself.
     """
 
     tensor: Tensor
@@ -37,10 +37,10 @@ class Graph:
     """A function: flat tensors in, flat tensors out.
 
     Attributes:
-        module: the graph, whose inputs are the function's arguments and then the constants.
-        constants: what else the function reads.
-        examples: one tensor for every input.
-        output_dtypes: of its outputs.
+        module: the graph, whose inputs are the function's arguments, then the constants.
+        constants: tensors that the function reads besides its arguments.
+        examples: a tensor for every input.
+        output_dtypes: dtypes of the outputs.
     """
 
     module: fx.GraphModule
@@ -53,17 +53,17 @@ def trace(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor])
     """The graph of a function for arguments like these.
 
     Args:
-        function: of tensors, which gives tensors.
-        examples: its arguments; no two of them, and none that the function reads by itself, may be
-            one tensor object.
+        function: of tensors, which returns tensors.
+        examples: its arguments: different tensor objects, and none that the function also reads as
+            a constant.
 
     Raises:
-        Exception: whatever the function raises when it cannot be traced.
+        Exception: whatever a function raises that cannot be traced.
     """
     dtypes: list[torch.dtype] = []
 
     def outputs(*arguments: Tensor) -> list[Tensor]:
-        # what is carried on and what is given out must not share memory
+        # an output must not share memory with another one or with an input
         tensors = [tensor.clone() for tensor in function(*arguments)]
         dtypes[:] = [tensor.dtype for tensor in tensors]
         return tensors
@@ -75,34 +75,36 @@ def trace(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor])
     _write_dtypes(module)
     update_by_piece(module)
     constants = _lift_constants(module)
-    return Graph(module, constants, [*examples, *(each.tensor for each in constants)], dtypes)
+    return Graph(
+        module, constants, [*examples, *(constant.tensor for constant in constants)], dtypes
+    )
 
 
 def is_tracing() -> bool:
-    """Whether what is called now is being recorded."""
+    """Whether operations are being recorded now."""
     return get_proxy_mode() is not None
 
 
 def as_input(constant: Tensor) -> Tensor:
-    """A constant as compiled code reads it, in the same memory where that can be."""
+    """A constant as compiled code reads it, in the same memory if possible."""
     return constant.detach().resolve_conj().resolve_neg()
 
 
 def _accumulate(combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    """A running sum or product, element by element: Inductor has no kernel for it."""
+    """Decomposition of a cumulative sum or product into elements: Inductor has no C++ kernel."""
 
     def decompose(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-        if x.dim() == 0 or x.is_complex() or not 0 < x.shape[dim] <= _MOST_RUNNING:
+        if x.dim() == 0 or x.is_complex() or not 0 < x.shape[dim] <= _MOST_CUMULATIVE:
             return NotImplemented
-        own = x.dtype if x.is_floating_point() else torch.int64  # as torch adds integers up
-        first, *others = x.to(dtype or own).unbind(dim)
+        default = x.dtype if x.is_floating_point() else torch.int64  # torch's dtype of such sums
+        first, *others = x.to(dtype or default).unbind(dim)
         return torch.stack(list(itertools.accumulate(others, combine, initial=first)), dim)
 
     return decompose
 
 
-#: Elements of a running sum or product that is written out.
-_MOST_RUNNING = 32
+#: Largest number of elements of a cumulative sum or product that is decomposed.
+_MOST_CUMULATIVE = 32
 _DECOMPOSITIONS = {
     torch.ops.aten.cumsum.default: _accumulate(operator.add),
     torch.ops.aten.cumprod.default: _accumulate(operator.mul),
@@ -110,8 +112,8 @@ _DECOMPOSITIONS = {
 
 
 def _write_dtypes(module: fx.GraphModule) -> None:
-    """Writes down the dtype of tensors that the function makes without naming one, such as
-    torch.eye(3): the default may be another when the graph is compiled."""
+    """Makes the dtype explicit of tensors that are created without one, such as torch.eye(3): the
+    default may have changed when the graph is compiled."""
     for node in module.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or node.all_input_nodes:
@@ -123,8 +125,7 @@ def _write_dtypes(module: fx.GraphModule) -> None:
 
 
 def _spread_failures(module: fx.GraphModule) -> None:
-    """A factorization that fails gives NaN, where the function would raise an error: of many
-    chains, the others go on."""
+    """Replaces the error of a failing factorization by NaN, so that it affects only one chain."""
     graph, ops = module.graph, torch.ops.aten
     for check in graph.find_nodes(op="call_function", target=ops._linalg_check_errors.default):
         info = check.args[0]
@@ -137,14 +138,14 @@ def _spread_failures(module: fx.GraphModule) -> None:
                 with graph.inserting_after(failed):
                     failed = graph.call_function(ops.unsqueeze.default, (failed, -1))
             with graph.inserting_after(failed):
-                whole = graph.call_function(ops.masked_fill.Scalar, (factor, failed, torch.nan))
-            factor.replace_all_uses_with(whole)
-            whole.replace_input_with(whole, factor)
+                masked = graph.call_function(ops.masked_fill.Scalar, (factor, failed, torch.nan))
+            factor.replace_all_uses_with(masked)
+            masked.replace_input_with(masked, factor)
     module.recompile()
 
 
 def _lift_constants(module: fx.GraphModule) -> list[Constant]:
-    """Makes inputs of the tensors that the graph holds."""
+    """Turns the tensors that the graph contains into inputs."""
     graph = module.graph
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     inputs: dict[str, fx.Node] = {}
@@ -158,6 +159,6 @@ def _lift_constants(module: fx.GraphModule) -> list[Constant]:
     constants = [Constant(as_input(origin), weakref.ref(origin)) for origin in origins]
     held = [*module.named_buffers(), *module.named_parameters()]
     for name in {name.partition(".")[0] for name, _ in held}:
-        delattr(module, name)  # or Inductor makes inputs of them once more
+        delattr(module, name)  # or Inductor turns them into inputs again
     module.recompile()
     return constants

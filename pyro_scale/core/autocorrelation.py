@@ -1,8 +1,8 @@
 """Autocorrelation times and R-hat of many elements at once.
 
-ArviZ judges results; it takes milliseconds for each element, and tuning looks at all of them again
-and again.  Here some elements at a time are worked on, as many as stay in the cache, each of which
-has its chains in one piece.
+Results are judged by ArviZ, which takes milliseconds for each element; tuning needs these numbers
+often, for all elements.  Here elements are processed in groups that fit into the cache, with the
+draws of an element contiguous.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-#: Variances below this part of the square of what varies are rounding.
-_NONE = 1e-24
-#: Numbers that are worked on at a time.
-_AT_ONCE = 2**15
+#: Variances below this share of the mean square are rounding.
+_ROUNDING_SHARE = 1e-24
+#: Numbers that are processed at once.
+_GROUP_NUMBERS = 2**15
 
 
 def autocorrelation_time(draws: Tensor) -> Tensor:
-    """Draws per independent one, `[elements]`, at least 1 over the number of draws.
+    """Integrated autocorrelation time: draws per effective draw, `[elements]`.
 
-    The sum of autocorrelations of all chains together, about their common mean, over Geyer's
-    initial monotone sequence (Geyer 1992; Vehtari et al. 2021, without the ranks).
+    The sum of the autocorrelations of all chains about their common mean, over Geyer's initial
+    monotone sequence (Geyer 1992; Vehtari et al. 2021, without ranks), at least 1 / draws.
 
     Args:
         draws: `[chains, draws, elements]`, four draws a chain or more.
@@ -49,8 +49,8 @@ def by_group(statistic: Callable[[Tensor], Tensor], draws: Tensor) -> Tensor:
 
 
 def mixing_of(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(Rank-normalized split R-hat, bulk and tail effective draws), each `[elements]`, as ArviZ has
-    them (Vehtari et al. 2021); NaN of constants, which have not been seen to mix.
+    """(Rank-normalized split R-hat, bulk ESS, tail ESS), each `[elements]`, as in ArviZ (Vehtari et
+    al. 2021); NaN of constant elements.
 
     Args:
         draws: `[chains, draws, elements]`, eight draws a chain or more.
@@ -63,9 +63,9 @@ def mixing_of(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_element(function: Callable[[Tensor], Tensor], draws: Tensor) -> Tensor:
-    """A function of `[some elements, chains, draws]`, `[..., some elements]`, of all of them."""
+    """Applies a function `[group, chains, draws]` -> `[..., group]` to all elements, in groups."""
     chains, count, _ = draws.shape
-    blocks = draws.split(max(1, _AT_ONCE // (chains * count)), dim=2)
+    blocks = draws.split(max(1, _GROUP_NUMBERS // (chains * count)), dim=2)
     parts = [function(block.permute(2, 0, 1).double().contiguous()) for block in blocks]
     return torch.cat(parts, -1)
 
@@ -78,7 +78,7 @@ def _autocorrelation_time(draws: Tensor) -> Tensor:
     within = torch.fft.irfft(power, n=2 * count)[:, :count] / count  # [elements, lags]
     between = means[..., 0].var(1) if chains > 1 else torch.zeros_like(within[:, 0])
     total = within[:, 0] * (count - 1) / count + between
-    still = total <= _NONE * draws.square().mean((1, 2))
+    still = total <= _ROUNDING_SHARE * draws.square().mean((1, 2))
     correlation = 1 - (within[:, :1] - within) / torch.where(still, 1.0, total)[:, None]
     pairs = correlation[:, : count // 2 * 2].unflatten(1, (-1, 2)).sum(2)
     pairs = torch.cummin(pairs, 1).values.clamp(min=0)
@@ -86,7 +86,7 @@ def _autocorrelation_time(draws: Tensor) -> Tensor:
 
 
 def _halves(draws: Tensor) -> Tensor:
-    """Every chain as two, `[elements, 2 chains, half of the draws]`."""
+    """Chains split in halves, `[elements, 2 chains, draws / 2]`."""
     half = draws.shape[2] // 2
     return torch.cat([draws[..., :half], draws[..., -half:]], 1)
 
@@ -98,33 +98,33 @@ def _split_r_hat(draws: Tensor) -> Tensor:
     # torch's own var is many times slower
     within = (halves - means).square_().sum(2).mean(1) / (half - 1)
     between = means[..., 0].var(1)
-    still = within <= _NONE * halves.square().mean((1, 2))
+    still = within <= _ROUNDING_SHARE * halves.square().mean((1, 2))
     ratio = between / torch.where(still, 1.0, within)
     return torch.where(still & (between == 0), 1.0, ((half - 1) / half + ratio).sqrt())
 
 
 def _mixing_of(draws: Tensor) -> Tensor:
-    """The three numbers of each element, `[3, elements]`."""
+    """The three results of `mixing_of`, `[3, elements]`."""
     ordered, order = draws.flatten(1).sort(1)
     middle = ordered[:, (ordered.shape[1] - 1) // 2]
     scores = _normal_scores(ordered, order).view_as(draws)
     folded = (draws - middle[:, None, None]).abs()
-    of_folded = _normal_scores(*folded.flatten(1).sort(1)).view_as(draws)
-    r_hat = torch.maximum(_split_r_hat(scores), _split_r_hat(of_folded))
+    folded_scores = _normal_scores(*folded.flatten(1).sort(1)).view_as(draws)
+    r_hat = torch.maximum(_split_r_hat(scores), _split_r_hat(folded_scores))
     below = [draws <= _quantile(ordered, part)[:, None, None] for part in (0.05, 0.95)]
-    tail = torch.minimum(*(_effective(each.double()) for each in below))
+    tail = torch.minimum(*(_effective(is_below.double()) for is_below in below))
     mixing = torch.stack([r_hat, _effective(scores), tail])
     return mixing.masked_fill(ordered[:, 0] == ordered[:, -1], math.nan)
 
 
 def _effective(draws: Tensor) -> Tensor:
-    """Effective draws of chains in halves."""
+    """Effective draws, with chains split in halves, `[elements]`."""
     halves = _halves(draws)
     return halves.shape[1] * halves.shape[2] / _autocorrelation_time(halves)
 
 
 def _quantile(ordered: Tensor, part: float) -> Tensor:
-    """Of values in order, `[elements, values]`, with the values between two of them on a line."""
+    """Quantile of sorted values `[elements, values]`, by linear interpolation, `[elements]`."""
     place = part * (ordered.shape[1] - 1)
     low = ordered[:, int(place)]
     high = ordered[:, min(int(place) + 1, ordered.shape[1] - 1)]
@@ -132,12 +132,12 @@ def _quantile(ordered: Tensor, part: float) -> Tensor:
 
 
 def _normal_scores(ordered: Tensor, order: Tensor) -> Tensor:
-    """Normal scores of the ranks of values (Vehtari et al. 2021), `[elements, values]`; equal ones
-    have the mean of their ranks.
+    """Normal scores of the ranks of values (Vehtari et al. 2021), `[elements, values]`; equal
+    values have their mean rank.
 
     Args:
-        ordered: the values in order.
-        order: their places.
+        ordered: sorted values.
+        order: their places before sorting.
     """
     count = ordered.shape[1]
     halves = torch.arange(2, 2 * count + 1, device=ordered.device).double() / 2  # 1, 1.5, 2, ...
@@ -147,7 +147,7 @@ def _normal_scores(ordered: Tensor, order: Tensor) -> Tensor:
         return torch.empty_like(ordered).scatter_(1, order, scores[::2].expand_as(ordered))
     first = torch.arange(count, device=ordered.device).repeat(len(ordered), 1)
     last = first.clone()
-    first[:, 1:] *= rises  # 0 within a group, whose first place is the largest until then
+    first[:, 1:] *= rises  # 0 within equal values, whose first place is the largest so far
     last[:, :-1] = last[:, :-1].where(rises, count - 1)
     last = last.flip(1).cummin(1).values.flip(1)
     return torch.empty_like(ordered).scatter_(1, order, scores[first.cummax(1).values + last])

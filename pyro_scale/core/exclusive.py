@@ -1,4 +1,4 @@
-"""One lock for state that belongs to the whole process.
+"""State that belongs to the whole process, and the lock for it.
 
 That state is Pyro's handler stack, param store and validation flag, torch's generator, switches
 and module hooks, and Python's warning filters.  Code that reads or changes any of it holds the
@@ -7,21 +7,26 @@ lock, and only briefly: never across steps, and never while waiting for another 
 
 from __future__ import annotations
 
+import functools
+import signal
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-#: Held by the thread that uses any of them; one that has it may take it again.
+#: The lock.  A thread that holds it may take it again.
 exclusive = threading.RLock()
 
 
 @contextmanager
 def own_generator(seed: int | None = None) -> Iterator[None]:
-    """torch's generator for this thread alone, seeded if so told, and left as it was."""
+    """Inside, this thread alone uses torch's generator, seeded if `seed` is passed; afterwards the
+    generator is as it was."""
     with exclusive, torch.random.fork_rng():
         if seed is not None:
             torch.default_generator.manual_seed(seed)
@@ -31,13 +36,13 @@ def own_generator(seed: int | None = None) -> Iterator[None]:
 
 
 class Ignored:
-    """Warnings that are not shown while any thread is inside; it is not held up by others.
+    """A context manager that hides warnings while any thread is inside it.
 
-    `warnings.catch_warnings` puts back the filters that were there when it began, those of other
-    threads among them, so it is not for what takes long.
+    `warnings.catch_warnings` restores all filters that were there when it began, those of other
+    threads among them, so it cannot be used around code that takes long.
 
     Args:
-        message: how they begin, a regular expression.
+        message: regular expression for the beginning of the warnings.
     """
 
     def __init__(self, message: str):
@@ -46,7 +51,7 @@ class Ignored:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Goes inside."""
+        """Hides the warnings inside."""
         with exclusive:
             self._enter()
         try:
@@ -64,7 +69,52 @@ class Ignored:
             self._filter = warnings.filters[0]
 
     def _leave(self) -> None:
-        if self._filter in warnings.filters:  # else who catches warnings has put others in place
+        if self._filter in warnings.filters:  # unless a catch_warnings replaced the filters
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
             warnings._filters_mutated()  # type: ignore[attr-defined]
         self._filter = None
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Inside, torch does not use oneDNN, whose recurrent layers cannot be traced."""
+    with exclusive, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
+class PlainLSTM(TorchFunctionMode):
+    """Computes LSTMs without oneDNN, whose LSTM has no forward derivative.  Other operations, such
+    as convolutions, keep it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.lstm:
+            return func(*args, **(kwargs or {}))
+        with without_onednn():
+            return func(*args, **(kwargs or {}))
+
+
+def raise_if_from_handler(error: BaseException) -> None:
+    """Raises an exception again if a signal handler raised it, such as a time limit of the user's.
+
+    Call this in an `except Exception` that treats errors of a model or a compiler as a reason to do
+    something else.  An exception of a signal handler is none: it has to end the run.
+    """
+    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    trace = error.__traceback__
+    while trace is not None and handlers:
+        if trace.tb_frame.f_code in handlers:
+            raise error
+        trace = trace.tb_next
+
+
+def _code(handler: Any) -> CodeType | None:
+    """The code of a Python signal handler; None of the system's handlers."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    for function in (handler, type(handler).__call__ if callable(handler) else None):
+        code = getattr(function, "__code__", None)  # a method gives that of its function
+        if code is not None:
+            return code
+    return None

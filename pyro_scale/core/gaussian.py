@@ -1,38 +1,75 @@
-"""Diagonal and dense Gaussians over a flat vector [D]."""
+"""Gaussians over a flat vector [D], by the structure of their covariance.
+
+`Diagonal` and `Dense` hold factors of the covariance.  `LowRank` and `Kronecker` are for vectors so
+long that a [D, D] matrix does not fit into memory: they multiply vectors by the covariance and by
+the precision.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian_parts import OfTensors
-from pyro_scale.core.kronecker import Kronecker
-from pyro_scale.core.low_rank import LowRank
+
+class _Gaussian:
+    """What all Gaussians have; subclasses are dataclasses whose fields are tensors."""
+
+    mean: Tensor
+
+    @classmethod
+    def from_contents(cls, **contents: Any) -> Self:
+        """The Gaussian that `contents` describes."""
+        return cls(**contents)
+
+    def contents(self) -> dict[str, Any]:
+        """Its tensors by name, for files."""
+        return dict(vars(self))
+
+    def double(self) -> Self:
+        """The same in float64."""
+        doubled: Any = {name: value.double() for name, value in vars(self).items()}
+        return dataclasses.replace(self, **doubled)  # type: ignore[type-var]
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Log density at x [D], in nats."""
+        squares = self._squared_distance(x - self.mean)
+        return -(squares + self.log_det + len(self.mean) * math.log(2 * math.pi)) / 2
+
+    @property
+    def log_det(self) -> Tensor:
+        """Log determinant of the covariance."""
+        raise NotImplementedError
+
+    def _squared_distance(self, offset: Tensor) -> Tensor:
+        """offset' precision offset, of an offset [D] from the mean."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Diagonal(OfTensors):
+class Diagonal(_Gaussian):
     """Independent elements.
 
     Args:
         mean: [D].
-        sd: [D].
+        sd: standard deviations, [D].
     """
 
     mean: Tensor
     sd: Tensor
 
     @classmethod
-    def of_precision(cls, mean: Tensor, precision: Tensor) -> Diagonal:
-        """From each element's precision, [D]."""
+    def from_precision(cls, mean: Tensor, precision: Tensor) -> Diagonal:
+        """From the elements' precisions, [D]."""
         return cls(mean, precision.rsqrt())
 
     def temper(self, temperature: float) -> Diagonal:
-        """The covariance times the temperature."""
+        """The Gaussian with its covariance multiplied by a temperature."""
         return Diagonal(self.mean, self.sd * math.sqrt(temperature))
 
     def sample(self, noise: Tensor) -> Tensor:
@@ -43,59 +80,55 @@ class Diagonal(OfTensors):
         """The covariance times a vector [D]."""
         return self.variance * vector
 
-    def log_prob(self, x: Tensor) -> Tensor:
-        """The log density at x [D], in nats."""
-        scaled = ((x - self.mean) / self.sd).square().sum()
-        return -(scaled + self.log_det + len(self.mean) * math.log(2 * math.pi)) / 2
-
     @property
     def variance(self) -> Tensor:
-        """[D]."""
+        """Diagonal of the covariance, [D]."""
         return self.sd.square()
 
     @property
     def precision(self) -> Tensor:
-        """[D]."""
+        """Diagonal of the precision, which is all of it, [D]."""
         return self.sd.square().reciprocal()
 
     precision_diagonal = precision
 
     @property
     def log_det(self) -> Tensor:
-        """The log determinant of the covariance."""
         return 2 * self.sd.log().sum()
+
+    def _squared_distance(self, offset: Tensor) -> Tensor:
+        return (offset / self.sd).square().sum()
 
 
 @dataclass(frozen=True)
-class Dense(OfTensors):
+class Dense(_Gaussian):
     """Correlated elements.
 
     Args:
         mean: [D].
-        scale_tril: lower triangular, [D, D]; times its transpose it is the covariance.
+        scale_tril: Cholesky factor of the covariance, lower triangular, [D, D].
     """
 
     mean: Tensor
     scale_tril: Tensor
 
     @classmethod
-    def of_covariance(cls, mean: Tensor, covariance: Tensor) -> Dense:
+    def from_covariance(cls, mean: Tensor, covariance: Tensor) -> Dense:
         """From a covariance matrix, [D, D]."""
         return cls(mean, torch.linalg.cholesky(covariance))
 
     @classmethod
-    def of_precision(cls, mean: Tensor, precision: Tensor, overwrite: bool = False) -> Dense:
+    def from_precision(cls, mean: Tensor, precision: Tensor, overwrite: bool = False) -> Dense:
         """From a precision matrix, [D, D].
 
-        Backwards in both directions, a Cholesky factor of the precision is the transpose of one of
-        the covariance's inverse: no more than one factor and one triangular solve, each in its own
-        memory, so that there are three matrices at once with the one that is given; two where its
-        memory may be taken.
+        With rows and columns in reverse order, the precision's Cholesky factor is the transposed
+        inverse of the covariance's.  So one factorization and one triangular solve are enough, each
+        in place: at most three matrices are in memory, or two with `overwrite`.
 
         Args:
             mean: [D].
             precision: [D, D].
-            overwrite: whether the precision is not needed any more.
+            overwrite: whether the precision's memory may be reused.
 
         Raises:
             torch.linalg.LinAlgError: it is not positive definite; then it is as it was.
@@ -109,7 +142,7 @@ class Dense(OfTensors):
         return cls(mean, inverse.flip(-2, -1).mT)
 
     def temper(self, temperature: float) -> Dense:
-        """The covariance times the temperature."""
+        """The Gaussian with its covariance multiplied by a temperature."""
         if temperature == 1:
             return self
         return Dense(self.mean, self.scale_tril * math.sqrt(temperature))
@@ -122,53 +155,275 @@ class Dense(OfTensors):
         """The covariance times a vector [D]."""
         return self.scale_tril @ (self.scale_tril.mT @ vector)
 
-    def log_prob(self, x: Tensor) -> Tensor:
-        """The log density at x [D], in nats."""
-        away = (x - self.mean)[:, None]
-        scaled = torch.linalg.solve_triangular(self.scale_tril, away, upper=False).square().sum()
-        return -(scaled + self.log_det + len(self.mean) * math.log(2 * math.pi)) / 2
-
     @property
     def variance(self) -> Tensor:
-        """[D]."""
+        """Diagonal of the covariance, [D]."""
         return self.scale_tril.square().sum(-1)
 
     @property
     def covariance(self) -> Tensor:
-        """[D, D]."""
+        """Covariance matrix, [D, D]."""
         return self.scale_tril @ self.scale_tril.mT
 
     @property
     def precision(self) -> Tensor:
-        """[D, D]."""
+        """Precision matrix, [D, D]."""
         return torch.cholesky_inverse(self.scale_tril)
 
     @property
     def precision_diagonal(self) -> Tensor:
-        """[D]."""
+        """Diagonal of the precision, [D]."""
         return self.precision.diagonal()
 
     @property
     def log_det(self) -> Tensor:
-        """The log determinant of the covariance."""
         return 2 * self.scale_tril.diagonal().log().sum()
 
+    def _squared_distance(self, offset: Tensor) -> Tensor:
+        column = offset[:, None]
+        return torch.linalg.solve_triangular(self.scale_tril, column, upper=False).square().sum()
 
-#: Of any structure.
+
+class _ByProducts(_Gaussian):
+    """A Gaussian that multiplies vectors by its covariance and its precision."""
+
+    def covariance_times(self, vector: Tensor) -> Tensor:
+        """The covariance times vectors [..., D]."""
+        raise NotImplementedError
+
+    def precision_times(self, vector: Tensor) -> Tensor:
+        """The precision times vectors [..., D]."""
+        raise NotImplementedError
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariance matrix, [D, D]."""
+        return self.covariance_times(torch.eye(len(self.mean)).to(self.mean))
+
+    @property
+    def precision(self) -> Tensor:
+        """Precision matrix, [D, D]."""
+        return self.precision_times(torch.eye(len(self.mean)).to(self.mean))
+
+    def _squared_distance(self, offset: Tensor) -> Tensor:
+        return torch.dot(offset, self.precision_times(offset))
+
+
+@dataclass(frozen=True)
+class LowRank(_ByProducts):
+    """The precision diag(scale)^-1 (I + U diag(lengths) U^T) diag(scale)^-1.
+
+    Args:
+        mean: [D].
+        scale: standard deviations where U is 0, [D].
+        axes: U, orthonormal columns, [D, k].
+        lengths: at least 0, [k].
+    """
+
+    mean: Tensor
+    scale: Tensor
+    axes: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def from_precision(cls, mean: Tensor, diagonal: Tensor, factor: Tensor) -> LowRank:
+        """From the precision diag(diagonal) + V V^T, with V [D, k]."""
+        scale = diagonal.rsqrt()
+        axes, singular, _ = torch.linalg.svd(scale[:, None] * factor, full_matrices=False)
+        return cls(mean, scale, axes, singular.square())
+
+    def temper(self, temperature: float) -> LowRank:
+        """The Gaussian with its covariance multiplied by a temperature."""
+        return LowRank(self.mean, self.scale * math.sqrt(temperature), self.axes, self.lengths)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Draws from standard normals, [..., D]."""
+        return self.mean + self.scale * self._stretch(noise, (1 + self.lengths).rsqrt())
+
+    def covariance_times(self, vector: Tensor) -> Tensor:
+        return self.scale * self._stretch(self.scale * vector, 1 / (1 + self.lengths))
+
+    def precision_times(self, vector: Tensor) -> Tensor:
+        return self._stretch(vector / self.scale, 1 + self.lengths) / self.scale
+
+    @property
+    def variance(self) -> Tensor:
+        """Diagonal of the covariance, [D]."""
+        rows = self.axes.square() @ (1 / (1 + self.lengths) - 1)
+        return self.scale.square() * (1 + rows)
+
+    @property
+    def precision_diagonal(self) -> Tensor:
+        """Diagonal of the precision, [D]."""
+        return (1 + self.axes.square() @ self.lengths) / self.scale.square()
+
+    @property
+    def log_det(self) -> Tensor:
+        return 2 * self.scale.log().sum() - self.lengths.log1p().sum()
+
+    def _stretch(self, vector: Tensor, by: Tensor) -> Tensor:
+        """(I + U diag(by - 1) U^T) v."""
+        return vector + ((vector @ self.axes) * (by - 1)) @ self.axes.mT
+
+
+class Block(NamedTuple):
+    """Elements that are independent of all others: as a matrix [m, n], their covariance has the
+    eigenvectors of a Kronecker product, with a variance for each pair of the factors' vectors.
+
+    Attributes:
+        places: of the elements in the whole vector, [m, n].
+        left: orthonormal, [m, m].
+        right: orthonormal, [n, n].
+        variances: [m, n].
+    """
+
+    places: Tensor
+    left: Tensor
+    right: Tensor
+    variances: Tensor
+
+    def stretch(self, values: Tensor, by: Tensor) -> Tensor:
+        """Values `[..., m, n]`, multiplied by `by` [m, n] along the eigenvectors."""
+        return self.left @ (by * (self.left.mT @ values @ self.right)) @ self.right.mT
+
+    def spread(self, noise: Tensor) -> Tensor:
+        """Draws with this covariance, from standard normals `[..., m, n]`."""
+        return self.left @ (self.variances.sqrt() * noise) @ self.right.mT
+
+    def diagonal(self, values: Tensor) -> Tensor:
+        """Diagonal, as [m, n], of the matrix with these eigenvalues [m, n]."""
+        return self.left.square() @ values @ self.right.square().mT
+
+
+@dataclass(frozen=True)
+class Kronecker(_ByProducts):
+    """Blocks of elements, and independent elements.
+
+    Args:
+        mean: [D].
+        blocks: without common elements.
+        others: places of the elements that are in no block, [k].
+        other_variances: variances of these, [k].
+    """
+
+    mean: Tensor
+    blocks: tuple[Block, ...]
+    others: Tensor
+    other_variances: Tensor
+
+    @classmethod
+    def from_contents(cls, **contents: Any) -> Kronecker:
+        blocks = tuple(Block(*block) for block in contents["blocks"])
+        return cls(**{**contents, "blocks": blocks})
+
+    def contents(self) -> dict[str, Any]:
+        return {**vars(self), "blocks": tuple(tuple(block) for block in self.blocks)}
+
+    def temper(self, temperature: float) -> Kronecker:
+        """The Gaussian with its covariance multiplied by a temperature."""
+        blocks = tuple(
+            block._replace(variances=temperature * block.variances) for block in self.blocks
+        )
+        return Kronecker(self.mean, blocks, self.others, temperature * self.other_variances)
+
+    def double(self) -> Kronecker:
+        blocks = tuple(
+            Block(block.places, *(part.double() for part in block[1:])) for block in self.blocks
+        )
+        return Kronecker(self.mean.double(), blocks, self.others, self.other_variances.double())
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Draws from standard normals, [..., D]."""
+        offset = self._map_parts(noise, Block.spread, lambda x, variances: x * variances.sqrt())
+        return self.mean + offset
+
+    def covariance_times(self, vector: Tensor) -> Tensor:
+        return self._map_parts(
+            vector, lambda block, x: block.stretch(x, block.variances), torch.mul
+        )
+
+    def precision_times(self, vector: Tensor) -> Tensor:
+        return self._map_parts(
+            vector, lambda block, x: block.stretch(x, 1 / block.variances), torch.div
+        )
+
+    @property
+    def variance(self) -> Tensor:
+        """Diagonal of the covariance, [D]."""
+        return self._diagonal(lambda variances: variances)
+
+    @property
+    def precision_diagonal(self) -> Tensor:
+        """Diagonal of the precision, [D]."""
+        return self._diagonal(torch.reciprocal)
+
+    @property
+    def log_det(self) -> Tensor:
+        parts = [self.other_variances, *(block.variances for block in self.blocks)]
+        return torch.stack([part.log().sum() for part in parts]).sum()
+
+    def _diagonal(self, eigenvalues: Callable[[Tensor], Tensor]) -> Tensor:
+        """Diagonal of the matrix whose eigenvalues are a function of the variances, [D]."""
+        total = torch.zeros_like(self.mean)
+        for block in self.blocks:
+            total[block.places] = block.diagonal(eigenvalues(block.variances))
+        return total.index_put((self.others,), eigenvalues(self.other_variances))
+
+    def _map_parts(
+        self,
+        vector: Tensor,
+        map_block: Callable[[Block, Tensor], Tensor],
+        map_others: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Vectors [..., D] whose blocks, and other elements, are mapped by these functions."""
+        result = torch.zeros_like(vector)
+        for block in self.blocks:
+            result[..., block.places] = map_block(block, vector[..., block.places])
+        result[..., self.others] = map_others(vector[..., self.others], self.other_variances)
+        return result
+
+
+#: A Gaussian of any structure.
 Gaussian: TypeAlias = Diagonal | Dense | Kronecker | LowRank
 
 
 def as_structure(gaussian: Gaussian, dense: bool) -> Gaussian:
-    """The Gaussian, as a dense one, or without its correlations."""
+    """A Gaussian as a dense one, or without its correlations."""
     if not dense:
         return Diagonal(gaussian.mean, gaussian.variance.sqrt())
     if isinstance(gaussian, Diagonal):
         return Dense(gaussian.mean, gaussian.sd.diag())
     if isinstance(gaussian, Kronecker | LowRank):
-        return Dense.of_covariance(gaussian.mean, gaussian.covariance)
+        return Dense.from_covariance(gaussian.mean, gaussian.covariance)
     return gaussian
 
 
 def matrix_or_diagonal(values: Tensor, dense: bool) -> Tensor:
-    """A matrix [D, D], or a diagonal [D], as the matrix, or its diagonal."""
+    """A matrix [D, D], or a diagonal [D], as the matrix if `dense`, else as its diagonal."""
     return values if (values.dim() == 2) == dense else values.diag()
+
+
+def semidefinite_root(matrix: Tensor) -> Tensor:
+    """Cholesky factors of positive semi-definite matrices `[..., m, m]`, lower triangular.
+
+    torch's needs positive definite ones.  Here a pivot may be 0, up to rounding of its diagonal
+    element: its column is then 0.
+    """
+    size = matrix.shape[-1]
+    scale = matrix.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+    inverse = torch.where(scale > 0, 1 / scale, 0)
+    left = inverse[..., None] * matrix * inverse[..., None, :]
+    least = size * torch.finfo(matrix.dtype).eps
+    columns = []
+    for place in range(size):
+        pivot = left[..., place, place, None]
+        column = torch.where(pivot > least, left[..., place] * pivot.clamp(min=least).rsqrt(), 0)
+        columns.append(column)
+        left = left - column[..., None] * column[..., None, :]
+    return scale[..., None] * torch.stack(columns, -1).tril()
+
+
+def triangular(root: Tensor) -> Tensor:
+    """Cholesky factor of R R^T, of any root R, `[m, m]`."""
+    _, triangle = torch.linalg.qr(root.mT)
+    return triangle.mT * triangle.diagonal().sign()

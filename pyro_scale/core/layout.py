@@ -12,15 +12,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor of a dict lies in one flat vector.
+    """Places of the tensors of a dict in one flat vector.
 
     Args:
-        names: the entries, in the vector's order.
-        shapes: their shapes.
-        dtypes: their dtypes; the vector has the widest of them, at least float32.
+        names: of the entries, in the vector's order.
+        shapes: of the entries.
+        dtypes: of the entries; the vector has the widest of them, at least float32.
 
     Examples:
-        >>> layout = Layout.of({"w": torch.zeros(2, 3), "b": torch.ones(2)})
+        >>> layout = Layout.from_tensors({"w": torch.zeros(2, 3), "b": torch.ones(2)})
         >>> layout.size
         8
         >>> layout.flatten({"w": torch.zeros(2, 3), "b": torch.ones(2)})
@@ -32,7 +32,7 @@ class Layout:
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
-    def of(cls, values: Mapping[str, Tensor]) -> Layout:
+    def from_tensors(cls, values: Mapping[str, Tensor]) -> Layout:
         """The layout of a dict of tensors, in its own order."""
         return cls(
             tuple(values),
@@ -47,12 +47,12 @@ class Layout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The vector's dtype: the one that every entry's promotes to, and at least float32: a
-        step is shorter than what half precision can tell apart, and would be rounded off."""
+        """The vector's dtype: the one to which all entries promote, at least float32.  In half
+        precision a step would be lost to rounding."""
         return functools.reduce(torch.promote_types, self.dtypes, torch.float32)
 
     def slices(self) -> dict[str, slice]:
-        """Each entry's place in the vector."""
+        """Slice of every entry in the vector, by name."""
         places, start = {}, 0
         for name, shape in zip(self.names, self.shapes, strict=True):
             places[name] = slice(start, start + shape.numel())
@@ -60,7 +60,7 @@ class Layout:
         return places
 
     def places(self, names: Iterable[str]) -> Tensor:
-        """Where in the vector the elements of some entries are, [d]."""
+        """Indices in the vector of all elements of these entries, [d]."""
         slices = self.slices()
         parts = [torch.arange(slices[n].start, slices[n].stop) for n in names]
         return torch.cat(parts) if parts else torch.arange(0)
@@ -86,5 +86,5 @@ class Layout:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as torch's module has it, such as `float32`."""
+    """The name of a dtype in the module torch, such as "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Means, standard deviations, quantiles and mixing of chains, without keeping the draws."""
+"""Means, standard deviations, quantiles, R-hat and ESS of chains, without storing the draws."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from torch import Tensor
 
 from pyro_scale.core.tdigest import QuantileSketch
 
-#: R-hat from which on chains' own means say how far off the mean of all is; draws in a batch below
-#: which batches' means do not say it.
-_DISAGREE, _SHORT = 1.05, 10
-#: Batches of each chain, whose means say how much is known of the mean.
+#: R-hat above which the error of the mean is estimated from the means of chains, too.
+_MAX_R_HAT = 1.05
+#: Smallest number of draws in a batch for estimating that error from the means of batches.
+_MIN_BATCH = 10
+#: Number of batches of each chain.
 _BATCHES = 25
 
 
 class Moments(NamedTuple):
-    """What many draws come to, by element.
+    """Posterior mean, sd, quantiles, R-hat and ESS of every element.
 
     Attributes:
         mean: `[...]`.
-        sd: the standard deviation, `[...]`.
+        sd: standard deviation, `[...]`.
         quantiles: `[levels, ...]`.
-        r_hat: split R-hat of the means (Gelman et al. 2013, 11.4), not rank-normalized.
-        ess: effective draws for the mean, by means of 25 batches of each chain, and of chains where
-            those do not agree; NaN of fewer than 250 draws a chain.  Up to two thirds too many
-            where a chain remembers for as long as a batch: then 25 of them are all that it has.
+        r_hat: split R-hat (Gelman et al. 2013, 11.4), not rank-normalized.
+        ess: effective draws for the mean, from the variance of the means of 25 batches per chain,
+            and of the means of chains if these disagree; NaN for fewer than 250 draws per chain.
+            Up to two thirds too large if the autocorrelation time is as long as a batch.
     """
 
     mean: Tensor
@@ -39,8 +40,13 @@ class Moments(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """How many numbers there were of each chain, `[chains, 1]`, their mean, and the sum of squares
-    about it, `[chains, size]`."""
+    """Sums over the draws of each chain.
+
+    Attributes:
+        number: of draws, `[chains, 1]`.
+        mean: `[chains, size]`.
+        squares: sum of squared deviations from the mean, `[chains, size]`.
+    """
 
     number: Tensor
     mean: Tensor
@@ -48,27 +54,27 @@ class Sums(NamedTuple):
 
     @classmethod
     def none(cls, num_chains: int, size: int) -> Sums:
-        """Of no numbers."""
+        """The sums of no draws."""
         zeros = torch.zeros(num_chains, size, dtype=torch.float64)
         return cls(torch.zeros(num_chains, 1, dtype=torch.long), zeros, zeros)
 
     @classmethod
-    def of(cls, numbers: Tensor) -> Sums:
-        """Those of `[chains, n, size]`, in double precision."""
+    def from_draws(cls, numbers: Tensor) -> Sums:
+        """The sums of draws `[chains, n, size]`, in double precision."""
         numbers = numbers.double()
         mean = numbers.mean(1)
         number = torch.full((len(numbers), 1), numbers.shape[1])
         return cls(number, mean, (numbers - mean[:, None]).square().sum(1))
 
     def __or__(self, other: Sums) -> Sums:
-        """Both together (Chan, Golub and LeVeque 1983)."""
+        """The sums of both together (Chan, Golub and LeVeque 1983)."""
         count = self.number + other.number
         part, gap = other.number / count.clamp(min=1).double(), other.mean - self.mean
         squares = self.squares + other.squares + gap.square() * (self.number * part)
         return Sums(count, self.mean + gap * part, squares)
 
-    def together(self) -> Sums:
-        """Of all chains as one, `[1, size]`."""
+    def pool(self) -> Sums:
+        """The sums of the draws of all chains as one chain."""
         number = self.number.sum(0, keepdim=True)
         mean = (self.number * self.mean).sum(0, keepdim=True) / number
         squares = self.squares + self.number * (self.mean - mean).square()
@@ -76,18 +82,18 @@ class Sums(NamedTuple):
 
     @property
     def variance(self) -> Tensor:
-        """Unbiased; NaN of fewer than two numbers."""
+        """Unbiased variance of each chain, `[chains, size]`; NaN for fewer than two draws."""
         return torch.where(self.number > 1, self.squares / (self.number - 1), math.nan)
 
 
 class Totals(NamedTuple):
-    """What draws of some chains have come to.
+    """Sums and quantile sketch of chains.
 
     Attributes:
-        halves: of the first and of the second half of each chain.
-        batches: of the means of each chain's batches.
-        batch: draws in one of these.
-        sketch: of all chains' draws.
+        halves: sums of the first and of the second half of each chain.
+        batches: sums of the means of each chain's batches.
+        batch: draws in a batch.
+        sketch: quantiles of all chains' draws.
     """
 
     halves: tuple[Sums, Sums]
@@ -96,48 +102,50 @@ class Totals(NamedTuple):
     sketch: QuantileSketch
 
     @classmethod
-    def of(cls, sums: Sequence[OnlineMoments], chains: Sequence[tuple[int, int]]) -> Totals:
-        """Of chains that were added up in parts.
+    def from_parts(
+        cls, parts: Sequence[OnlineMoments], chains: Sequence[tuple[int, int]]
+    ) -> Totals:
+        """The totals of chains whose moments were collected in parts.
 
         Args:
-            sums: of the parts.
-            chains: each one's part, and its place there.
+            parts: moments of different chains.
+            chains: (part, place in it) of every chain.
         """
 
-        def of_chains(parts: Sequence[Sums]) -> Sums:
-            own = [[each[place] for each in parts[part]] for part, place in chains]
-            return Sums(*(torch.stack(each) for each in zip(*own, strict=True)))
+        def select(sums: Sequence[Sums]) -> Sums:
+            of_chains = [[field[place] for field in sums[part]] for part, place in chains]
+            return Sums(*(torch.stack(fields) for fields in zip(*of_chains, strict=True)))
 
-        first, second = zip(*(each.halves for each in sums), strict=True)
+        first, second = zip(*(part.halves for part in parts), strict=True)
         return cls(
-            (of_chains(first), of_chains(second)),
-            of_chains([each.batches for each in sums]),
-            sums[0].batch,
-            QuantileSketch.of([sums[part].sketch_of(place) for part, place in chains]),
+            (select(first), select(second)),
+            select([part.batches for part in parts]),
+            parts[0].batch,
+            QuantileSketch.merge([parts[part].sketch_of(place) for part, place in chains]),
         )
 
     def moments(self, levels: Sequence[float]) -> Moments:
-        """By element, `[size]`."""
+        """The moments of every element, `[size]`."""
         halves = [half for half in self.halves if (half.number > 1).all()]
         of_chains = self.halves[0] | self.halves[1]
-        total, batches = of_chains.together(), self.batches.together()
+        total, batches = of_chains.pool(), self.batches.pool()
         unknown = torch.full_like(total.mean[0], math.nan)
-        says = batches.number > 0 and self.batch >= _SHORT
-        error = batches.variance[0] / batches.number[0] if says else unknown
+        is_enough = batches.number > 0 and self.batch >= _MIN_BATCH
+        error = batches.variance[0] / batches.number[0] if is_enough else unknown
         within = torch.cat([half.variance for half in halves]).mean(0) if halves else unknown
         means = torch.cat([half.mean for half in halves]) if halves else total.mean
         length = min((int(half.number.min()) for half in halves), default=1)
         between = means.var(0) if len(means) > 1 else unknown
         r_hat = ((length - 1) / length + between / within).sqrt()
         if len(of_chains.mean) > 1:
-            apart = of_chains.mean.var(0) / len(of_chains.mean)
-            error = torch.where(r_hat > _DISAGREE, torch.maximum(error, apart), error)
+            by_chain = of_chains.mean.var(0) / len(of_chains.mean)
+            error = torch.where(r_hat > _MAX_R_HAT, torch.maximum(error, by_chain), error)
         variance = total.variance[0]
         quantiles = self.sketch.quantiles(levels)
         return Moments(total.mean[0], variance.sqrt(), quantiles, r_hat, variance / error)
 
     def state(self) -> dict[str, Any]:
-        """All that it holds, as tensors and plain values."""
+        """Its contents as tensors and plain values, for `from_state`."""
         return {
             "halves": [list(half) for half in self.halves],
             "batches": list(self.batches),
@@ -147,7 +155,7 @@ class Totals(NamedTuple):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Totals:
-        """One that holds what another one did."""
+        """The totals that `state` describes."""
         first, second = (Sums(*half) for half in state["halves"])
         sketch = QuantileSketch(0)
         vars(sketch).update(state["sketch"])
@@ -155,17 +163,17 @@ class Totals(NamedTuple):
 
 
 class OnlineMoments:
-    """Adds up the draws of chains.
+    """Collects the moments of chains, draw by draw.
 
     Args:
-        num_chains: how many chains.
+        num_chains: number of chains.
         size: elements of a draw.
-        num_draws: draws of each chain that are to come, which decides what a half is.
+        num_draws: draws of each chain that will be added, which determines halves and batches.
 
     Attributes:
-        halves: of the first and of the second half of each chain.
-        batches: of the means of each chain's batches.
-        batch: draws in one of these.
+        halves: sums of the first and of the second half of each chain.
+        batches: sums of the means of each chain's batches.
+        batch: draws in a batch.
     """
 
     def __init__(self, num_chains: int, size: int, num_draws: int):
@@ -178,12 +186,12 @@ class OnlineMoments:
 
     @property
     def count(self) -> int:
-        """Draws of each chain until now."""
+        """Number of draws of each chain that were added."""
         return sum(int(half.number[0]) for half in self.halves)
 
     def add(self, draws: Tensor) -> None:
-        """Takes the next draws, `[chains, n, size]`; those of chains that broke are NaN."""
-        # of chains that broke quantiles are not asked for
+        """Adds the next draws, `[chains, n, size]`; those of stopped chains are NaN."""
+        # quantiles of stopped chains are not used
         self._sketch.add(draws.nan_to_num(0, 0, 0).transpose(0, 1).flatten(1))
         while draws.shape[1]:
             to_half = self._half - self.count if self.count < self._half else draws.shape[1]
@@ -192,17 +200,17 @@ class OnlineMoments:
             draws = draws[:, most:]
 
     def sketch_of(self, chain: int) -> QuantileSketch:
-        """Of the draws of one chain, by its place."""
+        """The quantile sketch of one chain, by its place."""
         size = self._shape[1]
         return self._sketch.streams(slice(chain * size, (chain + 1) * size))
 
     def totals(self, chains: Sequence[int]) -> Totals:
-        """Of some chains, by their places."""
-        return Totals.of([self], [(0, chain) for chain in chains])
+        """The totals of these chains, by their places."""
+        return Totals.from_parts([self], [(0, chain) for chain in chains])
 
     def state(self) -> dict[str, Any]:
-        """All that it holds, as tensors of chains first."""
-        sketch = {name: each.unflatten(0, self._shape) for name, each in vars(self._sketch).items()}
+        """Its contents as tensors `[chains, ...]`, for `go_on_from`."""
+        sketch = {name: x.unflatten(0, self._shape) for name, x in vars(self._sketch).items()}
         return {
             "halves": [list(half) for half in self.halves],
             "batches": list(self.batches),
@@ -211,16 +219,16 @@ class OnlineMoments:
         }
 
     def go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Takes up where another one was."""
+        """Continues from the state of another collection."""
         first, second = (Sums(*half) for half in state["halves"])
         self.halves = first, second
         self.batches, self._partial = Sums(*state["batches"]), Sums(*state["partial"])
-        held = {name: each.flatten(0, 1) for name, each in state["sketch"].items()}
-        vars(self._sketch).update(held)
+        sketch = {name: x.flatten(0, 1) for name, x in state["sketch"].items()}
+        vars(self._sketch).update(sketch)
 
     def _add(self, draws: Tensor) -> None:
-        """Takes draws that are of one half and of one batch."""
-        new = Sums.of(draws)
+        """Adds draws that belong to one half and to one batch."""
+        new = Sums.from_draws(draws)
         first, second = self.halves
         halves = (first | new, second) if self.count < self._half else (first, second | new)
         partial, batches = self._partial | new, self.batches

@@ -1,14 +1,14 @@
 """A batch: the model's arguments, whose tensors are rows.
 
-The arguments are a tuple (by position) or a dict (by name), nested as they like.  Every tensor
-in them with at least one dimension is rows, and all of them share the first dimension; anything
-else passes unchanged.  Arrays and data frames become tensors where they come in.
+The arguments are a tuple (by position) or a dict (by name), and may be nested.  Every tensor in
+them with at least one dimension is rows, and all of these have the same first dimension; anything
+else passes unchanged.  Arrays and data frames are converted to tensors when data are opened.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,35 +22,58 @@ from pyro_scale.errors import DataError
 Arguments = tuple[Any, ...] | dict[str, Any]
 
 
+class Fixed(NamedTuple):
+    """A tensor that is the same at every step."""
+
+    tensor: Tensor
+
+
+class PerStep(NamedTuple):
+    """A tensor with an entry for every step, `[chains, steps, ...]`."""
+
+    tensor: Tensor
+
+
+class Gathered(NamedTuple):
+    """Rows of a table, at indices `[chains, steps, B]`."""
+
+    table: Tensor
+    indices: Tensor
+
+
+#: Where a compiled loop reads one tensor of each step's batch.
+Source = Fixed | PerStep | Gathered
+
+
 def is_rows(leaf: object) -> bool:
     """Whether a leaf of the arguments is rows."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 def as_arguments(batch: object) -> Arguments:
-    """What a loader yields or a user passes, as the model's arguments.
+    """Data from a loader or a user as the model's arguments.
 
     Raises:
-        DataError: an array or a data frame that cannot be a tensor.
+        DataError: an array or data frame cannot be a tensor.
     """
     return tables_as_tensors(by_place_or_name(batch))
 
 
 def column_names(batch: object) -> dict[str, list[Any]]:
-    """The columns' names of every data frame among the model's arguments, by its place."""
+    """Column names of the data frames among the model's arguments, by name of the argument."""
     leaves = named_leaves(by_place_or_name(batch))
     return {name: names_of(leaf) for name, leaf in leaves if is_table(leaf) and names_of(leaf)}
 
 
 def by_place_or_name(batch: object) -> Arguments:
-    """What a loader yields or a user passes as a tuple or a dict of leaves as they are."""
+    """Data from a loader or a user as a tuple or a dict; leaves are not converted."""
     if isinstance(batch, Mapping):
         return dict(batch)
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
 
 def tables_as_tensors(arguments: Arguments) -> Arguments:
-    """The arguments with tensors in place of arrays and data frames."""
+    """The arguments with arrays and data frames converted to tensors."""
     if not any(map(is_table, pytree.tree_leaves(arguments))):
         return arguments
     check_order(named_leaves(arguments))
@@ -68,7 +91,7 @@ def call(model: Callable[..., Any], arguments: Arguments) -> Any:
 
 
 def map_rows(function: Callable[[Tensor], Tensor], arguments: Arguments) -> Arguments:
-    """Applies a function to every tensor of rows; the rest passes unchanged."""
+    """Applies a function to every tensor of rows; other leaves are unchanged."""
     return pytree.tree_map(lambda leaf: function(leaf) if is_rows(leaf) else leaf, arguments)
 
 
@@ -78,7 +101,7 @@ def take(arguments: Arguments, index: Any) -> Arguments:
 
 
 def named_leaves(arguments: Arguments) -> list[tuple[str, Any]]:
-    """Every leaf with its place, such as `0`, `'x'` or `0['x']`."""
+    """(Name, leaf) of every leaf; names are like `0`, `'x'` or `0['x']`."""
     return [
         (pytree.keystr(path[:1])[1:-1] + pytree.keystr(path[1:]), leaf)
         for path, leaf in pytree.tree_flatten_with_path(arguments)[0]
@@ -86,12 +109,12 @@ def named_leaves(arguments: Arguments) -> list[tuple[str, Any]]:
 
 
 def named_rows(arguments: Arguments) -> list[tuple[str, Tensor]]:
-    """Every tensor of rows with its place."""
+    """(Name, tensor) of every tensor of rows."""
     return [(name, leaf) for name, leaf in named_leaves(arguments) if is_rows(leaf)]
 
 
 def count(arguments: Arguments) -> int | None:
-    """How many rows there are; None if no argument is rows.
+    """Number of rows; None if no argument is rows.
 
     Raises:
         DataError: the tensors' first dimensions differ.
@@ -108,7 +131,7 @@ def count(arguments: Arguments) -> int | None:
 
 
 def described(arguments: Arguments) -> str:
-    """Every tensor of rows with its type and shape, in words."""
+    """Names, dtypes and shapes of all tensors of rows, in words."""
     descriptions = [
         f"{name} is {dtype_name(leaf.dtype)} {list(leaf.shape)}"
         for name, leaf in named_rows(arguments)
@@ -122,23 +145,22 @@ def leaves(arguments: Arguments) -> list[Tensor]:
 
 
 def device(arguments: Arguments) -> torch.device | None:
-    """Where the rows are; None if there are none."""
+    """Device of the rows; None if there are none."""
     return next((leaf.device for leaf in leaves(arguments)), None)
 
 
 def are_finite(arguments: Arguments) -> bool:
-    """Whether no row holds NaN or an infinite number."""
+    """Whether all rows are finite."""
     return all(bool(torch.isfinite(leaf).all()) for leaf in leaves(arguments))
 
 
 def to_clean(arguments: Arguments, begin: int = 0, among: str = " of the batch") -> str:
-    """What to clean in the data, in words, with the first number that is NaN or infinite; "" where
-    all are finite.
+    """A message about the first NaN or infinite number in rows; "" if all are finite.
 
     Args:
-        arguments: some rows.
-        begin: the place of the first one.
-        among: which rows places are counted in.
+        arguments: the rows.
+        begin: number of the first row.
+        among: where rows are counted, such as " of the data".
     """
     for name, leaf in named_rows(arguments):
         bad = (~torch.isfinite(leaf)).nonzero()
@@ -152,8 +174,8 @@ def to_clean(arguments: Arguments, begin: int = 0, among: str = " of the batch")
 
 
 def other_columns(arguments: Arguments, known: Arguments) -> str:
-    """The first argument whose rows have another shape than those of a batch that is known, in
-    words; "" where there is none."""
+    """A message about the first argument whose rows have another shape than in the arguments
+    `known`; "" if there is none."""
     shapes = {name: list(leaf.shape[1:]) for name, leaf in named_rows(known)}
     for name, leaf in named_rows(arguments):
         if shapes.get(name, list(leaf.shape[1:])) != list(leaf.shape[1:]):
@@ -165,17 +187,17 @@ def other_columns(arguments: Arguments, known: Arguments) -> str:
 
 
 def vmap_dims(arguments: Arguments, dim: int | None) -> Any:
-    """`in_dims` for `torch.vmap`: `dim` for rows, None for the rest."""
+    """`in_dims` for `torch.vmap`: `dim` for rows, None for other leaves."""
     return pytree.tree_map(lambda leaf: dim if is_rows(leaf) else None, arguments)
 
 
 def by_column(table: Tensor) -> Tensor:
-    """A table `[rows, columns]` whose columns lie in one piece: sums over rows run along them."""
+    """A copy of a table `[rows, columns]` that is stored by column, for sums over rows."""
     return table.mT.contiguous().mT
 
 
 def are_alike(one: Arguments, other: Arguments) -> bool:
-    """Whether two batches differ in nothing but the values of their rows."""
+    """Whether two batches differ only in the values of their rows."""
     first, structure = pytree.tree_flatten(one)
     second, same = pytree.tree_flatten(other)
     return structure == same and all(map(_is_alike, first, second))
@@ -190,7 +212,7 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 
 def concatenate(parts: Sequence[Arguments]) -> Arguments:
-    """Batches of one structure, one after another.
+    """Concatenates batches of the same structure.
 
     Raises:
         DataError: their rows differ in shape.
@@ -199,12 +221,12 @@ def concatenate(parts: Sequence[Arguments]) -> Arguments:
 
 
 def stack(parts: Sequence[Arguments]) -> Arguments:
-    """Batches of one structure and size, along a new first dimension; raises as `concatenate`."""
+    """Stacks batches of the same structure and size; raises as `concatenate`."""
     return _join(torch.stack, parts)
 
 
 def different_shapes(error: RuntimeError) -> DataError:
-    """What to do about batches that cannot be put side by side."""
+    """The error for batches that cannot be joined."""
     return DataError(
         f"batches differ in the shape of their rows ({error}): let the collate function pad all "
         "rows to one length, or make all batches of one shape"

@@ -1,7 +1,7 @@
 """Schedules: step -> value.
 
-Any hyperparameter of a sampler that is a rate or a temperature may be a float or a function of
-the step's number, counted from 0 with warm-up included.
+A rate or temperature of a sampler may be a float or a function of the step's number, which counts
+from 0 and includes warm-up.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Falling:
-    """A rate that falls to 0 over a run's own length, linearly; where a run has no end that is
-    known (single steps, early stopping), as 1 / (1 + step / 1,000).
+    """A rate that falls linearly to 0 over the length of a run; if that is not known (single steps,
+    early stopping), it falls as 1 / (1 + step / 1,000).
 
     Attributes:
         start: the value at step 0.
@@ -31,11 +31,11 @@ class Falling:
     start: float
 
     def __call__(self, step: Any) -> Any:
-        """The value where the run's length is not known."""
+        """The value at a step, if the run's length is not known."""
         return self.start / (1 + step / 1000)
 
     def over(self, num_steps: int) -> Callable[[Any], Any]:
-        """The schedule of a run of so many steps."""
+        """The schedule of a run of `num_steps` steps."""
         return partial(_linear, self.start, num_steps)
 
 
@@ -46,14 +46,14 @@ def _linear(start: float, num_steps: int, step: Any) -> Any:
 def polynomial_decay(start: float, power: float = 0.33, delay: float = 1.0) -> Schedule:
     """start * (1 + step / delay)^(-power), Welling and Teh's decreasing step size (2011).
 
-    Draws at decreasing steps count by their weights, `sample_stats["weight"]`, in proportion to
-    lr; `summary` and `predict` use them.
+    Draws then have weights proportional to lr, `sample_stats["weight"]`, which `summary` and
+    `predict` use.
 
     Args:
         start: the value at step 0.
-        power: how fast it falls; in (0.5, 1] the steps' sum diverges while their squares' does
-            not, and 1/3 minimizes the mean squared error of averages (Teh, Thiery and Vollmer
-            2016), hence the default.
+        power: how fast it falls.  In (0.5, 1] the sum of the steps diverges and that of their
+            squares converges; 1/3, near the default, minimizes the mean squared error of averages
+            (Teh, Thiery and Vollmer 2016).
         delay: steps until the value has fallen by 2^-power.
 
     Examples:
@@ -71,8 +71,8 @@ def _polynomial(start: float, power: float, delay: float, step: int) -> float:
 
 
 def cosine_decay(start: float, num_steps: int, end: float = 0.0) -> Schedule:
-    """Half a cosine from `start` at step 0 to `end` at step `num_steps`, and `end` from there,
-    which for an lr must be above 0.
+    """Half a cosine from `start` at step 0 to `end` at step `num_steps`, then `end`, which must be
+    above 0 for an lr.
 
     Examples:
         >>> lr = cosine_decay(0.2, num_steps=100)
@@ -97,23 +97,23 @@ class Cyclical:
 
         lr = start/2 (cos(pi (step mod cycle_steps) / cycle_steps) + 1)
 
-    A cycle's first part explores: large steps without noise may find another mode.  The next part
-    settles there, with noise, and the rest is sampled, with ever smaller steps.  As the `lr` of a
-    sampler it sets the temperature to 0 while exploring, and draws are kept of the sampled parts
-    alone: every `thinning`-th of their steps, all with one weight.
+    The first part of a cycle explores: large steps without noise may find another mode.  The next
+    part settles there, with noise, and the last part samples, with ever smaller steps.  As the `lr`
+    of a sampler, it sets the temperature to 0 while exploring, and draws are kept only while
+    sampling: after every `thinning`-th of these steps, with equal weights.
 
-    Draws spread over a mode as the posterior does only where settling takes several relaxation
-    times, for exploration ends at its bottom; and how often a mode is visited follows from where
-    chains start and from its basin, not from its posterior mass.
+    Exploration ends at the bottom of a mode, so draws have the posterior's spread within a mode
+    only if settling takes several relaxation times.  How often a mode is visited depends on starts
+    and basins of attraction, not on its posterior mass.
 
     Args:
         start: the step size at which each cycle begins.
         cycle_steps: steps from one restart to the next.
         exploration: the part of a cycle that explores, at least 0 and below 1.
-        settling: the part of a cycle after it that settles and is not kept, likewise.
+        settling: the part of a cycle that settles then, and is not kept, in the same range.
 
     Raises:
-        ArgumentError: an argument out of its range, or a cycle without a step that samples.
+        ArgumentError: an argument is out of range, or no step of a cycle samples.
 
     Examples:
         >>> lr = Cyclical(0.2, cycle_steps=100, exploration=0.8)
@@ -149,7 +149,7 @@ class Cyclical:
         return self.start / 2 * (math.cos(math.pi * phase) + 1)
 
     def explores(self, step: int) -> bool:
-        """Whether a step is of an exploration phase: there is no noise."""
+        """Whether a step explores, without noise."""
         return step % self.cycle_steps < self.exploration * self.cycle_steps
 
     def keeps(self, step: int) -> bool:
@@ -158,7 +158,7 @@ class Cyclical:
 
 
 def map_schedule(function: Callable[[float], float], value: float | Schedule) -> float | Schedule:
-    """A function of a number, or of every value of a schedule."""
+    """function(value) of a number; of a schedule, the schedule of its mapped values."""
     if callable(value):
         return lambda step: function(value(step))
     return function(value)

@@ -1,6 +1,6 @@
 """NumPy arrays and data frames as tensors of rows.
 
-The tensors have memory of their own: neither side sees what the other one writes.
+Tensors are copies: later writes to an array do not change them, nor the other way round.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import Tensor
 from pyro_scale.core.layout import dtype_name
 from pyro_scale.errors import DataError
 
-#: Rounding errors, in sds of a column over the dtype's epsilon: those that cost digits of its
-#: spread, and those below which neighboring values may merge, as they do among millions of rows.
+#: Rounding errors, in sds of a column divided by the dtype's epsilon: above the first, digits of
+#: the spread are lost; below the second, merging neighbors are harmless, as among many rows.
 _MOST_NOISE, _LITTLE_NOISE = 2**13, 2**5
-#: Part of a column's distinct values that must be left.
+#: Smallest share of a column's distinct values that must remain.
 _LEAST_DISTINCT = 0.9
-#: Elements that are compared at a time.
+#: Elements that are compared at once.
 _BLOCK = 2**22
-#: Integers that torch computes little with -> the next that hold them.
+#: Integer dtypes with few operations in torch -> the next wider ones.
 _WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype("uint16"): np.dtype("int32"),
     np.dtype("uint32"): np.dtype("int64"),
 }
-#: The kind of a dtype that is refused -> what it is, and what to pass.
+#: Kind of a dtype that cannot be converted -> (what it is, what to pass).
 _REFUSALS = {
     "O": ("objects", "numbers (.astype(float), where they are)"),
     "U": ("strings", "numbers, such as pandas.factorize(...)[0] for an index"),
@@ -42,15 +42,15 @@ _REFUSALS = {
 
 
 def is_table(leaf: object) -> bool:
-    """Whether a leaf of the arguments is rows that are not a tensor yet: an array, a data frame,
-    anything with dimensions that NumPy reads."""
+    """Whether a leaf of the arguments is an array, a data frame, or anything else with dimensions
+    that NumPy reads, but no tensor."""
     if isinstance(leaf, Tensor | np.generic) or not hasattr(leaf, "__array__"):
         return False
     return int(np.ndim(leaf)) > 0
 
 
 def names_of(table: Any) -> list[Any]:
-    """The names of a data frame's columns; none of an array or a series."""
+    """Column names of a data frame; none for an array or a series."""
     return list(getattr(table, "column_names", getattr(table, "columns", ())))  # Arrow's, pandas'
 
 
@@ -60,38 +60,38 @@ def tensor_of(table: Any, name: str) -> Tensor:
     Floating-point numbers are in torch's default dtype, integers and booleans as they are.
 
     Args:
-        table: see `is_table`.
-        name: of the argument, for errors.
+        table: for which `is_table` is true.
+        name: of the argument, for messages.
 
     Raises:
-        DataError: it is not made of numbers, some are missing, or the dtype cannot hold them; by
-            argument and column.
+        DataError: there are no numbers, numbers are missing, or the dtype cannot represent them;
+            the message names argument and column.
     """
     where, pandas = f"argument {name}", sys.modules.get("pandas")
     if pandas is not None and isinstance(table, pandas.DataFrame | pandas.Series):
         _check_index(table, where)
         if isinstance(table, pandas.Series):
             return _convert(_values_of(table, where), where)
-        columns = {f"{where}, column {label!r}": each for label, each in table.items()}
-        return _side_by_side({place: _values_of(each, place) for place, each in columns.items()})
+        columns = {f"{where}, column {label!r}": column for label, column in table.items()}
+        return _side_by_side({name: _values_of(column, name) for name, column in columns.items()})
     if np.ma.is_masked(table):
-        raise _refusal(where, "masked values", "the rows without them")
+        raise _table_error(where, "masked values", "the rows without them")
     try:
         values = np.asarray(table)
     except Exception as error:
-        raise _refusal(where, f"no array that NumPy reads ({error})", "a tensor") from error
+        raise _table_error(where, f"no array that NumPy reads ({error})", "a tensor") from error
     return _convert(values, where)
 
 
 def check_order(leaves: list[tuple[str, Any]]) -> None:
-    """Refuses frames and series with the same labels in another order, which rows by position would
-    put beside those of others.
+    """Checks that frames and series with the same labels have them in the same order, as rows are
+    matched by position.
 
     Args:
         leaves: (name, leaf) of the arguments.
 
     Raises:
-        DataError: names both arguments.
+        DataError: they do not; the message names both arguments.
     """
     if (pandas := sys.modules.get("pandas")) is None:
         return
@@ -102,7 +102,7 @@ def check_order(leaves: list[tuple[str, Any]]) -> None:
         if len(index) != len(expected) or index.equals(expected):
             continue
         if expected.is_unique and index.is_unique and index.isin(expected).all():
-            raise _refusal(
+            raise _table_error(
                 f"argument {name}",
                 f"the labels of argument {first} in another order, and rows are taken by position",
                 "it in the same order, table.loc[other.index]",
@@ -110,22 +110,22 @@ def check_order(leaves: list[tuple[str, Any]]) -> None:
 
 
 def _check_index(table: Any, where: str) -> None:
-    """Refuses what would be left out, or read twice, silently."""
+    """Checks that a frame has labels of which none would silently be ignored or read twice."""
     if table.index.nlevels > 1:
-        raise _refusal(where, "rows with a MultiIndex", ".reset_index(drop=True)")
+        raise _table_error(where, "rows with a MultiIndex", ".reset_index(drop=True)")
     if table.ndim == 1:
         return
     if table.columns.nlevels > 1:
-        raise _refusal(where, "columns with a MultiIndex", "one level of names")
+        raise _table_error(where, "columns with a MultiIndex", "one level of names")
     if not table.columns.is_unique:
         twice = list(dict.fromkeys(table.columns[table.columns.duplicated()]))
-        raise _refusal(where, f"two columns of one name ({twice})", "each column once")
+        raise _table_error(where, f"two columns of one name ({twice})", "each column once")
     if not len(table.columns):
-        raise _refusal(where, "no columns", "a frame with some")
+        raise _table_error(where, "no columns", "a frame with some")
 
 
 def _values_of(column: Any, where: str) -> np.ndarray:
-    """A column of a frame, whose dtype may be pandas' own: nullable, sparse, Arrow's."""
+    """Values of a frame's column, which may have one of pandas' dtypes: nullable, sparse, Arrow."""
     dtype = column.dtype
     if dtype.name == "category" or dtype.kind not in "biuf":
         kind = "category" if dtype.name == "category" else dtype.kind
@@ -133,12 +133,12 @@ def _values_of(column: Any, where: str) -> np.ndarray:
         raise _unlike_numbers(where, "U" if is_text else kind, dtype)
     if column.isna().any():
         raise _missing(where)
-    own = getattr(dtype, "numpy_dtype", getattr(dtype, "subtype", dtype))
-    return np.asarray(column.to_numpy(dtype=own))
+    plain = getattr(dtype, "numpy_dtype", getattr(dtype, "subtype", dtype))
+    return np.asarray(column.to_numpy(dtype=plain))
 
 
 def _side_by_side(columns: dict[str, np.ndarray]) -> Tensor:
-    """Columns as one table, of floating-point numbers where one of them is."""
+    """Columns as one table, of floating-point numbers if any column has them."""
     kinds = {values.dtype.kind for values in columns.values()}
     if "f" in kinds:
         return torch.stack([_rounded(values, where) for where, values in columns.items()], -1)
@@ -146,7 +146,7 @@ def _side_by_side(columns: dict[str, np.ndarray]) -> Tensor:
 
 
 def _of_one_dtype(columns: list[Tensor]) -> list[Tensor]:
-    """Integers and booleans, in the dtype that holds them all."""
+    """Columns of integers and booleans, converted to their common dtype."""
     dtype = columns[0].dtype
     for column in columns:
         dtype = torch.promote_types(dtype, column.dtype)
@@ -161,7 +161,7 @@ def _convert(values: np.ndarray, where: str) -> Tensor:
         return _rounded(values, where)
     native = values.dtype.newbyteorder("=")
     if native == np.uint64:
-        raise _refusal(where, "uint64, which torch computes little with", ".astype('int64')")
+        raise _table_error(where, "uint64, which torch computes little with", ".astype('int64')")
     return torch.from_numpy(np.array(values, dtype=_WIDER.get(native, native), order="C"))
 
 
@@ -169,7 +169,7 @@ def _rounded(values: np.ndarray, where: str) -> Tensor:
     """Numbers in torch's default dtype.
 
     Raises:
-        DataError: NaN, or a column that rounding would flatten; it names the column.
+        DataError: a number is NaN, or a column would lose too much to rounding.
     """
     default, is_float = torch.get_default_dtype(), values.dtype.kind == "f"
     wide = np.ascontiguousarray(values, _wide_dtype(values))
@@ -185,14 +185,14 @@ def _rounded(values: np.ndarray, where: str) -> Tensor:
     for start in range(0, table.shape[1], columns):
         part = slice(start, start + columns)
         narrow = rounded[:, part].double().numpy()
-        for found, why in _losses(table[:, part], narrow, torch.finfo(default).eps):
-            raise _refusal(
-                _place(where, values.shape, start + found),
+        for column, why in _losses(table[:, part], narrow, torch.finfo(default).eps):
+            raise _table_error(
+                _place(where, values.shape, start + column),
                 f"numbers that {dtype_name(default)} cannot hold ({why})",
                 "it less its mean, or rescaled (or call torch.set_default_dtype(torch.float64))",
             )
     if not is_float and len(rounded.unique()) < len(np.unique(table)):
-        raise _refusal(
+        raise _table_error(
             where,
             f"integers, some of which are one in {dtype_name(default)}, beside columns of floats",
             "it as an argument of its own, which stays of integers (or .astype('float64'), where "
@@ -202,12 +202,12 @@ def _rounded(values: np.ndarray, where: str) -> Tensor:
 
 
 def _wide_dtype(values: np.ndarray) -> Any:
-    """In which the values are exact."""
+    """A dtype that represents the values exactly."""
     return np.longdouble if values.dtype.kind != "f" or values.dtype.itemsize > 8 else np.float64
 
 
 def _losses(wide: np.ndarray, narrow: np.ndarray, eps: float) -> Iterator[tuple[int, str]]:
-    """(Place, what is lost) of the columns `[rows, columns]` that rounding would flatten."""
+    """(Place, reason) of the columns `[rows, columns]` that lose too much to rounding."""
     finite = np.isfinite(wide)
     for place in np.flatnonzero((finite & ~np.isfinite(narrow)).any(0)):
         yield int(place), "they are too large"
@@ -218,7 +218,7 @@ def _losses(wide: np.ndarray, narrow: np.ndarray, eps: float) -> Iterator[tuple[
         is_constant = sd <= 4 * np.finfo(wide.dtype).eps * np.abs(values).max(0)
         noise = np.where(is_constant, 0.0, error / sd) / eps
     for place in np.flatnonzero(noise > _LITTLE_NOISE):
-        left, total = (len(np.unique(each[:, place])) for each in (narrow, wide))
+        left, total = (len(np.unique(table[:, place])) for table in (narrow, wide))
         if left < _LEAST_DISTINCT * total:
             yield int(place), f"of {total:,} distinct values {left:,} would be left"
         elif noise[place] > _MOST_NOISE:
@@ -226,25 +226,25 @@ def _losses(wide: np.ndarray, narrow: np.ndarray, eps: float) -> Iterator[tuple[
 
 
 def _place(where: str, shape: tuple[int, ...], place: Any) -> str:
-    """A column of an array, in words."""
+    """A column of an array, in words, for messages."""
     if len(shape) < 2:
         return where
     if len(shape) == 2:
         return f"{where}, column {int(place)}"
-    rest = ", ".join(str(int(each)) for each in np.unravel_index(int(place), shape[1:]))
-    return f"{where}, element [:, {rest}]"
+    indices = ", ".join(str(int(index)) for index in np.unravel_index(int(place), shape[1:]))
+    return f"{where}, element [:, {indices}]"
 
 
 def _unlike_numbers(where: str, kind: str, dtype: Any) -> DataError:
     what, instead = _REFUSALS.get(kind, ("no numbers", "columns of numbers"))
-    return _refusal(where, f"{what} ({dtype})", instead)
+    return _table_error(where, f"{what} ({dtype})", instead)
 
 
 def _missing(where: str) -> DataError:
-    return _refusal(
+    return _table_error(
         where, "missing values (NaN)", "the rows without them, or values in their place and a mask"
     )
 
 
-def _refusal(where: str, what: str, instead: str) -> DataError:
+def _table_error(where: str, what: str, instead: str) -> DataError:
     return DataError(f"{where} has {what}: pass {instead}", code="not-rows")

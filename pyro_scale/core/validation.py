@@ -10,13 +10,14 @@ from torch import Tensor
 
 from pyro_scale.errors import ArgumentError
 
-#: What is to be chosen.
+#: Value of arguments that are to be chosen.
 AUTO: Final[Literal["auto"]] = "auto"
-_MOST = 2**53
+#: Largest count: float64 represents all integers up to it.
+_MOST_COUNT = 2**53
 
 
 def is_auto(value: Any) -> bool:
-    """Whether a value is to be chosen: other values, such as tensors, may refuse comparison."""
+    """Whether a value is "auto"; tensors, which cannot be compared with a string, are not."""
     return isinstance(value, str) and value == AUTO
 
 
@@ -24,22 +25,22 @@ def as_count(name: str, value: object, least: int = 1, hint: str = "") -> int:
     """The value as an int.
 
     Raises:
-        ArgumentError: no whole number, less than `least`, or beyond 2^53, up to which float64 has
-            all of them; it names the argument.
+        ArgumentError: it is no whole number, below `least`, or above 2^53; the message names the
+            argument.
     """
     if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least:
-        if int(value) > _MOST:
+        if int(value) > _MOST_COUNT:
             raise ArgumentError(f"{name}={value!r}: pass an int of at most 2^53")
         return int(value)
-    told = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
-    raise ArgumentError(f"{name}={told}: pass an int >= {least}{hint}")
+    shown = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+    raise ArgumentError(f"{name}={shown}: pass an int >= {least}{hint}")
 
 
 def as_flag(name: str, value: object) -> bool:
-    """The value, which is True or False.
+    """The value, if it is True or False.
 
     Raises:
-        ArgumentError: anything else, such as "no", which Python takes for true.
+        ArgumentError: it is something else, such as "no", which counts as true in Python.
     """
     if not isinstance(value, bool):
         raise ArgumentError(f"{name}={value!r}: pass True or False")
@@ -47,7 +48,6 @@ def as_flag(name: str, value: object) -> bool:
 
 
 def evenly(total: int, count: int) -> Tensor:
-    """At most `count` of the places 0, 1, ..., total - 1, evenly spread from the first to the
-    last."""
+    """At most `count` of the numbers 0, ..., total - 1, evenly spaced from first to last."""
     places = torch.linspace(0, total - 1, min(total, count), dtype=torch.float64)
     return places.round().long()

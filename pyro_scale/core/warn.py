@@ -1,4 +1,4 @@
-"""Warnings that point at the user's own line."""
+"""Warnings that point at the user's line of code."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from types import FrameType
 from pyro_scale.core.exclusive import Ignored
 from pyro_scale.errors import Code, PyroScaleWarning
 
-_OURS = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 def warn(category: type[PyroScaleWarning], message: str, code: Code | None = None) -> None:
-    """Warns where the user's code calls ours, however deep in ours that is found out.
+    """Issues a warning that points at the line where the user's code calls the package.
 
     Args:
-        category: the kind of warning.
-        message: what it says.
-        code: the section on it of the page of symptoms; the category's by default.
+        category: of the warning.
+        message: its text.
+        code: section of the page of symptoms; the category's by default.
     """
     frame: FrameType | None = sys._getframe()
     level = outermost = 0
     while frame is not None:
         level += 1
-        if frame.f_code.co_filename.startswith(_OURS):
+        if frame.f_code.co_filename.startswith(_PACKAGE):
             outermost = level
         frame = frame.f_back
     warnings.warn(category(message, code=code), stacklevel=outermost + 1)
 
 
-#: Without torch's words on operations that vmap takes one by one, which nobody can act on.
+#: Context manager that hides torch's warning about operations that vmap runs one by one.
 without_vmap_warnings = Ignored("There is a performance drop")

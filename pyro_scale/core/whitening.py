@@ -1,9 +1,9 @@
-"""Linear maps between a position and coordinates in which the posterior is about isotropic.
+"""Linear maps to coordinates z in which the posterior is approximately isotropic.
 
     params = center + S z,    S S' = N times the posterior's covariance
 
-so that over N the log joint of z has a curvature of about 1 in every direction.  A step size then
-means the same on every posterior.
+so that the log joint over N has a curvature of about 1 in every direction of z.  A step size then
+has the same meaning on every posterior.
 """
 
 from __future__ import annotations
@@ -16,27 +16,25 @@ from typing import Protocol, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Dense, Gaussian
-from pyro_scale.core.kronecker import Kronecker
-from pyro_scale.core.low_rank import LowRank
+from pyro_scale.core.gaussian import Dense, Gaussian, Kronecker, LowRank
 
-#: Elements up to which a product with a matrix is written as a sum, which compiled code fuses with
-#: what is around it; beyond, it is a call of a library.
+#: Number of elements up to which a matrix product is written as a sum, which Inductor fuses with
+#: neighboring operations; larger ones call a library.
 _FUSED = 48
 #: Orthonormal bases [m, m] and [n, n] of matrices [m, n].
 Bases: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Whitening(Protocol):
-    """A map params = center + S z of leading elements `[..., d]`."""
+    """A map params = center + S z, of the leading elements `[..., d]` of positions."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it consists of, which compiled steps take as inputs."""
+        """Its tensors, which are inputs of compiled steps."""
         ...
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
-        """The map of other such tensors."""
+        """The map with other tensors."""
         ...
 
     def double(self) -> Self:
@@ -52,11 +50,11 @@ class Whitening(Protocol):
         ...
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """S' g: the gradient with respect to z."""
+        """S' g: the gradient with respect to z, from that with respect to params."""
         ...
 
     def push_forward(self, tangent: Tensor) -> Tensor:
-        """S v: the change of params with z."""
+        """S v: the change of params, from that of z."""
         ...
 
     @property
@@ -66,7 +64,7 @@ class Whitening(Protocol):
 
 
 class _OfTensors:
-    """A map whose fields are tensors."""
+    """Base of maps whose fields are tensors."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -76,7 +74,7 @@ class _OfTensors:
         return type(self)(*tensors)
 
     def double(self) -> Self:
-        doubled = [each.double() if each.is_floating_point() else each for each in self.tensors]
+        doubled = [x.double() if x.is_floating_point() else x for x in self.tensors]
         return self.with_tensors(doubled)
 
 
@@ -146,7 +144,7 @@ class LowRankWhitening(_OfTensors):
         center: [d].
         scale: of each element, [d].
         axes: U, orthonormal columns, [d, k].
-        stretch: the sd along each axis, in units of the elements' scales, [k].
+        stretch: sd along each axis, in units of the elements' scales, [k].
     """
 
     center: Tensor
@@ -158,15 +156,15 @@ class LowRankWhitening(_OfTensors):
         return self.center + self.push_forward(whitened)
 
     def to_whitened(self, params: Tensor) -> Tensor:
-        return self._stretched((params - self.center) / self.scale, 1 / self.stretch)
+        return self._stretch((params - self.center) / self.scale, 1 / self.stretch)
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        return self._stretched(self.scale * gradient, self.stretch)
+        return self._stretch(self.scale * gradient, self.stretch)
 
     def push_forward(self, tangent: Tensor) -> Tensor:
-        return self.scale * self._stretched(tangent, self.stretch)
+        return self.scale * self._stretch(tangent, self.stretch)
 
-    def _stretched(self, vector: Tensor, stretch: Tensor) -> Tensor:
+    def _stretch(self, vector: Tensor, stretch: Tensor) -> Tensor:
         """(I + U diag(stretch - 1) U') v."""
         along = (vector @ self.axes) * (stretch - 1)
         return vector + along @ self.axes.mT
@@ -179,16 +177,15 @@ class LowRankWhitening(_OfTensors):
 
 @dataclass(frozen=True)
 class KroneckerWhitening(_OfTensors):
-    """S = Q diag(scale), with Q orthogonal: a matrix [m, n] of some elements is turned by bases of
-    its rows and of its columns.  The coordinates of these elements are where the elements are.
+    """S = Q diag(scale), Q orthogonal: elements that form a matrix [m, n] are rotated by a basis of
+    its rows and one of its columns.  Coordinates are at the places of their elements.
 
     Attributes:
         center: [d].
-        scale: the sd along each of the bases' pairs, or of an element by itself, [d].
-        order: the places of the matrices' elements, one matrix after another, then of those that
-            are in none, [d].
-        inverse: of that order, [d].
-        bases: of each matrix.
+        scale: sd along each pair of basis vectors, or of an element that is in no matrix, [d].
+        order: places of the elements of one matrix after another, then of other elements, [d].
+        inverse: inverse permutation of `order`, [d].
+        bases: (left, right) of each matrix.
     """
 
     center: Tensor
@@ -198,8 +195,8 @@ class KroneckerWhitening(_OfTensors):
     bases: tuple[Bases, ...]
 
     @classmethod
-    def of(cls, gaussian: Kronecker, units: float, like: Tensor) -> KroneckerWhitening:
-        """That of a Gaussian whose sds are multiplied by a number."""
+    def from_gaussian(cls, gaussian: Kronecker, units: float, like: Tensor) -> KroneckerWhitening:
+        """The map of a Gaussian, with its sds multiplied by `units`, in the dtype of `like`."""
         variances = torch.empty_like(gaussian.mean)
         for block in gaussian.blocks:
             variances[block.places] = block.variances
@@ -226,22 +223,22 @@ class KroneckerWhitening(_OfTensors):
         return self.center + self.push_forward(whitened)
 
     def to_whitened(self, params: Tensor) -> Tensor:
-        return self._turned(params - self.center, back=True) / self.scale
+        return self._rotate(params - self.center, back=True) / self.scale
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        return self.scale * self._turned(gradient, back=True)
+        return self.scale * self._rotate(gradient, back=True)
 
     def push_forward(self, tangent: Tensor) -> Tensor:
-        return self._turned(self.scale * tangent)
+        return self._rotate(self.scale * tangent)
 
     @property
     def variance(self) -> Tensor:
         squares = tuple((left.square(), right.square()) for left, right in self.bases)
         mixed = dataclasses.replace(self, bases=squares)
-        return mixed._turned(self.scale.square())
+        return mixed._rotate(self.scale.square())
 
-    def _turned(self, vector: Tensor, back: bool = False) -> Tensor:
-        """Q v, or Q' v."""
+    def _rotate(self, vector: Tensor, back: bool = False) -> Tensor:
+        """Q v, or Q' v if `back`."""
         ordered, parts, start = vector[..., self.order], [], 0
         for bases in self.bases:
             left, right = (basis.mT if back else basis for basis in bases)
@@ -252,12 +249,13 @@ class KroneckerWhitening(_OfTensors):
 
 
 def whiten(gaussian: Gaussian, num_data: int, like: Tensor) -> Whitening:
-    """The map to coordinates in which a Gaussian is isotropic, of variance 1/N."""
+    """The map to coordinates in which a Gaussian is isotropic, with variance 1/N, in the dtype of
+    `like`."""
     center, units = gaussian.mean.to(like), num_data**0.5
     if isinstance(gaussian, Dense):
         return DenseWhitening(center, (gaussian.scale_tril * units).to(like))
     if isinstance(gaussian, Kronecker):
-        return KroneckerWhitening.of(gaussian, units, like)
+        return KroneckerWhitening.from_gaussian(gaussian, units, like)
     if isinstance(gaussian, LowRank):
         stretch = (1 + gaussian.lengths).rsqrt()
         scale, axes = (gaussian.scale * units).to(like), gaussian.axes.to(like)
@@ -266,8 +264,7 @@ def whiten(gaussian: Gaussian, num_data: int, like: Tensor) -> Whitening:
 
 
 def _times_both(left: Tensor, right: Tensor, vector: Tensor) -> Tensor:
-    """left Z right', of matrices Z [m, n] as vectors `[..., m n]`; a basis of one vector changes
-    nothing."""
+    """left Z right' of matrices Z [m, n], as vectors `[..., m n]`.  A basis of one vector is 1."""
     if len(left) == 1:
         return _times(right, vector)
     if len(right) == 1:

@@ -98,7 +98,7 @@ class ControlVariates:
         corrected = {n: slope[n] - at_anchor[n] + self.gradient[n] for n in slope}
         if self.curvature is None:
             return corrected, evaluation
-        layout = Layout.of(self.anchor)
+        layout = Layout.from_tensors(self.anchor)
         away = {name: params[name] - self.anchor[name] for name in self.anchor}
         moved, pull_back = self._linearize(away, batch, indices)
         of_batch = pull_back(moved)[0]

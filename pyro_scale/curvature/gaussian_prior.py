@@ -49,7 +49,7 @@ def gaussian_prior(
         mean = layout.flatten({name: mean for name, (mean, _) in moments.items()})
         covariances = [matrix_or_diagonal(moments[name][1], dense) for name in layout.names]
         if dense:
-            return Dense.of_covariance(mean, torch.block_diag(*covariances).to(mean))
+            return Dense.from_covariance(mean, torch.block_diag(*covariances).to(mean))
         return Diagonal(mean, torch.cat(covariances).to(mean).sqrt())
     mean, covariance = _moments_of_draws(log_posterior, arguments, dense, seed)
     if not dense or not any(map(_may_depend, sites)):
@@ -63,7 +63,7 @@ def gaussian_prior(
             if dense:
                 covariance[:, place] = 0
             covariance[block] = of_site
-    return Dense.of_covariance(mean, covariance) if dense else Diagonal(mean, covariance.sqrt())
+    return Dense.from_covariance(mean, covariance) if dense else Diagonal(mean, covariance.sqrt())
 
 
 def exact_moments(

@@ -107,7 +107,7 @@ class Curvature:
         self, params: Params, batch: Any, indices: Tensor | None = None, held: Params | None = None
     ) -> Tensor:
         """The matrix [D, D], in the order of params; arguments as for `diagonal`."""
-        layout = Layout.of(params)
+        layout = Layout.from_tensors(params)
         total = torch.zeros(layout.size, layout.size, dtype=layout.dtype, device=_device(params))
         for block in self.observe(params, batch, indices, held).blocks():
             block.add_to(total)
@@ -140,7 +140,7 @@ class Curvature:
                     return zeros
                 outputs, tangent = forward_ad.unpack_dual(run.outputs)
         except RuntimeError:  # no forward derivatives; any other error comes again
-            layout = Layout.of(params)
+            layout = Layout.from_tensors(params)
             flat = layout.flatten(vector)
             blocks = self._observe(inputs, leaves).blocks()
             return layout.unflatten(sum((b.times(flat) for b in blocks), torch.zeros_like(flat)))
@@ -217,7 +217,7 @@ class Curvature:
             damping: added to the curvature's diagonal, in nats over the square of a param's unit.
             indices: the rows to take, for a model that subsamples by itself.
         """
-        arguments, layout = rows.as_arguments(batch), Layout.of(params)
+        arguments, layout = rows.as_arguments(batch), Layout.from_tensors(params)
         indices = self._indices(arguments, indices)
         try:
             gradient, evaluation = self.log_posterior.grad(params, arguments, indices)
@@ -264,7 +264,7 @@ class Curvature:
                 diagonal = graph.squares(run.columns, run.width, run.inputs.keep)
         others = {name: value for name, value in params.items() if name not in diagonal}
         if others:
-            layout = Layout.of(others)
+            layout = Layout.from_tensors(others)
             total = torch.zeros(layout.size, dtype=layout.dtype, device=_device(others))
             for block in self._observe(run.inputs.only(others)).blocks():
                 block.add_to(total)

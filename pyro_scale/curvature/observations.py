@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_scale.core import semidefinite
+from pyro_scale.core import gaussian
 from pyro_scale.curvature import fisher
 from pyro_scale.errors import CannotDrawError, SiteError
 from pyro_scale.model.draws import cannot_draw, draws, with_totals
@@ -125,7 +125,7 @@ class Exact(Observation):
     @cached_property
     def _roots(self) -> Tensor:
         """Roots of each element's information, `[B, elements, m, m]`."""
-        return semidefinite.root(self.row_values)
+        return gaussian.semidefinite_root(self.row_values)
 
 
 @dataclass(frozen=True)

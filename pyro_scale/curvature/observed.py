@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.exclusive import raise_if_from_handler
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.curvature.observations import Observation, Total, observe_site
 from pyro_scale.errors import ModelError, SiteError
 from pyro_scale.model.derivatives import row_gradients
@@ -145,7 +145,7 @@ class ObservedBatch:
         """
         if not self.observations:
             return
-        inputs, layout = self.inputs, Layout.of(self.inputs.params)
+        inputs, layout = self.inputs, Layout.from_tensors(self.inputs.params)
         row_values = [observation.row_values for observation in self.observations]
         kept = [values[inputs.keep] for values in row_values]
         info = self.log_posterior.model_info
@@ -200,7 +200,7 @@ class ObservedBatch:
 
     def _flat(self, jacobian: Mapping[str, Tensor]) -> Tensor:
         """A Jacobian by param, `[b, K, *shape]`, as `[b, K, D]`."""
-        layout = Layout.of(self.inputs.params)
+        layout = Layout.from_tensors(self.inputs.params)
         parts = [
             jacobian[name].reshape(*jacobian[name].shape[:2], -1).to(layout.dtype)
             for name in layout.names

@@ -91,7 +91,7 @@ def expand(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expans
         return _expand_by_hessian(density, spec, dense)
     log_posterior = density.log_posterior
     free, held = spec.split(density.layout)
-    layout, scale = Layout.of(free), log_posterior.num_data / density.rows_in_all
+    layout, scale = Layout.from_tensors(free), log_posterior.num_data / density.rows_in_all
     value, slope = zero_nats(spec.position), spec.position.new_zeros(layout.size)
     total = spec.position.new_zeros((layout.size, layout.size) if dense else layout.size)
     for place, (curvature, chunk) in enumerate(spec.by_chunk(density)):
@@ -136,10 +136,10 @@ def gaussian_at(density: FullDataDensity, spec: CurvatureSpec, precision: Tensor
     mean = spec.position[places]
     if precision.dim() == 1:
         if bool((precision > 0).all()):
-            return Diagonal.of_precision(mean, precision)
+            return Diagonal.from_precision(mean, precision)
         raise indefinite(density, int(places[precision.argmin()]), float(precision.min()))
     try:
-        return Dense.of_precision(mean, precision, overwrite=True)
+        return Dense.from_precision(mean, precision, overwrite=True)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         values, vectors = torch.linalg.eigh(precision)
         worst = int(places[vectors[:, 0].abs().argmax()])

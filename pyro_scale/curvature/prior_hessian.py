@@ -32,7 +32,10 @@ def prior_product(
         vector: by site, like params.
         held: unconstrained values of the other sites.
     """
-    layout, (log_prior, leaves) = Layout.of(params), _log_prior(log_posterior, params, batch, held)
+    layout, (log_prior, leaves) = (
+        Layout.from_tensors(params),
+        _log_prior(log_posterior, params, batch, held),
+    )
     slope = _slope(log_prior, leaves)
     return layout.unflatten(_product(slope, leaves, layout.flatten(vector)))
 
@@ -48,7 +51,7 @@ def precision_of_prior(
     log_posterior: LogPosterior, log_prior: Tensor, leaves: Params, dense: bool
 ) -> Tensor:
     """The same from a log prior with its graph, in which the params are `leaves`."""
-    layout = Layout.of(leaves)
+    layout = Layout.from_tensors(leaves)
     if log_posterior.gaussian_prior is not None and layout.names == log_posterior.latents:
         prior = log_posterior.gaussian_prior
         return matrix_or_diagonal(prior.precision, dense) if dense else prior.precision_diagonal
@@ -66,7 +69,7 @@ def correlated_sites(
     if log_posterior.gaussian_prior is not None:  # its elements are independent
         return set()
     log_prior, leaves = _log_prior(log_posterior, params, batch, held)
-    slope, slices = _slope(log_prior, leaves), Layout.of(params).slices()
+    slope, slices = _slope(log_prior, leaves), Layout.from_tensors(params).slices()
     return {name for name, at in slices.items() if _diagonal_if_all(slope, leaves, at) is None}
 
 
@@ -100,7 +103,7 @@ def _diagonal_if_all(slope: Tensor, leaves: Params, place: slice) -> Tensor | No
 
 def _slope(log_prior: Tensor, leaves: Params) -> Tensor:
     """The gradient of the log prior with its graph, [D]."""
-    layout = Layout.of(leaves)
+    layout = Layout.from_tensors(leaves)
     with torch.enable_grad():
         zeros = 0 * layout.flatten(leaves)  # gives second derivatives to flat and linear priors
         if not log_prior.requires_grad:
@@ -114,4 +117,4 @@ def _slope(log_prior: Tensor, leaves: Params) -> Tensor:
 def _product(slope: Tensor, leaves: Params, vector: Tensor) -> Tensor:
     """Minus the Hessian times a vector, [D]."""
     parts = torch.autograd.grad(slope, list(leaves.values()), vector, retain_graph=True)
-    return -Layout.of(leaves).flatten(dict(zip(leaves, parts, strict=True)))
+    return -Layout.from_tensors(leaves).flatten(dict(zip(leaves, parts, strict=True)))

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_scale.core.kronecker import Block, Kronecker
+from pyro_scale.core.gaussian import Block, Kronecker, LowRank
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.low_rank import LowRank
 from pyro_scale.core.rows import Arguments
 from pyro_scale.curvature.chunks import chunks_of
 from pyro_scale.curvature.density import FullDataDensity
@@ -70,7 +69,7 @@ def kronecker_at(
             that is a vector may have such a prior), or a precision is not positive.
     """
     log_posterior, (free, held) = density.log_posterior, spec.split(density.layout)
-    layout, slices = Layout.of(free), Layout.of(free).slices()
+    layout, slices = Layout.from_tensors(free), Layout.from_tensors(free).slices()
     batch = next(chunks_of(log_posterior, density.data, spec.num_rows)).arguments
     prior = prior_precision(log_posterior, free, batch, held, dense=False)
     sums = _add_up(density, spec, spec.sites)
@@ -123,7 +122,7 @@ def _blocks(
         batch: any rows, for the model's prior.
     """
     log_posterior, (free, held) = density.log_posterior, spec.split(density.layout)
-    scale, slices = log_posterior.num_data / density.rows_in_all, Layout.of(free).slices()
+    scale, slices = log_posterior.num_data / density.rows_in_all, Layout.from_tensors(free).slices()
     correlated, blocks = correlated_sites(log_posterior, free, batch, held), list[_Block]()
     for name, parts in factors.items():
         of_site = prior[slices[name]]
@@ -176,7 +175,7 @@ def _add_up_on_rank(
 ) -> RowSums:
     """Sums over this rank's rows."""
     free, held = spec.split(density.layout)
-    layout = Layout.of(free)
+    layout = Layout.from_tensors(free)
     total = RowSums({}, spec.position.new_zeros(layout.size), set(free))
     for curvature, chunk in spec.by_chunk(density):
         factors, others = curvature.kronecker(
@@ -184,7 +183,7 @@ def _add_up_on_rank(
         )
         diagonal = torch.zeros_like(total.diagonal)
         if others:
-            diagonal[layout.places(list(others))] = Layout.of(others).flatten(others)
+            diagonal[layout.places(list(others))] = Layout.from_tensors(others).flatten(others)
         total = total.plus(RowSums(factors, diagonal, set(factors)))
     return total
 
@@ -277,7 +276,7 @@ def low_rank_at(density: FullDataDensity, spec: CurvatureSpec, rank: int) -> Low
     from scipy.sparse.linalg import LinearOperator, eigsh  # slow to import
 
     log_posterior, (free, held) = density.log_posterior, spec.split(density.layout)
-    size, scale = Layout.of(free).size, log_posterior.num_data / density.rows_in_all
+    size, scale = Layout.from_tensors(free).size, log_posterior.num_data / density.rows_in_all
     places = density.layout.places(spec.sites)
     batch = next(chunks_of(log_posterior, density.data, spec.num_rows)).arguments
     prior = prior_precision(log_posterior, free, batch, held, dense=False)
@@ -305,7 +304,7 @@ def low_rank_at(density: FullDataDensity, spec: CurvatureSpec, rank: int) -> Low
     weights = torch.from_numpy(eigenvalues).clamp(min=0).sqrt()
     factor = (torch.from_numpy(axes) * weights).to(sds) / sds[:, None]
     beyond = (total - factor.square().sum(1)).clamp(min=0)
-    return LowRank.of_precision(spec.position[places], prior + beyond, factor)
+    return LowRank.from_precision(spec.position[places], prior + beyond, factor)
 
 
 def _diagonal_or_product(
@@ -313,7 +312,7 @@ def _diagonal_or_product(
 ) -> Tensor:
     """The curvature of this rank's rows times a vector, [d]; its diagonal for None."""
     free, held = spec.split(density.layout)
-    layout = Layout.of(free)
+    layout = Layout.from_tensors(free)
     total = spec.position.new_zeros(layout.size)
     for curvature, chunk in spec.by_chunk(density):
         batch, where = chunk.arguments, (chunk.indices, held, chunk.keep)

@@ -1,7 +1,7 @@
-"""Batches of every chain, in two parts: what is fixed, and what changes from step to step.
+"""Batches of every chain, in two parts: one is fixed, the other changes from step to step.
 
-The changing part is drawn for many steps at a time, outside of the step.  The fixed part is held
-once.  A pure function, which can be traced and compiled, puts the two together at each step.
+The changing part is drawn for many steps at once, outside of the step.  The fixed part is stored
+once.  A pure function, which can be traced and compiled, combines the two at each step.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core import rows
-from pyro_scale.core.rows import Arguments
-from pyro_scale.core.step_inputs import Fixed, Gathered, PerStep, Source
+from pyro_scale.core.rows import Arguments, Fixed, Gathered, PerStep, Source
 from pyro_scale.data.memory_layout import store_by_column
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.errors import DataError
 
-#: Spans whose ends a loader remembers: more than are drawn ahead.
+#: Number of spans whose end positions are kept: more than are drawn ahead.
 _POSITIONS = 16
 
 
@@ -31,10 +30,10 @@ class Batch:
     """One step's data of all chains.
 
     Attributes:
-        arguments: the model's arguments, whose rows are `[chains, B, ...]` (of chains that have
-            one batch, `[1, B, ...]`), or `[B, ...]`.
-        per_chain: whether each chain has its own.
-        indices: `[chains, B]` for a model that subsamples by itself.
+        arguments: of the model.  Rows are `[chains, B, ...]` (or `[1, B, ...]`, of chains that have
+            one batch) if `per_chain`, else `[B, ...]`.
+        per_chain: whether rows have a dimension of chains.
+        indices: of the rows, `[chains, B]`, for a model that subsamples by itself.
     """
 
     arguments: Arguments
@@ -48,7 +47,7 @@ class Batch:
         return [*rows.leaves(self.arguments), *indices]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
-        """The batch with these tensors in place of its own."""
+        """The batch with its tensors replaced by these."""
         leaves = iter(tensors)
         arguments = rows.map_rows(lambda _: next(leaves), self.arguments)
         return Batch(arguments, self.per_chain, None if self.indices is None else next(leaves))
@@ -60,47 +59,48 @@ class Batch:
 
 
 class Batches(Protocol):
-    """An endless stream of batches, one a step.
-
-    Attributes:
-        fixed: what all steps share.
-    """
+    """An endless stream of batches, one for each step."""
 
     @property
-    def fixed(self) -> Any: ...
+    def fixed(self) -> Any:
+        """What all steps share: a pytree of tensors."""
+        ...
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
-        """What changes, of steps start ... stop - 1: tensors `[chains, stop - start, ...]`.
+        """The changing part of steps start, ..., stop - 1: a pytree of tensors
+        `[chains, stop - start, ...]`.  Each call begins where the last one ended.
 
-        Each span begins where the last one ended.  `out` is an earlier span as long as this one,
-        whose memory may be written over.
+        Args:
+            start: first step.
+            stop: step after the last.
+            out: result of an earlier call for as many steps, to write over.
         """
         ...
 
     def batch(self, fixed: Any, changing: Any) -> Batch:
-        """The batch of one step, whose changing tensors are `[chains, ...]`: a pure function."""
+        """The batch of one step, whose changing tensors are `[chains, ...]`; a pure function."""
         ...
 
     def sources(self, changing: Any) -> list[Source]:
-        """Where each of `Batch.tensors` comes from, over the steps of a block."""
+        """Where each of `Batch.tensors` comes from, for the steps of a block."""
         ...
 
     def position(self, step: int) -> Any:
-        """What `seek` needs to go on from a step, at which one of the latest spans ended: tensors
-        and plain values."""
+        """What `seek` needs to continue at a step, where one of the latest spans ended: a pytree of
+        tensors and plain values."""
         ...
 
     def seek(self, step: int, position: Any) -> None:
-        """Lets the next span begin at a step."""
+        """Makes the next call of `take` begin at a step."""
         ...
 
     def of_rows(self, part: slice) -> Batches:
-        """These rows of every batch alone; nothing else of it is read, where that can be."""
+        """Batches of these rows of every batch; other rows are not read, where possible."""
         ...
 
 
 class ByStep:
-    """Batches that are a function of the step: there is nothing to seek."""
+    """Batches that are functions of the step's number, so that `seek` has nothing to do."""
 
     def position(self, step: int) -> Any:
         return None
@@ -117,7 +117,7 @@ class WholeData(ByStep):
 
     @functools.cached_property
     def by_column(self) -> WholeData:
-        """The same with tables stored by column: what is done to all rows then fills whole vector
+        """The same with tables stored by column, so that operations on all rows fill vector
         registers."""
         return WholeData(store_by_column(self.fixed))
 
@@ -136,13 +136,13 @@ class WholeData(ByStep):
 
 @dataclass(frozen=True)
 class GatheredRows(ByStep):
-    """Rows in memory, gathered by index; of every batch, a part of it where there is one.
+    """Rows in memory, gathered by index.
 
     Attributes:
         fixed: all rows.
-        indices: of each step's.
-        packed: gives the same rows as compiled loops read them, one tensor for each of `fixed`.
-        part: of every batch.
+        indices: of the rows of each step.
+        packed: returns the rows as compiled loops read them, a tensor for each of `fixed`.
+        part: the part of every batch that is used; None for all of it.
     """
 
     fixed: Arguments
@@ -167,7 +167,7 @@ class GatheredRows(ByStep):
 
 @dataclass(frozen=True)
 class OwnIndices(ByStep):
-    """The whole data, and indices for a model that subsamples by itself."""
+    """All rows, and indices for a model that subsamples by itself."""
 
     fixed: Arguments
     indices: RowIndices
@@ -186,27 +186,29 @@ class OwnIndices(ByStep):
 
 
 class Stream(Protocol):
-    """The batches of all chains, step after step without end."""
+    """The batches of all chains, step by step, without end."""
 
     def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
-        """(Each chain's arguments, the position after them) from a step on.
+        """Yields (arguments of every chain, position after them) for each step.
 
-        `position` is the one after the step before; None at step 0, and where a stream has none.
+        Args:
+            start: first step.
+            position: after the step before; None at step 0, and for streams without positions.
         """
         ...
 
     def of_rows(self, part: slice) -> Stream:
-        """The same with these rows of every batch alone."""
+        """The stream of these rows of every batch."""
         ...
 
 
 class ReadBatches:
-    """Batches that a loader yields: for every step, those of all chains.
+    """Batches that are read from a loader.
 
-    Their rows change; anything else must stay as it is in the first.
+    Only rows may change from batch to batch; other arguments must equal those of the first batch.
 
     Args:
-        stream: of batches.
+        stream: yields the batches of all chains.
         first: a batch.
     """
 
@@ -263,7 +265,7 @@ class ReadBatches:
 
 @dataclass(frozen=True)
 class SharedBatches:
-    """One chain's batches for all chains."""
+    """The batches of one chain, used by all chains."""
 
     batches: Batches
     num_chains: int
@@ -276,10 +278,10 @@ class SharedBatches:
         return SharedBatches(self.batches.of_rows(part), self.num_chains)
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
-        own = None if out is None else pytree.tree_map(lambda leaf: leaf[:1], out)
+        out = None if out is None else pytree.tree_map(lambda leaf: leaf[:1], out)
         return pytree.tree_map(
             lambda leaf: leaf.expand(self.num_chains, *leaf.shape[1:]),
-            self.batches.take(start, stop, own),
+            self.batches.take(start, stop, out),
         )
 
     def batch(self, fixed: Any, changing: Any) -> Batch:
@@ -296,9 +298,9 @@ class SharedBatches:
 
 
 def batches_from(batches: Batches, step: int, count: int) -> list[Batch]:
-    """The batches of `count` steps from a step on."""
-    taken = [batches.take(step + i, step + i + 1) for i in range(count)]
-    drawn = [pytree.tree_map(lambda leaf: leaf[:, 0], changing) for changing in taken]
+    """The batches of steps step, ..., step + count - 1."""
+    spans = [batches.take(step + i, step + i + 1) for i in range(count)]
+    drawn = [pytree.tree_map(lambda leaf: leaf[:, 0], changing) for changing in spans]
     return [batches.batch(batches.fixed, changing) for changing in drawn]
 
 

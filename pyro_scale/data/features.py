@@ -1,4 +1,4 @@
-"""Rows that pass through a function, such as a frozen network, before the chains get them."""
+"""Batches whose rows pass through a function, such as the frozen layers of a network."""
 
 from __future__ import annotations
 
@@ -11,41 +11,36 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core import rows
-from pyro_scale.core.rows import Arguments
-from pyro_scale.core.step_inputs import PerStep, Source
+from pyro_scale.core.rows import Arguments, PerStep, Source
 from pyro_scale.data.batches import Batch, Batches
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.data.sources import Data, TensorData
 
-#: A batch -> its features, `[B, ...]` each.
+#: Arguments of a batch -> its features, tensors `[B, ...]`.
 Features = Callable[[Arguments], tuple[Tensor, ...]]
 
 
 def table_of(data: TensorData, features: Features, batch_size: int) -> TensorData:
-    """The features of all rows, in memory."""
+    """The features of all rows, as data in memory, computed in batches of `batch_size`."""
     num_rows = rows.count(data.arguments) or 0
     parts = []
     for start in range(0, num_rows, batch_size):
         begin = min(start, num_rows - batch_size)  # the last block overlaps the one before
-        blocks = features(rows.take(data.arguments, slice(begin, begin + batch_size)))
-        parts.append([feature[start - begin :].clone() for feature in blocks])
+        block = features(rows.take(data.arguments, slice(begin, begin + batch_size)))
+        parts.append([feature[start - begin :].clone() for feature in block])
     table = tuple(torch.cat(column) for column in zip(*parts, strict=True))
     return TensorData(table, data.num_data, data.batch_size)
 
 
 @dataclass(frozen=True)
 class FeatureData:
-    """Data whose batches are put through a function as they come."""
+    """Data whose batches are features, computed when a batch is read."""
 
     data: Data
     features: Features
 
     def batches(
-        self,
-        seed: int,
-        num_chains: int,
-        sampling: Sampling,
-        chains: Sequence[int] | None = None,
+        self, seed: int, num_chains: int, sampling: Sampling, chains: Sequence[int] | None = None
     ) -> Batches:
         batches = self.data.batches(seed, num_chains, sampling, chains)
         return FeatureBatches(batches, self.features)
@@ -53,7 +48,7 @@ class FeatureData:
 
 @dataclass(frozen=True)
 class FeatureBatches:
-    """The features of every chain's batches."""
+    """The features of the batches of all chains."""
 
     batches: Batches
     features: Features
@@ -80,7 +75,7 @@ class FeatureBatches:
         self.batches.seek(step, position)
 
     def _of_step(self, changing: Any, place: int) -> list[Tensor]:
-        """Features `[chains, B, ...]` at one step."""
+        """The features of one step, `[chains, B, ...]`."""
         drawn = pytree.tree_map(lambda leaf: leaf[:, place], changing)
         batch = self.batches.batch(self.batches.fixed, drawn)
         chains = range(len(batch.tensors[0]))

@@ -1,4 +1,4 @@
-"""Reads users' data loaders, and leaves their state and torch's unchanged."""
+"""Reads users' data loaders, without changing their state or torch's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyro_scale.errors import DataError
 
 
 def is_iterable_style(loader: Any) -> bool:
-    """Whether it is a DataLoader whose data set cannot be read by index."""
+    """Whether a loader is a DataLoader whose data set cannot be read by index."""
     return isinstance(loader, torch_data.DataLoader) and isinstance(
         loader.dataset, torch_data.IterableDataset
     )
@@ -31,7 +31,7 @@ def read_by_index(
     seed: int,
     device: torch.device | None,
 ) -> Iterator[Arguments]:
-    """The user's loader with our indices in place of its sampler."""
+    """The batches of the user's loader, with `order` (indices of each batch) as its sampler."""
     workers = {}
     if loader.num_workers > 0:
         workers = {
@@ -54,16 +54,16 @@ def read_by_index(
 def isolate(
     loader: Iterable[Any], seed: int, state: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[Any, dict[str, Any] | None]]:
-    """(A batch, the state before it): iterates with a state of torch's generator that is seeded
-    here and shared with nobody.
+    """Yields (batch, loader's state before it), with torch's generator seeded for this loader.
 
-    Samplers, and data sets that draw augmentations, read torch's generator.
+    Samplers, and data sets that draw augmentations, use torch's generator; other code does not see
+    the seeded one.
 
     Args:
         loader: the user's.
         seed: of the generator.
-        state: what to go on from, of a loader that has states (torchdata's `StatefulDataLoader`);
-            others have None.
+        state: to continue from, for a loader that has states (torchdata's `StatefulDataLoader`);
+            states of others are None.
     """
     stateful: Any = loader if hasattr(loader, "load_state_dict") else None
     with own_generator(seed):
@@ -89,7 +89,7 @@ def isolate(
         yield batch, before
 
 
-#: What torch says of workers, or how they ended -> why, in the order in which they are tried.
+#: Torch's message about a worker, or how it ended -> cause and advice, in the order of trial.
 _DEATHS = {
     r"shared memory|file </torch_|Bus error|SIGBUS": "out of shared memory: give the machine more "
     "of /dev/shm (docker run --shm-size), or pass",
@@ -103,18 +103,18 @@ _DEATHS = {
 
 
 def worker_error(error: BaseException, loaded: Any = None) -> DataError | None:
-    """What an error means that torch raises where a loader's worker has died; None if it is another
-    one, such as the data set's own.
+    """An error that explains why a loader's worker died; None if `error` has another cause, such
+    as the data set's code.
 
     Args:
-        error: the error.
-        loaded: the loader's iterator, whose processes say how they ended.
+        error: raised by torch.
+        loaded: the loader's iterator, whose processes have exit codes.
     """
     text = str(error).strip()
     place = traceback.extract_tb(error.__traceback__)[-1:]
     is_broken = isinstance(error, OSError | EOFError) and "multiprocessing" in str(place)
-    is_told = type(error) is RuntimeError and any(re.search(each, text) for each in _DEATHS)
-    if not (is_broken or is_told):
+    is_known = type(error) is RuntimeError and any(re.search(death, text) for death in _DEATHS)
+    if not (is_broken or is_known):
         return None
     codes = {getattr(worker, "exitcode", None) for worker in getattr(loaded, "_workers", ())}
     ends = [_in_words(code) for code in codes if code not in (None, 0, -signal.SIGTERM)]
@@ -140,7 +140,7 @@ def receive(batch: Any, device: torch.device | None) -> Arguments:
 
 
 def check_tensors(arguments: Arguments) -> None:
-    """Refuses sparse matrices and the like, which would pass as constants instead of rows.
+    """Checks that there are no sparse matrices and the like, which would pass as constants.
 
     Raises:
         DataError: it names the argument.
@@ -155,10 +155,10 @@ def check_tensors(arguments: Arguments) -> None:
 
 
 def to_device(arguments: Arguments, device: torch.device | None) -> Arguments:
-    """The arguments with their rows on a device, where they are if None; nothing left to do in
-    them, such as a sign to change when they are read."""
+    """The arguments with their rows on a device (where they are, if None).  Lazy negations and
+    conjugations are resolved."""
 
-    def moved(tensor: Tensor) -> Tensor:
+    def move(tensor: Tensor) -> Tensor:
         return tensor.to(device or tensor.device).resolve_conj().resolve_neg()
 
-    return rows.map_rows(moved, arguments)
+    return rows.map_rows(move, arguments)

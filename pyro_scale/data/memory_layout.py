@@ -1,8 +1,8 @@
-"""Copies of the rows that lie in memory as they are read.
+"""Copies of the rows, laid out in memory as they are read.
 
-Of a large table, a row at random costs a wait for each cache line that it lies in, and each page:
-there, all that belongs to a row lies side by side.  Where all rows are read, columns lie in one
-piece, so that sums over rows fill whole vector registers.
+Reading a random row of a large table waits for every cache line and page that the row lies in.  So
+where rows are gathered, all tensors' parts of a row are stored side by side.  Where all rows are
+read, tables are stored by column, so that sums over rows fill vector registers.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from pyro_scale.core import rows
 from pyro_scale.core.memory import bytes_of
 from pyro_scale.core.rows import Arguments
 
-#: Bytes of a row, of all tensors together, above which processors read ahead by themselves.
+#: Size of a row of all tensors, in bytes, above which processors prefetch by themselves.
 _MOST_ROW_BYTES = 256
-#: Bytes of a table's row, above which it has registers' worth of columns, however they are stored.
+#: Size of a table's row in bytes, above which a row alone fills vector registers.
 _WIDE_BYTES = 1024
-#: Of the memory, for a copy of the rows.
+#: Largest share of the memory for a copy of the rows.
 _SHARE = 1 / 8
 
 
 def store_by_column(arguments: Arguments) -> Arguments:
-    """The rows, tables that are not wide stored by column; as they are where memory does not hold
-    them twice."""
+    """The arguments with narrow tables stored by column; unchanged if memory is too small for a
+    copy."""
     in_bytes = sum(leaf.nbytes for leaf in rows.leaves(arguments))
     if in_bytes > _spare_bytes(rows.device(arguments) or torch.device("cpu")):
         return arguments
 
-    def stored(leaf: Tensor) -> Tensor:
-        is_table = leaf.dim() == 2 and leaf.shape[1] * leaf.itemsize <= _WIDE_BYTES
-        return rows.by_column(leaf) if is_table else leaf
+    def store(leaf: Tensor) -> Tensor:
+        is_narrow = leaf.dim() == 2 and leaf.shape[1] * leaf.itemsize <= _WIDE_BYTES
+        return rows.by_column(leaf) if is_narrow else leaf
 
-    return rows.map_rows(stored, arguments)
+    return rows.map_rows(store, arguments)
 
 
 def pack(tables: Sequence[Tensor]) -> list[Tensor]:
-    """Views, `[rows, ...]` each, of a copy in which the tables' rows lie side by side.
+    """Copies of tables, as views of one piece of memory in which the tables' rows lie side by side.
 
-    The tables themselves where that gains nothing: rows that are long, or not in main memory; or
-    where memory does not hold them twice.
+    Returns the tables themselves if that gains nothing (long rows, other devices), or if memory is
+    too small for a copy.
 
     Args:
-        tables: at least one; the first dimension is rows, as many in each.
+        tables: at least one, each `[rows, ...]`.
     """
     places, size = [], 0
     for table in tables:
@@ -64,21 +64,20 @@ def pack(tables: Sequence[Tensor]) -> list[Tensor]:
     memory = _memory(num_rows * size)
     packed = []
     for table, start in zip(tables, places, strict=True):
-        of_row = table[0].contiguous().stride()
-        stride = size // table.itemsize, *of_row
+        stride = size // table.itemsize, *table[0].contiguous().stride()
         view = memory.view(table.dtype).as_strided(table.shape, stride, start // table.itemsize)
         packed.append(view.copy_(table.detach()))
     return packed
 
 
 def _spare_bytes(device: torch.device) -> float:
-    """What a copy of the rows may take."""
+    """Largest size of a copy of the rows."""
     return _SHARE * bytes_of(device)
 
 
 def _memory(num_bytes: int) -> Tensor:
-    """Bytes, in pages of megabytes where the system has them: a processor remembers where some
-    thousand pages are."""
+    """Memory, in huge pages where the system has them: a processor caches the addresses of only a
+    few thousand pages."""
     if sys.platform != "linux":
         return torch.empty(num_bytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,4 +1,4 @@
-"""From data as users pass them to N, B and a source of batches."""
+"""Opens the data that users pass: determines N, B and the source of batches."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def open_data(
     num_data: int | None = None,
     device: torch.device | None = None,
 ) -> Data:
-    """Data as users pass them.
+    """Opens data.
 
     Args:
         data: a loader (any iterable with `.dataset`), or the model's own arguments: a tensor, a
             tuple by position, a dict by name, None for a model without arguments.
         batch_size: B, for arguments; a loader has its own.
         num_data: N, which overrides what the data say.
-        device: where batches go; where they are, if None.
+        device: to which batches are moved; they stay where they are, if None.
 
     Raises:
-        DataError: empty; no known length; a batch larger than the data; not tensors.
-        ArgumentError: a `batch_size` that is no count, or beside a loader's own.
+        DataError: the data are empty, of unknown length, smaller than a batch, or not tensors.
+        ArgumentError: `batch_size` is no count, or is passed with a loader, which has its own.
     """
     if batch_size is not None:
         batch_size = as_count("batch_size", batch_size, hint=", or None for all rows")
@@ -63,10 +63,7 @@ def open_data(
 
 
 def _open_tensors(
-    arguments: Arguments,
-    batch_size: int | None,
-    num_data: int | None,
-    device: torch.device | None,
+    arguments: Arguments, batch_size: int | None, num_data: int | None, device: torch.device | None
 ) -> TensorData:
     check_tensors(arguments)
     num_rows = rows.count(arguments)
@@ -97,10 +94,10 @@ def _open_loader(loader: Any, num_data: int | None, device: torch.device | None)
     sampler = _batch_sampler(loader)
     subset = None if sampler is None else _indices_of(sampler.sampler, length)
     if sampler is not None and subset is None and num_data is None:
-        shown = _length(sampler.sampler)
-        if shown not in (None, length):
+        drawn = _length(sampler.sampler)
+        if drawn not in (None, length):
             raise DataError(
-                f"the loader's sampler draws {shown} of the data set's {length} rows in an epoch: "
+                f"the loader's sampler draws {drawn} of the data set's {length} rows in an epoch: "
                 "wrap those rows in torch.utils.data.Subset, or pass num_data=N if it draws all N "
                 "equally often in the long run"
             )
@@ -123,7 +120,7 @@ def _open_loader(loader: Any, num_data: int | None, device: torch.device | None)
 
 
 def _batch_sampler(loader: Any) -> torch_data.BatchSampler | None:
-    """The plain batch sampler of a DataLoader over a map-style data set; None for any other."""
+    """torch's batch sampler of a DataLoader over a map-style data set; None for other loaders."""
     if not isinstance(loader, torch_data.DataLoader):
         return None
     if loader.batch_sampler is None and not is_iterable_style(loader):
@@ -136,7 +133,7 @@ def _batch_sampler(loader: Any) -> torch_data.BatchSampler | None:
 
 
 def _indices_of(sampler: Any, length: int | None) -> Tensor | None:
-    """Which rows a sampler draws with equal probability; None for one of the user's own."""
+    """The rows that a sampler draws with equal probability; None for one that the user wrote."""
     if isinstance(sampler, torch_data.WeightedRandomSampler):
         raise DataError(
             "a WeightedRandomSampler draws rows with unequal probability, so the batches do not "
@@ -150,13 +147,13 @@ def _indices_of(sampler: Any, length: int | None) -> Tensor | None:
 
 
 def _is_plain(sampler: Any, *names: str) -> bool:
-    """Whether it is one of torch's, or torchdata's of the same name."""
+    """Whether a sampler is torch's class of one of these names, or torchdata's."""
     kind = type(sampler)
     return kind.__name__ in names and kind.__module__.split(".")[0] in ("torch", "torchdata")
 
 
 def _tensors_of(dataset: Any, index: Tensor) -> Arguments | None:
-    """The tensors of a TensorDataset, or of a subset of one, at some rows."""
+    """Rows of the tensors of a TensorDataset, or of a subset of one; None for other data sets."""
     while isinstance(dataset, torch_data.Subset):
         index = torch.as_tensor(dataset.indices)[index]
         dataset = dataset.dataset
@@ -185,5 +182,5 @@ def _length(dataset: Any) -> int | None:
 
 
 def _is_row(data: Any) -> bool:
-    """Whether a list is the model's arguments, as a loader collates them."""
+    """Whether data are a list of arrays, as a loader collates the model's arguments."""
     return isinstance(data, list) and bool(data) and all(hasattr(d, "__array__") for d in data)

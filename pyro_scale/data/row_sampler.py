@@ -1,4 +1,4 @@
-"""Which rows each chain takes at each step."""
+"""Draws the rows of each chain at each step."""
 
 from __future__ import annotations
 
@@ -15,32 +15,36 @@ from pyro_scale.rng.streams import fill_epochs, fill_integers
 
 Sampling = Literal["shuffle", "replacement", "symmetric"]
 
-#: Bytes of permutations that are held at most.
+#: Largest size of the permutations in memory, in bytes.
 _MOST_BYTES = 4 * 2**30
 
 
 def check_sampling(sampling: object) -> None:
-    """Refuses a way of sampling rows that there is not."""
+    """Checks the argument `sampling`.
+
+    Raises:
+        ArgumentError: it is not one of `Sampling`.
+    """
     if sampling not in get_args(Sampling):
         raise ArgumentError(f"sampling={sampling!r}: pass one of {get_args(Sampling)}")
 
 
 class RowIndices:
-    """One stream of row indices a chain, a function of (seed, chain) alone.
+    """Row indices of chains, functions of seed, chain and step alone.
 
-    `"shuffle"` goes through all rows in a new order each epoch; a batch that the epoch's end
-    cuts is filled up from the next epoch, so that every row counts equally.  `"replacement"`
-    draws every row anew.  `"symmetric"` goes through whole batches in a new order and then
-    through the same batches backwards (Paulin et al. 2024); rows that do not fill a batch sit
-    the two epochs out.
+    `"shuffle"` goes through all rows in a new order each epoch; a batch that would cross the
+    epoch's end is filled from the next epoch, so that every row counts equally.  `"replacement"`
+    draws every index independently.  `"symmetric"` goes through full batches in a new order and
+    then through the same batches backwards (Paulin et al. 2024); rows left over are not used in
+    these two epochs.
 
     Args:
-        seed: the run's seed, or each chain's own.
-        chains: the chains' numbers.
-        num_rows: the range of the indices, at most 2^32.
-        batch_size: indices a step.
+        seed: the run's seed, or one for each chain.
+        chains: numbers of the chains.
+        num_rows: indices are below this number, at most 2^32.
+        batch_size: indices of each step.
         sampling: how they are drawn.
-        device: where they are drawn and stay.
+        device: of the indices.
 
     Raises:
         ArgumentError: an unknown `sampling`; permutations that would not fit in memory.
@@ -62,7 +66,7 @@ class RowIndices:
                 f"({4 * len(chains) * num_rows / 2**30:.0f} GiB): pass sampling='replacement'",
                 code="memory",
             )
-        self._streams = Streams.of(seed, chains, Purpose.BATCHES)
+        self._streams = Streams.from_seed(seed, chains, Purpose.BATCHES)
         self._num_rows, self._batch_size, self._sampling = num_rows, batch_size, sampling
         self._device = device
         self._mirrored = batch_size if sampling == "symmetric" else 0
@@ -75,12 +79,12 @@ class RowIndices:
         return self.span(step, step + 1)[:, 0]
 
     def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """The indices of steps start ... stop - 1, `[chains, stop - start, batch_size]`.
+        """The indices of steps start, ..., stop - 1, `[chains, stop - start, batch_size]`.
 
         Args:
-            start: the first step.
-            stop: the step after the last.
-            out: an earlier span as long as this one, to write over.
+            start: first step.
+            stop: step after the last.
+            out: an earlier result for as many steps, to write over.
         """
         if out is None:
             shape = len(self._streams.chains), stop - start, self._batch_size

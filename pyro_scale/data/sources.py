@@ -1,8 +1,8 @@
 """Where batches come from.
 
-Tensors in memory, and loaders over a data set that can be read by index, are read by our own
-indices.  So each chain has its own minibatches, which depend neither on the number of chains or
-workers nor on the sampler's order.  Any other loader is a stream (stream.py).
+Tensors in memory, and loaders over a data set that can be read by index, are read at indices from
+`row_sampler.py`.  So chains have independent minibatches, which depend neither on the number of
+chains or workers nor on the loader's sampler.  Any other loader is a stream (`stream.py`).
 """
 
 from __future__ import annotations
@@ -26,36 +26,31 @@ from pyro_scale.data.memory_layout import pack
 from pyro_scale.data.row_sampler import RowIndices, Sampling
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
-#: Steps, or an epoch if that is longer, after which a loader is read afresh.
+#: Steps after which reading a loader begins anew; an epoch, if that is longer.
 _SECTION_STEPS = 1024
 
 
 class Data(Protocol):
-    """Data that batches are taken from.
-
-    Attributes:
-        num_data: N; None where only the model can tell.
-        batch_size: B; None for the whole data.
-    """
+    """Data of which batches are taken."""
 
     @property
-    def num_data(self) -> int | None: ...
+    def num_data(self) -> int | None:
+        """N; None if only the model knows it."""
+        ...
 
     @property
-    def batch_size(self) -> int | None: ...
+    def batch_size(self) -> int | None:
+        """B; None for all rows."""
+        ...
 
     def first(self) -> Arguments:
         """One batch, for the model's preflight."""
         ...
 
     def batches(
-        self,
-        seed: int,
-        num_chains: int,
-        sampling: Sampling,
-        chains: Sequence[int] | None = None,
+        self, seed: int, num_chains: int, sampling: Sampling, chains: Sequence[int] | None = None
     ) -> Batches:
-        """An endless stream of batches, one a step, of all chains or of some numbers."""
+        """Endless batches of all chains, or of those with the numbers `chains`."""
         ...
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
@@ -63,8 +58,11 @@ class Data(Protocol):
         ...
 
     def spread(self, count: int) -> list[tuple[Arguments, Tensor | None]]:
-        """At most so many whole batches of rows drawn from all over the data, with indices for a
-        model that subsamples by itself; none where rows cannot be had by their places."""
+        """At most `count` full batches of different random rows, as (arguments, indices).
+
+        Indices are for a model that subsamples by itself, else None.  There are no batches if rows
+        cannot be read by index.
+        """
         ...
 
 
@@ -73,7 +71,7 @@ class TensorData:
     """The model's own arguments: tensors in memory, or none at all.
 
     Attributes:
-        columns: the columns' names of those that were data frames, by place.
+        columns: column names of arguments that were data frames, by name of the argument.
     """
 
     arguments: Arguments
@@ -87,11 +85,7 @@ class TensorData:
         return rows.take(self.arguments, slice(0, self.batch_size))
 
     def batches(
-        self,
-        seed: int,
-        num_chains: int,
-        sampling: Sampling,
-        chains: Sequence[int] | None = None,
+        self, seed: int, num_chains: int, sampling: Sampling, chains: Sequence[int] | None = None
     ) -> Batches:
         if self.batch_size is None:
             return self._whole
@@ -128,7 +122,7 @@ class TensorData:
 
 @dataclass
 class OwnSubsamples:
-    """The whole data for a model that subsamples by itself: it is given indices alone."""
+    """All rows, for a model that subsamples by itself, at indices that it receives."""
 
     arguments: Arguments
     num_data: int
@@ -139,11 +133,7 @@ class OwnSubsamples:
         return self.arguments
 
     def batches(
-        self,
-        seed: int,
-        num_chains: int,
-        sampling: Sampling,
-        chains: Sequence[int] | None = None,
+        self, seed: int, num_chains: int, sampling: Sampling, chains: Sequence[int] | None = None
     ) -> Batches:
         numbers, device = chains or range(num_chains), rows.device(self.arguments)
         indices = RowIndices(seed, numbers, self.num_data, self.batch_size, sampling, device)
@@ -159,7 +149,7 @@ class OwnSubsamples:
 
 @dataclass
 class IndexedData:
-    """A loader over a data set that is read by index: its rows are collated as it would."""
+    """A loader over a data set that is read by index; the loader's function collates the rows."""
 
     loader: torch_data.DataLoader[Any]
     subset: Tensor
@@ -171,11 +161,7 @@ class IndexedData:
         return next(self.read([self.subset[: self.batch_size].tolist()], seed=0))
 
     def batches(
-        self,
-        seed: int,
-        num_chains: int,
-        sampling: Sampling,
-        chains: Sequence[int] | None = None,
+        self, seed: int, num_chains: int, sampling: Sampling, chains: Sequence[int] | None = None
     ) -> Batches:
         indices = RowIndices(
             seed, chains or range(num_chains), len(self.subset), self.batch_size, sampling
@@ -187,24 +173,24 @@ class IndexedData:
         return self.read((chunk.tolist() for chunk in chunks), seed=0)
 
     def spread(self, count: int) -> list[tuple[Arguments, Tensor | None]]:
-        (chosen,) = _spread_rows(len(self.subset), self.batch_size, 1)  # rows may be dear to read
-        return [(each, None) for each in self.read([self.subset[chosen].tolist()], seed=0)]
+        (chosen,) = _spread_rows(len(self.subset), self.batch_size, 1)  # reading rows may be slow
+        return [(batch, None) for batch in self.read([self.subset[chosen].tolist()], seed=0)]
 
     def read(
         self, order: Iterable[list[int]], seed: int, section: int = 0, chain: int = 0
     ) -> Iterator[Arguments]:
-        """The batches of some rows each, with randomness of (seed, section, chain)."""
-        own = derived_seed(seed, chain, Purpose.DATA_LOADER, section)
-        return read_by_index(self.loader, order, own, self.device)
+        """The batches of rows `order`; data sets draw random numbers of (seed, section, chain)."""
+        loader_seed = derived_seed(seed, chain, Purpose.DATA_LOADER, section)
+        return read_by_index(self.loader, order, loader_seed, self.device)
 
 
 @dataclass
 class ByIndex:
-    """Batches read by our own indices.
+    """A stream of batches that are read at indices.
 
-    Data sets may draw augmentations, so what a batch holds depends on those before it: reading
-    begins afresh at every section of some steps, and to go on from within one, it is read from
-    its beginning.
+    Data sets may draw augmentations, so a batch depends on those read before it.  Therefore reading
+    begins anew at every section of `_SECTION_STEPS` steps; to continue within a section, it is read
+    from its beginning.
     """
 
     data: IndexedData
@@ -234,6 +220,33 @@ class ByIndex:
 
 
 def _spread_rows(total: int, size: int, count: int) -> list[Tensor]:
-    """The places of at most so many batches of different rows, the same for the same total."""
+    """At most `count` batches of `size` different places below `total`, the same at each call."""
     places = torch.randperm(total, generator=torch.Generator().manual_seed(0))
     return [part for part in places[: count * size].split(size) if len(part) == size]
+
+
+def blocks_in_order(data: Data, batch_size: int | None, most: int) -> Iterator[Arguments]:
+    """Yields all rows once, in the data's order, as arguments whose rows are `[batches, B, ...]`:
+    at most `most` batches at a time, of one shape.  Tensors in memory are not copied."""
+    if isinstance(data, TensorData):
+        yield from _views(data.arguments, batch_size, most)
+        return
+    alike: list[Arguments] = []
+    for batch in data.in_order(batch_size):
+        if len(alike) == most or (alike and not rows.are_alike(batch, alike[0])):
+            yield rows.stack(alike)
+            alike = []
+        alike.append(batch)
+    if alike:
+        yield rows.stack(alike)
+
+
+def _views(arguments: Arguments, batch_size: int | None, most: int) -> Iterator[Arguments]:
+    total = rows.count(arguments) or 0
+    size = min(batch_size or total, total)
+    end = total // size * size
+    for start in range(0, end, most * size):
+        part = rows.take(arguments, slice(start, min(start + most * size, end)))
+        yield rows.map_rows(lambda leaf: leaf.unflatten(0, (-1, size)), part)
+    if end < total:
+        yield rows.map_rows(lambda leaf: leaf[None, end:], arguments)

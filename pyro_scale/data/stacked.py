@@ -1,4 +1,4 @@
-"""Data sets side by side, one a chain: what they have in common is held once."""
+"""Batches of chains that have a data set each; rows that all data sets share are stored once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.rows import Arguments
-from pyro_scale.core.step_inputs import Fixed, Gathered, Source
+from pyro_scale.core.rows import Arguments, Fixed, Gathered, Source
 from pyro_scale.data.batches import Batch, ByStep
 from pyro_scale.data.row_sampler import RowIndices
 
@@ -20,17 +19,17 @@ from pyro_scale.data.row_sampler import RowIndices
 class StackedBatches(ByStep):
     """Batches of chains that have a data set each.
 
-    A batch's arguments are `(constants, shared, own)`: tensors of each chain, such as its
-    coordinates; the rows of what all data sets have in common; those of the chain's own.  Which
-    data set is a chain's is an index like those of its rows, so that one compiled loop serves all
-    chains.  Constants are `[1, ...]`, and so are `own` where all rows are taken.
+    A batch's arguments are `(constants, shared, own)`: tensors of the chain, such as its
+    coordinates; rows that all data sets share; rows of the chain's data set.  The number of the
+    chain's data set is an index, like those of its rows, so that one compiled loop serves all
+    chains.  Constants are `[1, ...]`, and so is `own` if every step has all rows.
 
     Attributes:
-        shared: rows that all data sets have, `[N, ...]`.
-        own: rows of each, `[chains, N, ...]`.
+        shared: rows that all data sets share, `[N, ...]`.
+        own: rows of each data set, `[chains, N, ...]`.
         num_rows: N.
         constants: of each chain, `[chains, ...]`.
-        indices: of each step's rows; None where all are taken.
+        indices: of the rows of each step; None for all rows.
     """
 
     shared: Arguments
@@ -46,12 +45,12 @@ class StackedBatches(ByStep):
 
     @property
     def fixed(self) -> Any:
-        """What all data sets share: other data sets are other inputs of the same program."""
+        """The shared rows.  Other data sets are other inputs of the same program."""
         return self.shared
 
     @property
     def num_chains(self) -> int:
-        """How many data sets there are."""
+        """Number of data sets."""
         return len(rows.leaves((*self.constants, self.own))[0])
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
@@ -60,9 +59,9 @@ class StackedBatches(ByStep):
         number = number.expand(-1, stop - start, 1)
         if self.indices is None:
             return [number]
-        places, own = (None, None) if out is None else out[1:]
+        places, flat = (None, None) if out is None else out[1:]
         places = self.indices.span(start, stop, places)
-        return [number, places, torch.add(places, number * self.num_rows, out=own)]
+        return [number, places, torch.add(places, number * self.num_rows, out=flat)]
 
     def batch(self, fixed: Any, changing: Any) -> Batch:
         number = changing[0]

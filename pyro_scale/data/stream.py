@@ -1,4 +1,4 @@
-"""Batches of a loader that cannot be read by index, in its order, cut to one size."""
+"""Batches of a loader that cannot be read by index: in its order, cut to one size."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from pyro_scale.rng.streams import fill_permutations
 
 @dataclass
 class StreamData:
-    """Any other loader: its batches in its order, cut anew into batches of one size.
+    """A loader that cannot be read by index.  Its rows are cut into batches of one size.
 
-    Each chain takes batches of its own, `num_chains` of them a step; a ragged tail is carried
-    into the next epoch.
+    A step takes as many batches as there are chains; rows left over at the end of an epoch begin
+    the next one.
     """
 
     loader: Iterable[Any]
@@ -38,7 +38,7 @@ class StreamData:
     batch_size: int | None = None
 
     def first(self) -> Arguments:
-        batch = self._first  # once: a data set that holds its place is further on after it
+        batch = self._first  # read once: a data set may remember its place
         self.batch_size = rows.count(batch)
         if self.batch_size is None:
             raise DataError("the loader's batches hold no tensor: each must hold rows")
@@ -52,11 +52,7 @@ class StreamData:
         return batch
 
     def batches(
-        self,
-        seed: int,
-        num_chains: int,
-        sampling: Sampling,
-        chains: Sequence[int] | None = None,
+        self, seed: int, num_chains: int, sampling: Sampling, chains: Sequence[int] | None = None
     ) -> Batches:
         if sampling != "shuffle":
             raise ArgumentError(
@@ -68,26 +64,26 @@ class StreamData:
         return ReadBatches(DealtBatches(self, seed, chains or range(num_chains), num_chains), first)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
-        """The data set's order where it can be read by index; else the loader's own.
+        """All rows once, in the data set's order if it can be read by index, else the loader's.
 
         Raises:
-            DataError: more than N rows have come, so that it may never end.
+            DataError: the loader yields more than N rows, so that it may never end.
         """
         loader = self.loader
         if not isinstance(loader, torch_data.DataLoader) or is_iterable_style(loader):
-            return self._until_its_end()
+            return self._read_to_the_end()
         dataset: Any = loader.dataset
         order = torch.arange(len(dataset)).split(batch_size or self.batch_size or 1)
         return read_by_index(loader, (part.tolist() for part in order), 0, self.device)
 
-    def _until_its_end(self) -> Iterator[Arguments]:
-        """One epoch, which must end after N rows."""
-        seen, num_data = 0, self.num_data
+    def _read_to_the_end(self) -> Iterator[Arguments]:
+        """The batches of one epoch, which must end after N rows."""
+        count, num_data = 0, self.num_data
         for batch in self.epoch(seed=0, epoch=0):
-            seen += rows.count(batch) or 0
-            if num_data is not None and seen > num_data:
+            count += rows.count(batch) or 0
+            if num_data is not None and count > num_data:
                 raise DataError(
-                    f"the loader has given {seen:,} rows in one pass, more than N = {num_data:,}, "
+                    f"the loader has given {count:,} rows in one pass, more than N = {num_data:,}, "
                     "and what needs all rows (a mode, its curvature, lr='auto') reads to the end: "
                     "let the loader end after N rows, pass the right num_data=, or pass a number "
                     "for lr",
@@ -99,20 +95,29 @@ class StreamData:
         return []
 
     def epoch(self, seed: int, epoch: int) -> Iterator[Arguments]:
-        """The loader's batches of one epoch, with randomness of its own."""
+        """The loader's batches of one epoch; it draws random numbers of (seed, epoch)."""
         return (batch for batch, _ in self.with_states(seed, epoch, None))
 
     def with_states(self, seed: int, epoch: int, state: Any) -> Iterator[tuple[Arguments, Any]]:
-        """(Such a batch, the loader's state before it, if it has any), from a state on."""
-        own = derived_seed(seed, 0, Purpose.DATA_LOADER, epoch)
-        for batch, before in isolate(self.loader, own, state):
+        """Yields (batch, loader's state before it) for one epoch, from a state on; loaders without
+        states have None."""
+        loader_seed = derived_seed(seed, 0, Purpose.DATA_LOADER, epoch)
+        for batch, before in isolate(self.loader, loader_seed, state):
             yield receive(batch, self.device), before
 
 
 @dataclass
 class DealtBatches:
-    """A loader's rows, one epoch after another, in pieces of exactly B, dealt to all chains, of
-    which some are here."""
+    """A stream that cuts a loader's rows, epoch after epoch, into pieces of exactly B rows, and
+    deals them to all chains.
+
+    Attributes:
+        data: the loader.
+        seed: of the run.
+        chains: numbers of the chains of this process.
+        num_chains: number of all chains.
+        part: rows of each piece that are used.
+    """
 
     data: StreamData
     seed: int
@@ -125,18 +130,21 @@ class DealtBatches:
 
     def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
         pieces, order = self._pieces(position), torch.empty(1, self.num_chains, dtype=torch.int32)
-        streams = Streams.of(self.seed, [0], Purpose.BATCHES)
+        streams = Streams.from_seed(self.seed, [0], Purpose.BATCHES)
         for step in itertools.count(start):
             dealt = [next(pieces) for _ in range(self.num_chains)]
-            # at random: dealt in turn, a chain could get the same part of the data for ever
+            # at random: dealt in turn, a chain might always get the same part of the data
             fill_permutations(streams, step, order)
-            own = [rows.take(dealt[order[0, chain]][0], self.part) for chain in self.chains]
-            yield own, dealt[-1][1]
+            batches = [rows.take(dealt[order[0, chain]][0], self.part) for chain in self.chains]
+            yield batches, dealt[-1][1]
 
     def _pieces(self, position: Any) -> Iterator[tuple[Arguments, Any]]:
-        """(A piece, the position after it): the epoch, its batches before the one that the piece
-        ends in, the rows left over by those, the pieces taken since, and the loader's state before
-        that batch.  A loader without states is read again from the epoch's beginning."""
+        """Yields (piece, position after it).
+
+        A position is (epoch, number of batches before the one that the piece ends in, rows that
+        those left over, pieces taken since, loader's state before that batch).  A loader without
+        states is read again from the epoch's beginning.
+        """
         size = self.data.batch_size or 1
         first, passed, left, taken, state = position or (0, 0, [], 0, None)
         for epoch in itertools.count(first):
@@ -147,12 +155,12 @@ class DealtBatches:
                     continue
                 joined = rows.concatenate([*left, batch]) if left else batch
                 total = rows.count(joined) or 0
-                begins = range(0, total - size + 1, size)
-                for count, low in enumerate(begins[taken:], taken + 1):
-                    piece = rows.take(joined, slice(low, low + size))
+                starts = range(0, total - size + 1, size)
+                for count, start in enumerate(starts[taken:], taken + 1):
+                    piece = rows.take(joined, slice(start, start + size))
                     yield piece, (epoch, place, left, count, before)
-                rest = total % size
-                left = [rows.take(joined, slice(total - rest, total))] if rest else []
+                over = total % size
+                left = [rows.take(joined, slice(total - over, total))] if over else []
                 taken = 0
             if place < 0:
                 again = "pass a DataLoader, not a generator"

@@ -75,7 +75,7 @@ def _stationary_variance(
     """Stationary variance of positions, `[latents]`; NaN if there is none."""
     assert kernel.theory is not None  # otherwise there is no law
     settled = kernel.theory.linearize(kernel, values, noise)
-    chain = GaussianChain.of(settled.kernel, settled.values, precision)
+    chain = GaussianChain.from_kernel(settled.kernel, settled.values, precision)
     variance = chain.covariance(settled.gradient_noise, epoch)[:, 0, 0]
     return torch.where(chain.stable, variance, torch.nan)
 

@@ -242,7 +242,7 @@ def _expected_kinetic(engine: Engine, values: Mapping[str, Tensor], precision: T
         settled = kernel.theory.linearize(kernel, of_part, torch.zeros_like(precision[part]))
         steepness = precision[part] / of_part["mass"]  # in units where the mass is 1
         least = _FLATTEST / of_part["lr"].square() * torch.ones_like(steepness)
-        chain = GaussianChain.of(settled.kernel, settled.values, steepness.maximum(least))
+        chain = GaussianChain.from_kernel(settled.kernel, settled.values, steepness.maximum(least))
         variance = chain.covariance(torch.zeros_like(steepness))[:, 1, 1]
         temperature = torch.where(chain.stable, variance / of_part["temperature"], torch.nan)
         temperatures.append(temperature)

@@ -69,7 +69,7 @@ class DataParallel:
         Raises:
             RankError: the model has failed on the rows of a rank.
         """
-        layout, error = Layout.of(dict(params)), None
+        layout, error = Layout.from_tensors(dict(params)), None
         like = next(iter(params.values()))
         term = like.new_full((layout.size + 1,), torch.nan, dtype=layout.dtype)
         try:

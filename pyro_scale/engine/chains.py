@@ -16,26 +16,46 @@ from pyro_scale.engine.draws import Draws, Failure, Steps
 from pyro_scale.engine.executors import Kept, Program, eager
 from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.step import Engine
-from pyro_scale.engine.step_recorder import FEW, MOST_CHAINS, Past, Recent, RecordedStep, recorded
+from pyro_scale.engine.step_recorder import (
+    MOST_CHAINS,
+    MOST_STEPS,
+    PastStep,
+    RecentSteps,
+    RecordedStep,
+    record,
+)
 from pyro_scale.rng.seeds import Purpose
 from pyro_scale.rng.streams import NoiseStream
 
 
 class Chains:
-    """The state of all chains, and which of them are sound.
+    """The state of all chains, and which of them are still running.
 
-    A chain whose state becomes NaN or infinite is stopped: another one's state takes its place,
-    so that shapes stay as they are, and what becomes of it is not kept.  So is one that has left
-    the model's support, which its gradient may not tell: the log joint of a step that leads to a
-    draw is NaN or infinite.  It is that of the position at which the step took its gradient, so
-    it is the step before that left, or an earlier one.
+    A chain stops when its state becomes NaN or infinite.  It also stops when it has left the
+    model's support, which its gradient need not show: the log joint of a step that leads to a draw
+    is NaN or infinite.  That log joint is of the position from which the step started, so it was
+    the step before, or an earlier one, that left the support.
+
+    The state of a running chain takes the place of a stopped chain's, so that shapes do not change;
+    what becomes of it is not kept.
 
     Args:
         engine: says what a step is.
-        positions: where they start, `[chains, D]`.
-        values: the hyperparameters' values at step 0, which momenta are drawn by.
-        seed: of the run, or of each chain.
-        numbers: the chains', by which they draw; 0, 1, ... by default.
+        positions: where chains start, `[chains, D]`.
+        values: the hyperparameters' values at step 0, by which momenta are drawn.
+        seed: the run's seed, or one for each chain.
+        numbers: the chains' numbers, which with the seed determine their random numbers; 0, 1, ...
+            by default.
+
+    Attributes:
+        state: of all chains, the kernel's.
+        noise: the chains' noise.
+        alive: which chains are running, `[chains]`.
+        count: number of steps taken.
+        failures: one for every chain that stopped.
+        recent: the latest steps, if they are few.
+        last_steps: the last steps of the first chains that stopped, by chain.
+        log_joint: mean over running chains, at the latest step.
     """
 
     def __init__(
@@ -48,32 +68,36 @@ class Chains:
     ):
         self._engine = engine
         numbers = range(len(positions)) if numbers is None else numbers
-        noise = _first_noise(engine, positions, seed, numbers)
-        self.state: Any = engine.init(positions, noise, values)
-        shape = (engine.kernel.normals, engine.num_latents)
-        self.noise = NoiseStream(seed, numbers, shape, positions.dtype, positions.device)
+        dtype, device, size = positions.dtype, positions.device, engine.num_latents
+        first = NoiseStream(seed, numbers, (size,), dtype, device, Purpose.MOMENTUM).at(0)
+        self.state: Any = engine.init(positions, first, values)
+        shape = engine.kernel.normals, size
+        self.noise = NoiseStream(seed, numbers, shape, dtype, device)
         self.alive = torch.ones(len(positions), dtype=torch.bool)
         self.count = 0
         self.failures: list[Failure] = []
-        self.recent = Recent()
+        self.recent = RecentSteps()
         self.last_steps: dict[int, tuple[RecordedStep, ...]] = {}
         self.log_joint = torch.nan
 
     @property
     def run_state(self) -> RunState:
-        """Where they are."""
+        """What a run needs to continue from here."""
         return RunState(self.count, self.state, self.alive, tuple(self.failures))
 
     def go_on_from(self, run_state: RunState) -> None:
-        """Takes up where a run was."""
+        """Continues from an earlier run's state."""
         self.count, self.state, self.alive = run_state.step, run_state.state, run_state.alive
         self.failures = list(run_state.failures)
 
     def move(
         self, program: Program, batches: Batches, block: StepInputs, steps: Steps, draws: Draws
     ) -> None:
-        """Runs a block and writes what is kept; where a chain breaks, it is halved, and what is
-        left of it taken step by step."""
+        """Takes the steps of a block, and writes their draws.
+
+        If a chain breaks in it, the block is halved until the step is among a few, and these are
+        taken one by one.
+        """
         if not self.alive.any():
             self.count = block.stop
             return
@@ -82,18 +106,20 @@ class Chains:
             for part in (block.part(0, even), block.part(even, len(block))):
                 self.move(program, batches, part, steps, draws)
             return
-        ran = self._ran(program, block, steps)
-        if ran is not None:
-            self._keep(*ran, block, steps, draws)
-        elif len(block) > FEW:
+        result = self._run_unbroken(program, block, steps)
+        if result is not None:
+            self._keep(*result, block, steps, draws)
+        elif len(block) > MOST_STEPS:
             for half in block.parts(-(-len(block) // 2)):
                 self.move(program, batches, half, steps, draws)
         else:
             for single in block.parts(1):
                 self._step(program, batches, single, steps, draws)
 
-    def _ran(self, program: Program, block: StepInputs, steps: Steps) -> tuple[Any, Kept] | None:
-        """(The state after a block, what is kept); None where it breaks a chain."""
+    def _run_unbroken(
+        self, program: Program, block: StepInputs, steps: Steps
+    ) -> tuple[Any, Kept] | None:
+        """(The state after a block, what is kept); None if a chain breaks in it."""
         try:
             moved, kept = self._run(program, block, steps)
         except RuntimeError:  # a matrix that cannot be factorized, in some chain
@@ -104,14 +130,14 @@ class Chains:
         return program.run(self.state, block, steps.left(block.start), steps.thinning)
 
     def _find_broken(self, moved: Any, kept: Kept) -> Tensor:
-        """Which chains were alive and are no longer."""
+        """Which chains were running and no longer are, `[chains]`."""
         is_sound = _are_finite(moved.position) & _are_finite(kept.log_joint)
         return self.alive & ~is_sound.cpu()
 
     def _step(
         self, program: Program, batches: Batches, block: StepInputs, steps: Steps, draws: Draws
     ) -> None:
-        """Takes one step, and stops the chains that it breaks."""
+        """Takes the one step of a block, and stops the chains that it breaks."""
         if not self.alive.any():
             self.count = block.stop
             return
@@ -123,18 +149,18 @@ class Chains:
             self._step(program, batches, block, steps, draws)
             return
         broken = self._find_broken(moved, kept)
-        # of chains that see each other, the one that broke the others first
+        # of chains that move together, the one that broke the others comes first
         order = torch.isfinite(kept.last).cpu().int().argsort(stable=True)
         for chain in order[broken[order]].tolist():
-            element = _gone(self._engine.to_params(moved.position[chain]))
-            self._fail(chain, element, program, batches, Past(block, self.state, kept.last))
+            element = _broken_element(self._engine.to_params(moved.position[chain]))
+            self._fail(chain, element, program, batches, PastStep(block, self.state, kept.last))
         self.alive = self.alive & ~broken
         self._keep(moved, kept, block, steps, draws)
 
     def _keep(self, moved: Any, kept: Kept, block: StepInputs, steps: Steps, draws: Draws) -> None:
-        """Takes the state after a block over, and writes what is kept of it."""
+        """Takes over the state after a block, and writes the block's draws."""
         self.recent.add(block, self.state)
-        self.state = self._with_stand_ins(moved)
+        self.state = self._replace_stopped(moved)
         first, last = steps.kept_before(block.start), steps.kept_before(block.stop)
         if draws.latest is not None:
             new = self._engine.to_params(kept.positions).cpu()
@@ -149,19 +175,19 @@ class Chains:
         self.log_joint = float(kept.last.cpu()[self.alive].mean())
 
     def _stop_those_that_raise(self, program: Program, batches: Batches, block: StepInputs) -> bool:
-        """Stops the chains whose own step cannot be computed; whether there are any."""
+        """Stops the chains whose step raises an error.  Returns whether there are any."""
         step, raising = eager(self._engine, batches), torch.zeros_like(self.alive)
         for chain in torch.nonzero(self.alive)[:, 0].tolist():
-            own = slice(chain, chain + 1)
-            state = pytree.tree_map(lambda leaf, own=own: leaf[own], self.state)
+            place = slice(chain, chain + 1)
+            state = pytree.tree_map(lambda leaf, place=place: leaf[place], self.state)
             try:
-                step.run(state, block.of(own), 1, 1)
+                step.run(state, block.of_chains(place), 1, 1)
             except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
                 raising[chain] = True
                 message = f"LinAlgError: {' '.join(str(error).split())}"
-                self._fail(chain, None, program, batches, Past(block, self.state), message)
+                self._fail(chain, None, program, batches, PastStep(block, self.state), message)
         self.alive = self.alive & ~raising
-        self.state = self._with_stand_ins(self.state)
+        self.state = self._replace_stopped(self.state)
         return bool(raising.any())
 
     def _fail(
@@ -170,12 +196,21 @@ class Chains:
         element: int | None,
         program: Program,
         batches: Batches,
-        step: Past,
+        step: PastStep,
         error: str | None = None,
     ) -> None:
-        """Writes down that a step breaks a chain, and what led to it: an element of the state that
-        is not finite, or else what the model raised, or else the log joint."""
-        _, _, changing = step.block.of(slice(chain, chain + 1)).at(0)
+        """Adds a failure, and records the chain's last steps.
+
+        Args:
+            chain: that breaks.
+            element: of the position that is not finite; None if the model raised an error, or the
+                log joint is not finite.
+            program: that took the steps before.
+            batches: of the chains.
+            step: that breaks the chain.
+            error: what the model raised.
+        """
+        _, _, changing = step.block.of_chains(slice(chain, chain + 1)).at(0)
         batch = batches.batch(batches.fixed, changing)
         self.failures.append(
             Failure(
@@ -188,13 +223,12 @@ class Chains:
             )
         )
         if len(self.last_steps) < MOST_CHAINS:
-            self.last_steps[chain] = recorded(
-                self._engine, batches, [*self.recent.steps(program), step], chain
-            )
+            past = [*self.recent.replay(program), step]
+            self.last_steps[chain] = record(self._engine, batches, past, chain)
 
-    def _with_stand_ins(self, state: Any) -> Any:
-        """The state with that of a chain that is alive in place of those of chains that are not,
-        which could break again."""
+    def _replace_stopped(self, state: Any) -> Any:
+        """The state with that of a running chain in place of those of stopped chains, which could
+        break again."""
         if not bool(self.alive.any()) or bool(self.alive.all()):
             return state
         stand_in = int(torch.nonzero(self.alive)[0])
@@ -203,25 +237,17 @@ class Chains:
 
 
 def _are_finite(values: Tensor) -> Tensor:
-    """Whether all of each chain's values `[chains, ...]` are finite."""
+    """Whether all values `[chains, ...]` of a chain are finite, `[chains]`."""
     finite = torch.isfinite(values.sum(dim=-1))  # no term is infinite or NaN where a sum is finite
     return finite if bool(finite.all()) else torch.isfinite(values).all(dim=-1)
 
 
-def _gone(position: Tensor) -> int | None:
-    """The first element of a position [D] that is not finite, or the farthest one where squares of
-    it overflow in a log joint, on its way there; None where there is none."""
+def _broken_element(position: Tensor) -> int | None:
+    """The first element of a position [D] that is not finite.  If all are, the largest one, if it
+    is so large that its square would overflow in a log joint; else None."""
     broken = torch.nonzero(~torch.isfinite(position))
     if len(broken):
         return int(broken[0])
     farthest = int(position.abs().argmax())
     is_far = float(position[farthest].abs()) > torch.finfo(position.dtype).max ** (1 / 3)
     return farthest if is_far else None
-
-
-def _first_noise(
-    engine: Engine, positions: Tensor, seed: int | Sequence[int], numbers: Sequence[int]
-) -> Tensor:
-    """What momenta are drawn from, `[chains, latents]`."""
-    dtype, device = positions.dtype, positions.device
-    return NoiseStream(seed, numbers, (engine.num_latents,), dtype, device, Purpose.MOMENTUM).at(0)

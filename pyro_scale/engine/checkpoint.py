@@ -25,9 +25,9 @@ from pyro_scale.engine.draws import Draws, Failure
 from pyro_scale.errors import ArgumentError, FileError, PyroScaleWarning
 from pyro_scale.storage import files
 
-#: States that are kept: should the latest become damaged, there is the one before.
+#: States that are kept: if the latest is damaged, there is the one before.
 _KEPT = 2
-#: What files are ours: others in the directory are the user's.
+#: Names of our files; others in the directory are the user's.
 _NAME = re.compile(r"(?:state|draws)-(\d{1,9})")
 
 
@@ -35,9 +35,9 @@ class RunState(NamedTuple):
     """Where a run is, between two steps.
 
     Attributes:
-        step: how many were taken.
+        step: number of steps taken.
         state: of all chains.
-        alive: which chains are sound.
+        alive: which chains are running, `[chains]`.
         failures: of the others.
     """
 
@@ -48,20 +48,20 @@ class RunState(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """What a directory holds of a run.
+    """A checkpoint, as read from a directory.
 
     Attributes:
         number: of the state.
         parts: names of the files that hold the draws.
-        facts: of the run.
-        run_state: where it was, the state as a list of its leaves.
-        batches: its position in the batches.
+        facts: what must be the same when the run is resumed, such as its seed.
+        run_state: of the run, with the kernel's state as a list of its leaves.
+        batches: position in the batches.
         positions: of the draws until then, `[chains, kept, D]`.
         log_joint: of the steps that led to them, `[chains, kept]`.
-        kinetic: the kinetic temperature at the looks of the run, `[chains, looks, sites]`, or None.
-        look_every: draws from one look to the next.
-        program: how its steps were run, in words; None before the first.
-        sink: the state of what takes draws instead, if there is one.
+        kinetic: kinetic temperatures, `[chains, looks, sites]`, or None.
+        look_every: draws from one of these measurements to the next.
+        program: how the steps were run, in words; None before the first step.
+        sink: state of the sink that takes the draws, if there is one.
     """
 
     number: int
@@ -77,21 +77,21 @@ class Checkpoint(NamedTuple):
     sink: dict[str, Any] | None = None
 
     def state_like(self, state: Any) -> Any:
-        """The state, in the structure and on the device of another one."""
+        """The kernel's state, in the structure and on the device of another one."""
         leaves, structure = pytree.tree_flatten(state)
-        own = zip(self.run_state.state, leaves, strict=True)
-        return pytree.tree_unflatten([leaf.to(like.device) for leaf, like in own], structure)
+        pairs = zip(self.run_state.state, leaves, strict=True)
+        return pytree.tree_unflatten([leaf.to(like.device) for leaf, like in pairs], structure)
 
 
 class Checkpoints:
-    """Writes a run's checkpoints into a directory, which is made if its parent is there.
+    """Writes a run's checkpoints into a directory, which is made if its parent exists.
 
     Args:
         path: the directory.
-        every: seconds from one to the next.
-        facts: of the run.
-        last: what the run goes on from; without, the directory's earlier checkpoints are dropped
-            with the first one.
+        every: seconds from one checkpoint to the next.
+        facts: what must be the same when the run is resumed.
+        last: checkpoint that the run continues; without it, the first checkpoint replaces those
+            already in the directory.
 
     Raises:
         FileError: the directory cannot be made.
@@ -108,7 +108,7 @@ class Checkpoints:
         self._parts = [] if last is None else list(last.parts)
         # draws that are in no file yet come from another directory
         self._kept = last.positions.shape[1] if last is not None and last.parts else 0
-        self._whole = [] if last is None else [last.number]
+        self._intact = [] if last is None else [last.number]
         self._written = time.monotonic()
         try:
             self._directory.mkdir(exist_ok=True)
@@ -134,17 +134,17 @@ class Checkpoints:
         look_every: int,
         sink: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes the next one.
+        """Writes the next checkpoint.
 
         Args:
-            run_state: where the run is.
-            batches: its position in the batches.
-            draws: all that it has kept until then.
-            look_every: draws from one look at the whole state to the next.
-            sink: the state of what takes draws instead, if there is one.
+            run_state: of the run.
+            batches: position in the batches.
+            draws: all draws kept until then.
+            look_every: draws from one measurement of the whole state to the next.
+            sink: state of the sink that takes the draws, if there is one.
 
         Raises:
-            FileError: a file cannot be written; the checkpoint before stays as it is.
+            FileError: a file cannot be written; the checkpoint before remains.
         """
         kept = draws.positions.shape[1]
         parts = list(self._parts)
@@ -162,7 +162,7 @@ class Checkpoints:
                 "step": run_state.step,
                 "state": pytree.tree_leaves(run_state.state),
                 "alive": run_state.alive,
-                "failures": [list(dataclasses.astuple(each)) for each in run_state.failures],
+                "failures": [list(dataclasses.astuple(fail)) for fail in run_state.failures],
                 "batches": batches,
                 "sink": sink,
                 "parts": parts,
@@ -174,7 +174,7 @@ class Checkpoints:
             },
         )
         self._parts, self._kept = parts, kept
-        self._whole = [*self._whole, self._number][-_KEPT:]
+        self._intact = [*self._intact, self._number][-_KEPT:]
         self._number += 1
         self._written = time.monotonic()
         self._tidy()
@@ -183,8 +183,8 @@ class Checkpoints:
         files.write(self._directory / name, contents, "checkpoint")
 
     def _tidy(self) -> None:
-        """Drops what the latest states that are whole do not need."""
-        needed = {*self._parts, *(f"state-{number}" for number in self._whole)}
+        """Deletes the files that the latest intact states do not need."""
+        needed = {*self._parts, *(f"state-{number}" for number in self._intact)}
         for _, file in _files(self._directory):
             if file.name not in needed:
                 with contextlib.suppress(OSError):
@@ -193,15 +193,15 @@ class Checkpoints:
 
 
 def check_unused(path: files.FilePath, places: Sequence[Path]) -> None:
-    """Refuses a directory that holds a run's checkpoints already.
+    """Checks that a directory holds no checkpoints yet.
 
     Args:
-        path: of the directory.
-        places: in it, where they can be.
+        path: of the directory, as the user passed it.
+        places: directories in it where checkpoints would be.
 
     Raises:
-        ArgumentError: it does.
-        FileError: it cannot be looked into.
+        ArgumentError: it holds some.
+        FileError: it cannot be read.
     """
     if any(_files(place) for place in places):
         raise ArgumentError(
@@ -212,24 +212,24 @@ def check_unused(path: files.FilePath, places: Sequence[Path]) -> None:
 
 
 def holds_state(path: files.FilePath) -> bool:
-    """Whether a directory holds a run's checkpoints, as far as it can be looked into."""
+    """Whether a directory can be read and holds a run's checkpoints."""
     with contextlib.suppress(FileError):
         return any(file.name.startswith("state-") for _, file in _files(files.as_path(path)))
     return False
 
 
 def read(path: files.FilePath) -> Checkpoint:
-    """The latest checkpoint in a directory that is as it was written.
+    """The latest intact checkpoint in a directory.
 
     Raises:
-        FileError: there is none; it says what is wrong with each.
+        FileError: there is none; the message says what is wrong with each.
 
     Warns:
         UserWarning: a later one is damaged.
     """
     directory = files.as_path(path)
     latest_first = sorted(_files(directory), reverse=True)
-    states = [each for each in latest_first if each[1].name.startswith("state-")]
+    states = [(n, file) for n, file in latest_first if file.name.startswith("state-")]
     if not states:
         what = "holds no checkpoint" if directory.is_dir() else "is no directory"
         raise FileError(
@@ -259,7 +259,13 @@ def read(path: files.FilePath) -> Checkpoint:
 def differences(
     then: Mapping[str, Any], now: Mapping[str, Any], within: str | None = None
 ) -> list[str]:
-    """Which facts are not as they were, in words; of a dict of facts, which of those."""
+    """The facts that differ, each as a line such as "seed was 0, is 1".
+
+    Args:
+        then: facts of the checkpoint.
+        now: facts of the run that is to continue it.
+        within: name of the fact that these are entries of.
+    """
     lines = []
     for name in dict.fromkeys([*then, *now]):
         was, is_now = then.get(name), now.get(name)
@@ -277,7 +283,7 @@ def _read(directory: Path, number: int, state: Path) -> Checkpoint:
     chains, kept, size = held["shape"]
     dtype = getattr(torch, held["dtype"])
     none = torch.empty(chains, 0, size, dtype=dtype), torch.empty(chains, 0, dtype=torch.float64)
-    failures = tuple(Failure(*each) for each in held["failures"])
+    failures = tuple(Failure(*fields) for fields in held["failures"])
     checkpoint = Checkpoint(
         number=number,
         parts=tuple(held["parts"]),
@@ -297,10 +303,10 @@ def _read(directory: Path, number: int, state: Path) -> Checkpoint:
 
 
 def _files(directory: Path) -> list[tuple[int, Path]]:
-    """Our own files in a directory, with their numbers; none where there is no directory.
+    """(Number, path) of our files in a directory; none if there is no directory.
 
     Raises:
-        FileError: it cannot be looked into.
+        FileError: it cannot be read.
     """
     try:
         paths = list(directory.iterdir()) if directory.is_dir() else []

@@ -15,22 +15,22 @@ from torch import Tensor
 
 from pyro_scale.engine.step_recorder import RecordedStep
 
-#: Looks at the whole state, at most; each ends a block, which takes about half a millisecond.
+#: Most measurements of the whole state in a run; each ends a block, which costs about 0.5 ms.
 _MOST_LOOKS = 32
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Where a chain stopped: its state became NaN or infinite, or the log joint of a step that led
-    to a draw was so, or the model raised an error.
+    """Why a chain stopped: its state became NaN or infinite, or so did the log joint of a step that
+    led to a draw, or the model raised an error.
 
     Attributes:
-        chain: which chain.
-        step: the step after which it was so.
-        site: the first site whose value is not finite; the first of all where it is another cause.
-        bad_batch: whether the step's batch itself held NaN or infinite numbers.
-        error: what the model raised at that step; None where it raised nothing.
-        in_density: whether the log joint is not finite, and the state is, nor far out.
+        chain: number of the chain.
+        step: number of the step at which this was found.
+        site: the first site whose value is not finite; the first of all sites for other causes.
+        bad_batch: whether the step's batch contains NaN or infinite numbers.
+        error: what the model raised at that step; None if nothing.
+        in_density: whether only the log joint is not finite: the state is, and is not far out.
     """
 
     chain: int
@@ -43,13 +43,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Steps:
-    """How many steps there are and which of them are kept.
+    """How many steps a run has, and after which of them a draw is kept.
 
     Attributes:
         num_samples: draws to keep.
         warmup_steps: steps before the first that may be kept.
-        thinning: from one draw to the next, of the steps that may be kept.
-        keeps: whether a step may be kept once warm-up is over; None if all may.
+        thinning: steps from one draw to the next, counting those that may be kept.
+        keeps: function of a step's number, whether it may be kept after warm-up; None if all may.
         positions: whether positions are kept, or log joints alone.
     """
 
@@ -61,40 +61,40 @@ class Steps:
 
     @cached_property
     def kept(self) -> Tensor:
-        """The numbers of the steps after which a draw is kept, `[num_samples]`."""
+        """Numbers of the steps after which a draw is kept, `[num_samples]`."""
         if self.keeps is None:
             return self.warmup_steps - 1 + self.thinning * torch.arange(1, self.num_samples + 1)
-        may_be = filter(self.keeps, itertools.count(self.warmup_steps))
-        wanted = self.num_samples * self.thinning
-        kept = itertools.islice(may_be, self.thinning - 1, wanted, self.thinning)
+        candidates = filter(self.keeps, itertools.count(self.warmup_steps))
+        stop = self.num_samples * self.thinning
+        kept = itertools.islice(candidates, self.thinning - 1, stop, self.thinning)
         return torch.tensor(list(kept))
 
     @property
     def total(self) -> int:
-        """All steps, warm-up included."""
+        """Number of all steps, warm-up included."""
         return int(self.kept[-1]) + 1
 
     @cached_property
     def look_every(self) -> int:
-        """From how many draws to the next the whole state is looked at: a power of two, so that
-        a longer run looks at none that a shorter one does not."""
+        """Draws from one measurement of the whole state to the next: a power of two, so that a
+        longer run measures at a part of the draws at which a shorter one does."""
         return 1 << max(0, math.ceil(math.log2(self.num_samples / _MOST_LOOKS)))
 
     @cached_property
     def looks(self) -> Tensor:
-        """The numbers of the steps after which the whole state is looked at, `[looks]`."""
+        """Numbers of the steps after which the whole state is measured, `[looks]`."""
         return self.kept[self.look_every - 1 :: self.look_every]
 
     def kept_before(self, step: int) -> int:
-        """How many draws are kept before a step."""
+        """Number of draws kept before a step."""
         return int(torch.searchsorted(self.kept, step))
 
     def left(self, step: int) -> int:
-        """How many steps there are from a step, with it, to the next draw that is kept."""
+        """Number of steps from a step, included, to the next draw that is kept."""
         return int(self.kept[self.kept_before(step)]) + 1 - step
 
     def even_until(self, start: int, stop: int) -> int:
-        """Up to which step, at most `stop`, every `thinning`-th is kept, from the first on."""
+        """The last step, at most `stop`, until which the kept draws are `thinning` steps apart."""
         kept = self.kept[self.kept_before(start) : self.kept_before(stop)].tolist()
         if self.keeps is None or not kept:
             return stop
@@ -104,27 +104,27 @@ class Steps:
 
 
 class Sink(Protocol):
-    """Takes draws as they come, where they do not stay in memory."""
+    """Takes the draws of a run that does not keep them in memory."""
 
     @property
     def count(self) -> int:
-        """Draws of each chain that it has got."""
+        """Number of draws of each chain that were added."""
         ...
 
     def add(self, positions: Tensor) -> None:
-        """Takes the next draws, `[chains, n, D]`; those of chains that broke are NaN."""
+        """Adds the next draws, `[chains, n, D]`; those of stopped chains are NaN."""
         ...
 
     def close(self) -> None:
-        """Brings all to its place: there are no more."""
+        """Stores what is pending, after the last draw."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What `go_on_from` needs: tensors, of chains first, and plain values that are of all."""
+        """What `go_on_from` needs: tensors `[chains, ...]`, and values common to all chains."""
         ...
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
-        """Takes up where another one was; None begins anew."""
+        """Continues from another sink's state; begins anew if None."""
         ...
 
 
@@ -133,22 +133,22 @@ class Draws:
     """What a run kept.
 
     Attributes:
-        positions: unconstrained, `[chains, draws, D]`; a stopped chain's are NaN from there on;
-            `[chains, draws, 0]` where they are not kept, or elsewhere.
-        log_joint: the estimate from the batch of the step that led to each draw, at the state
-            that the step began from, `[chains, draws]`.
-        kept_steps: the number of the step that led to each draw, `[draws]`.
-        failures: the chains that stopped.
-        last_steps: of the first chains that stopped.
+        positions: unconstrained, `[chains, draws, D]`, NaN after a chain stopped;
+            `[chains, draws, 0]` if they are not kept, or go to a sink.
+        log_joint: estimate of the batch of the step that led to each draw, at the position from
+            which the step started, `[chains, draws]`.
+        kept_steps: number of the step that led to each draw, `[draws]`.
+        failures: one for every chain that stopped.
+        last_steps: recorded steps of the first chains that stopped, by chain.
         program: how the steps were run, in words.
-        compile_seconds: the time until the first step.
-        seconds: the time that the steps took.
+        compile_seconds: time before the first step.
+        seconds: time of the steps.
         state: of all chains, after the last step.
-        num_steps: how many there were.
-        error: what ended the run before its time, if that is not a chain.
-        latest: the latest positions, which are on their way to a sink, `[chains, some, D]` each.
-        kinetic: the kinetic temperature over the one asked for, `[chains, looks, latent sites]`,
-            NaN where the state was not looked at; None where there is none.
+        num_steps: number of steps taken.
+        error: error or interrupt that ended the run early.
+        latest: positions on their way to a sink, `[chains, n, D]` each; None without a sink.
+        kinetic: kinetic temperature relative to the temperature set, `[chains, looks, latent
+            sites]`, NaN where it was not measured; None for kernels without a momentum.
     """
 
     positions: Tensor
@@ -166,8 +166,8 @@ class Draws:
     kinetic: Tensor | None = None
 
     @classmethod
-    def of(cls, positions: Tensor, steps: Steps) -> Draws:
-        """Room for the draws of chains at positions `[chains, D]`, in the processor's memory."""
+    def allocate(cls, positions: Tensor, steps: Steps) -> Draws:
+        """Empty draws of chains that start at positions `[chains, D]`, in main memory."""
         (num_chains, size), num_draws = positions.shape, steps.num_samples
         size = size if steps.positions else 0
         return cls(
@@ -178,12 +178,12 @@ class Draws:
 
     @property
     def finished(self) -> list[int]:
-        """The chains that reached the end."""
+        """Numbers of the chains that reached the end."""
         stopped = {failure.chain for failure in self.failures}
         return [chain for chain in range(len(self.positions)) if chain not in stopped]
 
     def first(self, count: int) -> Draws:
-        """The first of them alone."""
+        """The first `count` draws alone."""
         return dataclasses.replace(
             self,
             positions=self.positions[:, :count],

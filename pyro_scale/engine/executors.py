@@ -7,11 +7,13 @@ From the fastest to the slowest; each is used where the one before is not availa
 3. the step itself, vmapped over chains;
 4. the step itself, chain by chain with plain autograd.
 
-All of them compute the same function, to rounding.
+All of them compute the same function, to rounding: `check` and `agrees` compare two of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -22,19 +24,33 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.compile.cpp_loop import Loop
 from pyro_scale.core.exclusive import exclusive
-from pyro_scale.core.step_inputs import Fixed, Gathered, PerStep, Source
+from pyro_scale.core.rows import Fixed, Gathered, PerStep, Source
 from pyro_scale.data.batches import Batches
 from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.step import Engine
 
+#: Why a program computes something else than the step.
+IS_FROZEN = (
+    "compiled, it gives something else: what the model hands to NumPy or to lists on the way is "
+    "frozen when it is compiled; keep to torch"
+)
+#: Programs are compared about so far from the state at which they were traced.
+_DISTANCE = 0.1
+#: Largest difference between a program and the step: relative to the change that the step makes
+#: (at least so many roundings of the coarsest site's dtype), and roundings of the state before it.
+_TOLERANCE, _COARSE, _ROUNDINGS = 1e-3, 16, 1e3
+#: The same in roundings, for a program that an earlier run compiled.  Refusing one that is right
+#: only costs the time of tracing the step again.
+_EARLIER_ROUNDINGS = 32
+
 
 class Kept(NamedTuple):
-    """What some steps leave besides the state.
+    """What steps leave besides the state.
 
     Attributes:
         positions: of the draws that are kept, `[chains, kept, D]`.
         log_joint: of the steps that led to them, `[chains, kept]`.
-        last: of the last step, `[chains]`.
+        last: log joint of the last step, `[chains]`.
     """
 
     positions: Tensor
@@ -43,17 +59,22 @@ class Kept(NamedTuple):
 
 
 class Program(Protocol):
-    """Runs the steps of a block.
-
-    Attributes:
-        name: what it is, in words.
-    """
+    """Runs the steps of a block."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The program in words, such as "compiled loop"."""
+        ...
 
     def run(self, state: Any, block: StepInputs, left: int, every: int) -> tuple[Any, Kept]:
-        """(The state after the block, what is kept): the left-th state, and every every-th on."""
+        """(State after the block, what is kept).
+
+        Args:
+            state: of all chains, before the block.
+            block: the inputs of the steps.
+            left: steps until the first draw that is kept, at least 1.
+            every: steps from one kept draw to the next.
+        """
         ...
 
 
@@ -63,7 +84,7 @@ class OneByOne:
 
     Attributes:
         step: (state, values, noise, changing) -> (state, log joint `[chains]`).
-        name: what it is, in words.
+        name: the program in words.
     """
 
     step: Callable[..., tuple[Any, Tensor]]
@@ -96,16 +117,27 @@ class ChainByChain:
 
     def run(self, state: Any, block: StepInputs, left: int, every: int) -> tuple[Any, Kept]:
         chains = [slice(chain, chain + 1) for chain in range(len(block.noise))]
-        ran = [
-            self.program.run(pytree.tree_map(lambda x, c=c: x[c], state), block.of(c), left, every)
+        results = [
+            self.program.run(
+                pytree.tree_map(lambda x, c=c: x[c], state), block.of_chains(c), left, every
+            )
             for c in chains
         ]
-        return pytree.tree_map(lambda *leaves: torch.cat(leaves), *ran)
+        return pytree.tree_map(lambda *leaves: torch.cat(leaves), *results)
 
 
 @dataclass(frozen=True)
 class CompiledLoop:
-    """Runs a loop in C++, over chains one after another or all of them at once."""
+    """Runs a loop in C++.
+
+    Attributes:
+        loop: the C++.
+        state_spec: pytree structure of a state.
+        all_at_once: whether a step of the loop moves all chains; else each chain has its own loop.
+        batches: of the chains.
+        constants: tensors that the model reads besides its arguments.
+        whitening: tensors of the whitening.
+    """
 
     loop: Loop
     state_spec: Any
@@ -153,7 +185,7 @@ def _by_chain(kept: Tensor) -> Tensor:
 
 
 def eager(engine: Engine, batches: Batches) -> OneByOne:
-    """The step itself, for every step."""
+    """The program that calls the step itself, which runs the model's Python."""
 
     def step(state: Any, values: Any, noise: Tensor, changing: Any) -> tuple[Any, Tensor]:
         batch = batches.batch(batches.fixed, changing)
@@ -161,5 +193,83 @@ def eager(engine: Engine, batches: Batches) -> OneByOne:
             state, evaluation = engine.step(state, batch, noise, values)
         return state, evaluation.log_joint
 
-    name = "eager" if engine.vectorized else "eager, chain by chain"
-    return OneByOne(step, name)
+    return OneByOne(step, "eager" if engine.vectorized else "eager, chain by chain")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A block of a run, at which programs are traced and compared with the step itself.
+
+    Attributes:
+        engine: says what a step is.
+        batches: of the chains.
+        state: of all chains, before the block.
+        block: the inputs of one step or more.
+    """
+
+    engine: Engine
+    batches: Batches
+    state: Any
+    block: StepInputs
+
+    @functools.cached_property
+    def eager(self) -> OneByOne:
+        """The program that calls the step itself."""
+        return eager(self.engine, self.batches)
+
+
+def check(program: Program, example: Example) -> None:
+    """Compares a program with the step that it was compiled from.
+
+    Without noise, which would hide a small gradient, and at another state and batch than it was
+    traced at: what leaves torch on the way (NumPy, lists) is not traced, but frozen.
+
+    Raises:
+        RuntimeError: they differ by more than rounding, which a model may magnify.
+    """
+    last = example.block.part(len(example.block) - 1, len(example.block))
+    quiet = dataclasses.replace(last, noise=torch.zeros_like(last.noise))
+    coarsest = max(torch.finfo(dtype).eps for dtype in example.engine.layout.dtypes)
+    tolerance = max(_TOLERANCE, _COARSE * coarsest)
+    if not _agree(program, example, last.noise, quiet, tolerance, _ROUNDINGS):
+        raise RuntimeError(IS_FROZEN)
+
+
+def agrees(program: Program, example: Example) -> bool:
+    """Whether a program of an earlier run computes this run's step, to rounding: compared with
+    noise, and at a state where it was not compared before."""
+    last = example.block.part(len(example.block) - 1, len(example.block))
+    tolerance = _EARLIER_ROUNDINGS * torch.finfo(example.engine.layout.dtype).eps
+    return _agree(program, example, last.noise, last, tolerance, _EARLIER_ROUNDINGS)
+
+
+def _agree(
+    program: Program,
+    example: Example,
+    noise: Tensor,
+    step: StepInputs,
+    tolerance: float,
+    roundings: float,
+) -> bool:
+    """Whether a program and the eager step differ by no more than `tolerance` times the step's
+    change and `roundings` of the state before it, at a state displaced by the noise."""
+    position = example.state.position.clone()
+    position[:, : example.engine.num_latents] += _DISTANCE * (1 + noise[:, 0].sum(1))
+    state = example.state._replace(position=position)
+    (one, mine), (other, theirs) = (p.run(state, step, 1, 1) for p in (program, example.eager))
+    compared = [(mine.last, theirs.last, mine.last)]
+    leaves = [pytree.tree_leaves(tree) for tree in (state, one, other)]
+    for before, after, expected in zip(*leaves, strict=True):
+        compared.append((after - before, expected - before, before))
+    return all(
+        is_close(actual, expected, tolerance, roundings * float(size.abs().nan_to_num(0, 0).amax()))
+        for actual, expected, size in compared
+    )
+
+
+def is_close(actual: Tensor, expected: Tensor, tolerance: float, roundings: float) -> bool:
+    """Whether no element differs by more than `tolerance` times the largest expected element and
+    `roundings` units of rounding; NaN equals NaN."""
+    eps = torch.finfo(actual.dtype).eps if actual.is_floating_point() else 0.0
+    allowed = tolerance * float(expected.abs().nan_to_num().amax()) + roundings * eps
+    return torch.allclose(actual, expected, rtol=0, atol=allowed, equal_nan=True)

@@ -1,7 +1,7 @@
 """Step inputs: everything that changes from step to step, drawn in blocks of many steps.
 
 A step is a function of its state, its batch, its noise and its hyperparameters' values.  The last
-three are drawn in bulk.  A thread draws the next blocks while one is used.
+three are drawn for many steps at once, by a thread that works some blocks ahead.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from torch.utils import _pytree as pytree
 from pyro_scale.data.batches import Batches
 from pyro_scale.rng.streams import NoiseStream
 
-#: Bytes of one block, unless one step has more; and steps, which leave its bytes in the cache.
+#: Largest size of a block in bytes, unless a single step has more, and its largest number of
+#: steps, which keeps a block of small steps in the processor's cache.
 _BUDGET, _LONGEST = 2**25, 2**14
-#: Blocks that are drawn ahead: noise and indices come many at a time.
+#: Blocks that are drawn ahead.
 _AHEAD = 3
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What some steps need besides the state.
+    """A block: what consecutive steps need besides the state.
 
     Attributes:
-        start: the number of the first step.
-        values: every hyperparameter's, `[steps]`.
+        start: number of the first step.
+        values: every hyperparameter's values, `[steps]`.
         noise: standard normals, `[chains, steps, normals, latents]`.
-        changing: what changes of the batches, tensors `[chains, steps, ...]`, or `[1, steps, ...]`
-            of chains that have one batch.
+        changing: the changing part of the batches, a pytree of tensors `[chains, steps, ...]`, or
+            `[1, steps, ...]` if all chains have one batch.
     """
 
     start: int
@@ -48,47 +49,47 @@ class StepInputs:
 
     @property
     def stop(self) -> int:
-        """The number of the step after the last."""
+        """Number of the step after the last."""
         return self.start + len(self)
 
     def at(self, place: int) -> tuple[dict[str, Tensor], Tensor, Any]:
-        """(Values, noise, changing) of one step; place counts from this block's first."""
+        """(Values, noise, changing) of one step; `place` counts from the block's first step."""
         values = {name: column[place] for name, column in self.values.items()}
         changing = pytree.tree_map(lambda leaf: leaf[:, place], self.changing)
         return values, self.noise[:, place], changing
 
     def part(self, first: int, last: int) -> StepInputs:
-        """The steps at places first ... last - 1."""
+        """The block of steps `first`, ..., `last - 1`, counted from the block's first step."""
         values = {name: column[first:last] for name, column in self.values.items()}
         changing = pytree.tree_map(lambda leaf: leaf[:, first:last], self.changing)
         return StepInputs(self.start + first, values, self.noise[:, first:last], changing)
 
     def parts(self, steps: int | None) -> Iterator[StepInputs]:
-        """The block in parts of at most so many steps; None leaves it whole."""
+        """Blocks of at most `steps` steps each, in order; the whole block if None."""
         size = steps or len(self)
         return (self.part(i, min(i + size, len(self))) for i in range(0, len(self), size))
 
-    def of(self, chains: slice) -> StepInputs:
-        """The block of some of the chains, which may all have one batch."""
+    def of_chains(self, chains: slice) -> StepInputs:
+        """The block of these chains alone."""
         changing = pytree.tree_map(
             lambda leaf: leaf[chains] if len(leaf) > 1 else leaf, self.changing
         )
         return StepInputs(self.start, self.values, self.noise[chains], changing)
 
     def copied(self) -> StepInputs:
-        """The block in memory of its own, which is not written over."""
+        """A copy whose memory is not reused for later blocks."""
         changing = pytree.tree_map(lambda leaf: leaf.clone(), self.changing)
         return StepInputs(self.start, self.values, self.noise.clone(), changing)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What all steps of a run take.
+    """The inputs of all steps of a run.
 
     Attributes:
-        values: every hyperparameter's, `[all steps]`.
-        noise: the chains' noise.
-        batches: the chains' batches.
+        values: every hyperparameter's values, `[all steps]`.
+        noise: of the chains.
+        batches: of the chains.
     """
 
     values: Mapping[str, Tensor]
@@ -96,22 +97,30 @@ class Inputs:
     batches: Batches
 
     def block(self, start: int, stop: int, spent: StepInputs | None = None) -> StepInputs:
-        """The block of steps start ... stop - 1; each begins where the last one ended.
+        """The block of steps start, ..., stop - 1.  Each call begins where the last one ended.
 
-        The memory of a spent block, if it is as long, is written over.
+        Args:
+            start: first step.
+            stop: step after the last.
+            spent: a block that is not needed any more; if it has as many steps, its memory is
+                written over.
         """
-        values = {name: column[start:stop] for name, column in self.values.items()}
         if spent is None or len(spent) != stop - start:
-            return StepInputs(
-                start, values, self.noise.span(start, stop), self.batches.take(start, stop)
-            )
-        noise = self.noise.span(start, stop, spent.noise)
-        return StepInputs(start, values, noise, self.batches.take(start, stop, spent.changing))
+            old_noise = old_changing = None
+        else:
+            old_noise, old_changing = spent.noise, spent.changing
+        return StepInputs(
+            start,
+            {name: column[start:stop] for name, column in self.values.items()},
+            self.noise.span(start, stop, old_noise),
+            self.batches.take(start, stop, old_changing),
+        )
 
     def blocks(self, spans: Iterable[tuple[int, int]]) -> Generator[StepInputs]:
-        """The blocks of some spans of steps, the next ones drawn while one is used.
+        """Blocks of these (start, stop), in order, drawn ahead by a thread.
 
-        A block is spent when the next one is asked for.  Close it to end its thread.
+        A block may be written over when the next one is asked for.  Close the generator to end its
+        thread.
         """
         thread = _Thread("pyro_scale-block")
         try:
@@ -132,8 +141,8 @@ class Inputs:
 class _Thread:
     """A thread that makes one call after another.
 
-    A loader forks its workers from it.  A fork of a `ThreadPoolExecutor`'s thread ends in an error,
-    as on its way out it waits for the thread that it runs on.
+    A loader forks its workers from it.  `ThreadPoolExecutor` cannot be used: in a fork of one of
+    its threads, the exit handler waits for the thread that it runs on, which is an error.
     """
 
     def __init__(self, name: str):
@@ -143,7 +152,7 @@ class _Thread:
         self._thread.start()
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """What a call will return, or raise."""
+        """The future result of a call, or its error."""
         future: Future[Any] = Future()
 
         def call() -> None:
@@ -156,7 +165,7 @@ class _Thread:
         return future
 
     def end(self) -> None:
-        """Waits for the call that is being made, and makes no other."""
+        """Waits for the call that is running, and makes no other."""
         self._is_ended = True
         self._calls.put(None)
         self._thread.join()
@@ -166,14 +175,14 @@ class _Thread:
             call()
 
 
-def bytes_per_step(block: StepInputs) -> int:
-    """What one step of all chains takes on a block."""
-    leaves = [block.noise, *pytree.tree_leaves(block.changing)]
-    return sum(leaf[:, 0].numel() * leaf.element_size() for leaf in leaves)
-
-
 def steps_within_budget(block: StepInputs, kept_bytes: int = 0) -> int:
-    """How many steps a block like this one may have, where each also leaves so many bytes: a power
-    of two."""
-    affordable = max(1, _BUDGET // max(1, bytes_per_step(block) + kept_bytes))
+    """The largest number of steps, a power of two, of blocks like this one.
+
+    Args:
+        block: any block of the run, which says how many bytes a step has.
+        kept_bytes: bytes of draws that each step leaves, on average.
+    """
+    leaves = [block.noise, *pytree.tree_leaves(block.changing)]
+    step_bytes = sum(leaf[:, 0].numel() * leaf.element_size() for leaf in leaves)
+    affordable = max(1, _BUDGET // max(1, step_bytes + kept_bytes))
     return min(_LONGEST, 1 << (affordable.bit_length() - 1))

@@ -1,4 +1,4 @@
-"""The progress bar: tqdm, with what is known of the steps."""
+"""The progress bar: tqdm, with the objective's latest value."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 from tqdm.notebook import tqdm_notebook
 
-#: Lines of a run in a log, about.
+#: Lines that a run writes into a log, about.
 _LINES = 10
 _IN_A_NOTEBOOK = issubclass(tqdm, tqdm_notebook)
 
 
 class Progress:
-    """A bar over steps that shows its rate and, whenever it is redrawn, what steps are worth.  In a
-    log (stderr is no terminal, nor a notebook's) it is some ten lines.
+    """A bar over steps that shows its rate and the objective's value, whenever it is redrawn.  In a
+    log (stderr is neither a terminal nor a notebook) it writes about ten lines.
 
     Args:
-        total: steps; None where that is not known beforehand.
-        title: what is run.
+        total: number of steps; None if it is not known beforehand.
+        title: what runs.
         show: False for no bar at all.
-        objective: what the number that steps are worth is called.
+        objective: name of the number shown.
     """
 
     def __init__(self, total: int | None, title: str, show: bool, objective: str = "log joint"):
@@ -36,20 +36,20 @@ class Progress:
         self._bar = tqdm(total=total, desc=title, disable=not show, unit="step", **rarely)
 
     def say(self, what: str) -> None:
-        """What is going on, behind the title."""
+        """Shows what is going on, after the title."""
         self._bar.set_description_str(f"{self._title}, {what}", refresh=not self._is_logged)
 
     def update(self, steps: int, value: float | None = None) -> None:
-        """So many more steps, and the objective's value after them, where it is known."""
+        """Moves on by `steps`, and shows the objective's value if it is passed."""
         if self._bar.update(steps) and value is not None:
             self.show(f"{self._objective} {value:.5g}")
 
     def go_to(self, step: int) -> None:
-        """So many steps in all."""
+        """Moves to a step, if the bar is not there yet."""
         self._bar.update(max(0, step - self._bar.n))
 
     def show(self, what: str) -> None:
-        """What is known of the steps, when the bar is next redrawn."""
+        """Shows text behind the bar when it is next redrawn."""
         self._bar.set_postfix_str(what, refresh=False)
 
     def __enter__(self) -> Self:

@@ -7,7 +7,7 @@ enough to take the step again, without the steps before it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,26 +20,26 @@ from pyro_scale.engine.executors import Program
 from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.step import Engine
 
-#: Chains of a run whose last steps are kept: the first that break.
+#: Chains of a run whose last steps are recorded: the first that break.
 MOST_CHAINS = 4
-#: Steps that are taken one by one where a chain breaks; to halve them further costs as many.
-FEW = 64
-#: Steps that are kept before the one that breaks a chain.
-_BEFORE = 15
-#: Bytes of a chain's last steps, unless a single one has more.
-_BYTES = 2**26
-#: Bytes of states of all chains that are held for the case that one of them breaks, and of a block
-#: that is copied for it: where steps are large, copies would cost as much as they do.
-_HELD, _COPIED = 2**28, 2**22
+#: Steps that are taken one by one where a chain breaks; halving them further would cost as many.
+MOST_STEPS = 64
+#: Steps that are recorded before the one that breaks a chain.
+_NUM_BEFORE = 15
+#: Largest size of a chain's recorded steps in bytes, unless a single step has more.
+_RECORD_BYTES = 2**26
+#: Largest sizes in bytes, of all chains' states that are held in case a chain breaks, and of a
+#: block that is copied for it: copies of large steps would take as long as the steps.
+_STATE_BYTES, _BLOCK_BYTES = 2**28, 2**22
 
 
-class Past(NamedTuple):
+class PastStep(NamedTuple):
     """A step that all chains have taken.
 
     Attributes:
-        block: of that step.
+        block: its inputs.
         state: of all chains, before it.
-        log_joint: its evaluation, `[chains]`; None while there is none.
+        log_joint: `[chains]`; None if the step raised an error.
     """
 
     block: StepInputs
@@ -53,12 +53,13 @@ class RecordedStep:
 
     Attributes:
         number: of the step.
-        state: the kernel's before it, by name.
-        values: the hyperparameters', as the kernel takes them.
+        state: the kernel's state before it, by name.
+        values: the hyperparameters' values, as the kernel takes them.
         noise: standard normals, `[normals, latents]`.
-        arguments: the model's, `[B, ...]`; None where all steps have those of the whole data.
+        arguments: of the model, `[B, ...]`; None if every step has all rows.
         indices: `[B]`, for a model that subsamples by itself.
-        log_joint: the batch's estimate where the step took it, in nats; None if it raised.
+        log_joint: the batch's estimate at the position before the step, in nats; None if the step
+            raised an error.
     """
 
     number: int
@@ -71,70 +72,69 @@ class RecordedStep:
 
     @property
     def num_bytes(self) -> int:
-        """What its tensors take."""
+        """Size of its tensors."""
         return _num_bytes(vars(self))
 
 
-class Recent:
-    """The latest steps, as stretches of them that broke no chain."""
+class RecentSteps:
+    """The latest blocks in which no chain broke, with the states before them."""
 
     def __init__(self) -> None:
-        self._stretches: deque[tuple[StepInputs, Any]] = deque()
+        self._blocks: deque[tuple[StepInputs, Any]] = deque()
 
     def add(self, block: StepInputs, state: Any) -> None:
-        """Remembers some steps and the state before them, if they are few."""
-        stretches, held = self._stretches, _num_bytes(state)
-        is_small = len(block) <= FEW and held <= _HELD
-        is_small = is_small and _num_bytes([block.noise, block.changing]) <= _COPIED
-        if (stretches and stretches[-1][0].stop != block.start) or not is_small:
+        """Holds a block, if it is small, and the state before it."""
+        blocks, state_bytes = self._blocks, _num_bytes(state)
+        is_small = len(block) <= MOST_STEPS and state_bytes <= _STATE_BYTES
+        is_small = is_small and _num_bytes([block.noise, block.changing]) <= _BLOCK_BYTES
+        if (blocks and blocks[-1][0].stop != block.start) or not is_small:
             self.forget()
         if is_small:
-            stretches.append((block.copied(), state))
-        while stretches and (self._without_first >= _BEFORE or len(stretches) * held > _HELD):
-            stretches.popleft()
+            blocks.append((block.copied(), state))
+        while blocks and (
+            sum(len(later) for later, _ in list(blocks)[1:]) >= _NUM_BEFORE
+            or len(blocks) * state_bytes > _STATE_BYTES
+        ):
+            blocks.popleft()
 
     def forget(self) -> None:
-        """Remembers nothing."""
-        self._stretches.clear()
+        """Drops all blocks."""
+        self._blocks.clear()
 
-    def steps(self, program: Program) -> list[Past]:
-        """The steps one by one, taken again."""
-        past: deque[Past] = deque(maxlen=_BEFORE)
-        for block, before in self._stretches:
+    def replay(self, program: Program) -> list[PastStep]:
+        """The latest steps, taken again one by one."""
+        past: deque[PastStep] = deque(maxlen=_NUM_BEFORE)
+        for block, before in self._blocks:
             state = before
             for single in block.parts(1):
                 moved, kept = program.run(state, single, 1, 1)
-                past.append(Past(single, state, kept.last))
+                past.append(PastStep(single, state, kept.last))
                 state = moved
-        most = _HELD // max(1, _num_bytes(past[-1].state)) if past else 0
+        most = _STATE_BYTES // max(1, _num_bytes(past[-1].state)) if past else 0
         return list(past)[-most:] if most else []
 
-    @property
-    def _without_first(self) -> int:
-        return sum(len(block) for block, _ in list(self._stretches)[1:])
 
-
-def recorded(
-    engine: Engine, batches: Batches, past: Iterable[Past], chain: int
+def record(
+    engine: Engine, batches: Batches, past: Sequence[PastStep], chain: int
 ) -> tuple[RecordedStep, ...]:
-    """One chain's part of the steps up to its last, as many of these as there is room for."""
+    """One chain's part of these steps, up to `_RECORD_BYTES` of the latest."""
     steps: list[RecordedStep] = []
-    room = _BYTES
-    for each in reversed(list(past)):
-        step = _of_chain(engine, batches, each, chain)
-        room -= step.num_bytes
+    room = _RECORD_BYTES
+    for step in reversed(past):
+        recorded = _record_step(engine, batches, step, chain)
+        room -= recorded.num_bytes
         if steps and room < 0:
             break
-        steps.insert(0, step)
+        steps.insert(0, recorded)
     return tuple(steps)
 
 
-def _of_chain(engine: Engine, batches: Batches, past: Past, chain: int) -> RecordedStep:
-    values, noise, changing = past.block.of(slice(chain, chain + 1)).at(0)
+def _record_step(engine: Engine, batches: Batches, past: PastStep, chain: int) -> RecordedStep:
+    values, noise, changing = past.block.of_chains(slice(chain, chain + 1)).at(0)
     batch = batches.batch(batches.fixed, changing)
     arguments, indices = batch.of_chain(0)
     state = pytree.tree_map(lambda leaf: leaf[chain], past.state)
-    own = {
+    tensors = {
         "state": state._asdict(),
         "values": engine.subtract_known_noise(engine.kernel_values(values)),
         "noise": noise[0],
@@ -142,11 +142,11 @@ def _of_chain(engine: Engine, batches: Batches, past: Past, chain: int) -> Recor
         "indices": indices,
     }
     log_joint = None if past.log_joint is None else float(past.log_joint[chain])
-    return RecordedStep(number=past.block.start, log_joint=log_joint, **_copy(own))
+    return RecordedStep(number=past.block.start, log_joint=log_joint, **_copy(tensors))
 
 
 def _copy(values: Any) -> Any:
-    """With tensors of their own: blocks are written over."""
+    """A pytree with copies of its tensors, as blocks are written over."""
     return pytree.tree_map(
         lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf,
         values,

@@ -12,15 +12,13 @@ import torch
 from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor, nn
 
-from pyro_scale.compile.compiled import compile_value_and_gradient
+from pyro_scale.compile.compiled import compile_value_and_gradient, section_on, why_not
 from pyro_scale.compile.cpp_function import NativeFunction
 from pyro_scale.compile.trace import Graph, trace
-from pyro_scale.compile.why_not import section_on, why_not
 from pyro_scale.core import rows
-from pyro_scale.core.exclusive import exclusive
+from pyro_scale.core.exclusive import exclusive, raise_if_from_handler
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.core.warn import warn
 from pyro_scale.engine.reuse import mark
 from pyro_scale.errors import CompileWarning, PyroScaleWarning
@@ -58,7 +56,7 @@ class EagerFunction:
         self._log_posterior, self._arguments = log_posterior, arguments
         self._temperature = temperature
         self._points = {n: point.unconstrained for n, point in log_posterior.points.items()}
-        self.layout = Layout.of(start)
+        self.layout = Layout.from_tensors(start)
         first = self.layout.flatten(start)
         self.device = first.device
         self.examples = [first.to("cpu", torch.float64), *rows.leaves(arguments)]

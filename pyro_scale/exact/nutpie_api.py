@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_scale.compile import cache_directory
+from pyro_scale.compile import cache
 from pyro_scale.compile.compiled import compile_value_and_gradient
 from pyro_scale.compile.cpp_function import NativeFunction
 from pyro_scale.compile.trace import trace
+from pyro_scale.core.exclusive import raise_if_from_handler
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.exact.log_density import LogDensity
 
@@ -332,7 +332,7 @@ def takes_pointers() -> bool:
         return False
     parts = ("nutpie", version(), sys.version, torch.__version__)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
-    if cache_directory.read(key) is None:
+    if cache.read(key) is None:
         command = [sys.executable, "-c", _CHECK]
         try:
             checked = subprocess.run(command, capture_output=True, timeout=_SECONDS)
@@ -340,7 +340,7 @@ def takes_pointers() -> bool:
             return False
         if checked.returncode:
             return False
-        cache_directory.write(key, b"passed")
+        cache.write(key, b"passed")
     return True
 
 
@@ -357,7 +357,7 @@ def check_pointers() -> None:
         return -(x - mean).square().sum() / 2, mean - x
 
     native = compile_value_and_gradient(trace(function, [torch.zeros_like(mean)]))
-    density = LogDensity(native, Layout.of({"x": mean}), "compiled log density")
+    density = LogDensity(native, Layout.from_tensors({"x": mean}), "compiled log density")
     settings = Settings(50, 50, 10, 0.8, low_rank=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

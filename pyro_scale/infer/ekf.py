@@ -23,7 +23,7 @@ from pyro_scale.curvature.gaussian_prior import gaussian_prior
 from pyro_scale.curvature.ggn import RowKind
 from pyro_scale.data.sources import Data, IndexedData, TensorData
 from pyro_scale.diagnostics.check_fit import check_fit
-from pyro_scale.engine.choose_executor import check_compile
+from pyro_scale.engine.compile_step import check_compile
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, DataError, ModelError, NotRunError
 from pyro_scale.infer.approximation import Approximation, Structure, fit_of

@@ -13,23 +13,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_scale.compile.compiled import compile_loop
+from pyro_scale.compile.compiled import compile_loop, section_on, why_not
 from pyro_scale.compile.cpp_loop import Inputs, Loop
 from pyro_scale.compile.trace import trace
-from pyro_scale.compile.why_not import section_on, why_not
 from pyro_scale.core import rows
-from pyro_scale.core.exclusive import exclusive
+from pyro_scale.core.exclusive import exclusive, raise_if_from_handler
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.rows import Arguments
-from pyro_scale.core.signals import raise_if_from_handler
-from pyro_scale.core.step_inputs import Fixed
+from pyro_scale.core.rows import Arguments, Fixed
 from pyro_scale.core.warn import warn
 from pyro_scale.curvature.chunks import Chunk, split
 from pyro_scale.curvature.ggn import Curvature, RowKind
-from pyro_scale.data.blocks import blocks_in_order
-from pyro_scale.data.sources import Data
-from pyro_scale.engine.agreement import IS_FROZEN, is_close
+from pyro_scale.data.sources import Data, blocks_in_order
+from pyro_scale.engine.executors import IS_FROZEN, is_close
 from pyro_scale.engine.reuse import recall
 from pyro_scale.errors import CompileWarning, ModelError, NonFiniteError, NotRunError
 from pyro_scale.kernels.ekf import EKFState, absorb, predict
@@ -222,7 +218,7 @@ class Filter:
         gaussian = self._state.gaussian
         points = {name: p.unconstrained for name, p in self.log_posterior.points.items()}
         params = {**self.layout.unflatten(gaussian.mean), **points}
-        layout, is_compiled = Layout.of(params), self._program is not None
+        layout, is_compiled = Layout.from_tensors(params), self._program is not None
         return Fit(
             log_posterior=self.log_posterior,
             data=self.data,

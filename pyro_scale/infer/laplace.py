@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Diagonal, Gaussian
-from pyro_scale.core.kronecker import Kronecker
+from pyro_scale.core.gaussian import Diagonal, Gaussian, Kronecker
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.validation import as_count, as_flag
 from pyro_scale.core.warn import without_vmap_warnings

@@ -16,7 +16,7 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.resolution import resolution
-from pyro_scale.engine.choose_executor import check_compile
+from pyro_scale.engine.compile_step import check_compile
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarning
 from pyro_scale.exact.chains import Draws, chain_seed, sample

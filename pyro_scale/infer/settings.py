@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
-from pyro_scale.engine.choose_executor import check_compile
+from pyro_scale.engine.compile_step import check_compile
 from pyro_scale.errors import ArgumentError, CallError, NotRunError
 from pyro_scale.infer.approximation import fit_of
 from pyro_scale.kernels import Kernel

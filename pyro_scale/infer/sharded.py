@@ -171,7 +171,7 @@ class ShardedSteps:
     def posterior(self) -> ShardedPosterior:
         """The state after the latest step, as a draw or as a fit."""
         problem = self._chain.problem
-        draws = Draws.of(problem.positions, Steps(0, positions=False))
+        draws = Draws.allocate(problem.positions, Steps(0, positions=False))
         draws.state, draws.num_steps = self._chain.state, self._chain.count
         return ShardedPosterior(problem, draws)
 

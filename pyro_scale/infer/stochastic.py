@@ -18,9 +18,10 @@ from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.check_fit import check_fit
 from pyro_scale.diagnostics.divergence import NOT_A_DENSITY, beyond_its_domain, where
 from pyro_scale.distributed.ranks import ALONE, Ranks
-from pyro_scale.engine.choose_executor import check_compile
+from pyro_scale.engine.compile_step import check_compile
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.loop import simulate
+from pyro_scale.engine.plan import StepPlan
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
@@ -100,7 +101,7 @@ class Stochastic(Stepwise):
         title = f"{type(self).__name__}, {num_chains} {self.mover}{'s' * (num_chains > 1)}"
         engine, batches = on_own_rows(problem, batches)
         with Progress(steps.total, title, progress, self.objective) as bar, without_vmap_warnings():
-            draws = simulate(
+            plan = StepPlan(
                 engine,
                 problem.positions[list(problem.chains)],
                 batches,
@@ -108,13 +109,16 @@ class Stochastic(Stepwise):
                 steps,
                 problem.seed,
                 self._compile if self._is_pure else False,
-                bar,
                 self._earlier,
-                stop=stop if stopping else None,
-                check_every=stopping.window if stopping else None,
                 numbers=problem.chains,
                 num_chains=num_chains,
                 agree=None if ranks.rows is None else ranks.rows.agree,
+            )
+            draws = simulate(
+                plan,
+                bar,
+                stop=stop if stopping else None,
+                check_every=stopping.window if stopping else None,
             )
         if draws.error is not None:
             raise draws.error

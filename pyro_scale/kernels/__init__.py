@@ -1,4 +1,4 @@
-"""One file per method: pure functions on vectors, which know no Pyro and no data."""
+"""One file per method: pure functions on vectors, independent of Pyro and of the data."""
 
 from pyro_scale.kernels.baoa import BAOA
 from pyro_scale.kernels.ghmc import GHMC

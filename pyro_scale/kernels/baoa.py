@@ -12,8 +12,7 @@ from pyro_scale.core.schedules import initial, map_schedule
 from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels.hyperparameters import Hyper, Values
 from pyro_scale.kernels.kernel import Target
-from pyro_scale.kernels.splitting import drift, kick, ornstein_uhlenbeck
-from pyro_scale.kernels.underdamped import PhaseState, Underdamped
+from pyro_scale.kernels.langevin import PhaseState, Underdamped, drift, kick, ornstein_uhlenbeck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +25,17 @@ class BAOA(Underdamped):
         A  theta' = theta1 + lr/2 p' / m
 
     with T the temperature over N, so that `temperature=1` samples the posterior, and zeta
-    standard normal.  It is the cycle of Leimkuhler and Matthews' BAOAB (2013) with its two half
-    kicks made one: one gradient and one normal a step.  On a Gaussian of precision L (over N)
+    standard normal.  It is Leimkuhler and Matthews' BAOAB (2013) with its two half kicks combined:
+    one gradient and one normal per step.  On a Gaussian of precision L (over N)
     the stationary variance is exactly T / L at any stable step, lr^2 L < 4 m.
     At temperature 0 it is SGD with momentum c and learning rate lr^2 (1 + c) / (2 m).
 
     Args:
         lr: the step size (of time, about the square root of SGD's), a float or a schedule, or
             a dict of them by site.
-        friction: the rate at which momentum decays; a dict by site, too.
-        mass: of the momentum; a dict by site of numbers or of tensors of the site's
-            unconstrained shape, too.
+        friction: the rate at which momentum decays; may be a dict by site.
+        mass: of the momentum; may be a dict by site, of numbers or of tensors of the site's
+            unconstrained shape.
         temperature: 1 is the posterior, 0 is SGD with momentum.
     """
 
@@ -58,6 +57,6 @@ class BAOA(Underdamped):
         if not 0 < momentum < 1:
             raise ArgumentError(f"momentum={momentum!r}: BAOA needs one inside (0, 1)")
         both = (1 + momentum) / 2
-        step = math.sqrt(initial(lr) / both)  # what a schedule changes is the mass
+        step = math.sqrt(initial(lr) / both)  # a schedule of lr becomes one of the mass
         mass = map_schedule(lambda rate: step**2 * both / rate, lr)
         return {"lr": step, "friction": -math.log(momentum) / step, "mass": mass}

@@ -1,4 +1,4 @@
-"""The extended Kalman filter in information form: a mean and a precision that absorb batches."""
+"""The extended Kalman filter in information form: batches update a mean and a precision."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class EKFState(NamedTuple):
 
     @classmethod
     def from_gaussian(cls, gaussian: Gaussian) -> EKFState:
-        """The state with this Gaussian's mean, sds and precision."""
+        """The state with this mean and precision."""
         return cls(gaussian.mean, gaussian.variance.sqrt(), gaussian.precision)
 
     @property
     def gaussian(self) -> Gaussian:
-        """The Gaussian of this mean and precision."""
+        """The Gaussian with this mean and precision."""
         kind = Diagonal if self.precision.dim() == 1 else Dense
-        return kind.of_precision(self.mean, self.precision)
+        return kind.from_precision(self.mean, self.precision)
 
 
 def predict(state: EKFState, drift: Tensor) -> EKFState:
-    """The state before the next batch, after the params have walked at random:
+    """The state before the next batch, if params follow a random walk between batches:
 
     precision' = (precision^-1 + Q)^-1 = L (I + L^T Q L)^-1 L^T,    precision = L L^T
 
-    with Q diagonal, the walk's variances [D]; the last form keeps its digits where they are large.
+    with Q diagonal, the walk's variances [D].  The last form is also accurate for large ones.
     """
     precision, sd = state.precision, (state.sd.square() + drift).sqrt()
     if precision.dim() == 1:
@@ -48,8 +48,8 @@ def predict(state: EKFState, drift: Tensor) -> EKFState:
 
 
 def absorb(state: EKFState, gradient: Tensor, curvature: Tensor, lr: Tensor) -> EKFState:
-    """The state after a batch.  The batch's log likelihood, a sum over its rows, has this gradient
-    [D] and curvature at the mean:
+    """The state after a batch whose log likelihood (a sum over rows) has this gradient [D] and
+    curvature C at the mean:
 
     precision' = precision + lr C,    mean' = mean + lr precision'^-1 g
 

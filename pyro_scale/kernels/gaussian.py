@@ -1,12 +1,12 @@
-"""A kernel's exact behavior on a Gaussian target, mode by mode, without sampling.
+"""A kernel's exact behavior on a Gaussian target, without sampling.
 
 Along an eigenvector of a Gaussian of precision L a step is linear:
 
     x' = A x + b zeta + c n,    x = position [, momentum], zeta standard normal, n the noise of
                                 the minibatch gradient
 
-A, b and c are read out of the kernel's own update; everything else follows from them.  All of it is
-batched: the leading dimension runs over modes and over the step sizes that are compared.
+A, b and c are determined by calling the kernel's update on unit vectors; everything else follows
+from them.  The leading dimension "modes" runs over eigenvectors and over step sizes to compare.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Kernel
 
-#: Phases of an epoch at which the noise of shuffled batches is evaluated, if it has more.
+#: Most phases of an epoch at which the noise of shuffled batches is evaluated.
 _PHASES = 16
 
 
@@ -42,8 +42,8 @@ class GaussianChain:
 
     Attributes:
         transition: A, `[modes, k, k]`.
-        injected: b b', the covariance that a step's own noise adds, `[modes, k, k]`.
-        pushed: c, what a gradient of 1 adds, `[modes, k]`.
+        injected: b b', the covariance that a step's noise adds, `[modes, k, k]`.
+        pushed: c, the change caused by a gradient of 1, `[modes, k]`.
     """
 
     transition: Tensor
@@ -51,41 +51,40 @@ class GaussianChain:
     pushed: Tensor
 
     @classmethod
-    def of(cls, kernel: Kernel, values: Values, precision: Tensor) -> GaussianChain:
-        """Reads a kernel out at these values and precisions over N, `[modes]`."""
+    def from_kernel(cls, kernel: Kernel, values: Values, precision: Tensor) -> GaussianChain:
+        """The linear maps of a kernel at hyperparameter values and precisions over N, `[modes]`."""
         zero = torch.zeros_like(precision)
         one = torch.ones_like(precision)
-        rest: Any = kernel.init(zero, values, zero)
-        still = torch.stack([zero] * kernel.normals)
+        origin: Any = kernel.init(zero, values, zero)
+        no_noise = torch.stack([zero] * kernel.normals)
 
-        def moved(state: Any, noise: Tensor, target: _Linear) -> Tensor:
+        def move(state: Any, noise: Tensor, target: _Linear) -> Tensor:
             return torch.stack(list(kernel.update(state, target, values, noise)[0]))
 
-        alone = _Linear(precision, zero)
-        places = range(len(rest))
-        units = [type(rest)(*(one if i == j else zero for j in places)) for i in places]
-        columns = [moved(unit, still, alone) for unit in units]
+        no_push = _Linear(precision, zero)
+        places = range(len(origin))
+        units = [type(origin)(*(one if i == j else zero for j in places)) for i in places]
+        columns = [move(unit, no_noise, no_push) for unit in units]
+        normals = range(kernel.normals)
         kicks = [
-            moved(
-                rest, torch.stack([one if i == j else zero for j in range(kernel.normals)]), alone
-            )
-            for i in range(kernel.normals)
+            move(origin, torch.stack([one if i == j else zero for j in normals]), no_push)
+            for i in normals
         ]
         injected = [kick[:, None] * kick for kick in kicks]
-        pushed = moved(rest, still, _Linear(precision, one))
-        # modes last in memory, where each entry of all of them is one vector
-        each = torch.stack(columns, 1), sum(injected[1:], start=injected[0]), pushed
-        return cls(*(entries.movedim(-1, 0) for entries in each))
+        pushed = move(origin, no_noise, _Linear(precision, one))
+        # modes come last in memory, so that an entry of all modes is one vector
+        maps = torch.stack(columns, 1), sum(injected[1:], start=injected[0]), pushed
+        return cls(*(entries.movedim(-1, 0) for entries in maps))
 
     @property
     def stable(self) -> Tensor:
-        """Whether the chain stays bounded, `[modes]`."""
+        """Whether chains stay bounded, `[modes]`."""
         if self.transition.shape[-1] == 2:  # Jury's conditions
             (a, b), (c, d) = _entries(self.transition)
             det = a * d - b * c
             return (det.abs() < 1) & ((a + d).abs() < 1 + det)
         finite_rows = self.transition.isfinite().all(-1).all(-1)
-        # MKL may write out of bounds for what is not a number
+        # MKL may write out of bounds for NaN
         finite = torch.where(finite_rows[:, None, None], self.transition, 0)
         return finite_rows & (torch.linalg.eigvals(finite).abs().amax(-1) < 1)
 
@@ -93,9 +92,9 @@ class GaussianChain:
         """The stationary covariance, `[modes, k, k]`.
 
         Args:
-            gradient_noise: the variance of the minibatch gradient over N, `[modes]`.
-            epoch: batches of an epoch that goes through all rows once, where the gradients'
-                errors sum to zero; None for batches that are drawn anew.
+            gradient_noise: variance of the minibatch gradient over N, `[modes]`.
+            epoch: number of batches of an epoch that visits every row once, in which the errors of
+                the gradients sum to zero; None for batches that are drawn independently.
         """
         noise = gradient_noise[:, None, None] * self.pushed[..., None] * self.pushed[:, None]
         if epoch is None:
@@ -103,35 +102,35 @@ class GaussianChain:
         return _sum(self.transition, self.injected) + self._shuffled(noise, epoch)
 
     def _shuffled(self, noise: Tensor, epoch: int) -> Tensor:
-        """What the noise of shuffled batches adds, on average over the phases of an epoch.
+        """The covariance that the noise of shuffled batches adds, averaged over phases of an epoch.
 
         The errors n_t of an epoch's m batches have covariance V m/(m - 1) (1[s = t] - 1/m).
         """
         if epoch == 1:
             return torch.zeros_like(noise)
-        each = noise * epoch / (epoch - 1)
-        over_epoch, added = self._over(epoch, each, epoch)
+        variance = noise * epoch / (epoch - 1)
+        over_epoch, added = self._over(epoch, variance, epoch)
         start = _sum(over_epoch, added)
         phases = [int((i + 0.5) * epoch / _PHASES) for i in range(_PHASES)]
         if epoch <= _PHASES:
             phases = list(range(epoch))
         total = torch.zeros_like(noise)
         for phase in phases:
-            power, added = self._over(phase, each, epoch)
+            power, added = self._over(phase, variance, epoch)
             total = total + power @ start @ power.mT + added
         return total / len(phases)
 
-    def _over(self, steps: int, each: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """(A^steps, the covariance that so many steps of one epoch add)."""
+    def _over(self, steps: int, variance: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+        """(A^steps, covariance that the first `steps` steps of an epoch add)."""
         power = torch.linalg.matrix_power(self.transition, steps)
         eye = torch.eye(power.shape[-1], dtype=power.dtype)
         drift = torch.linalg.solve(eye - self.transition, eye - power)  # sum of A^j
-        alone = _sum(self.transition, each)
-        alone = alone - power @ alone @ power.mT  # sum of A^j Q A^j'
-        return power, alone - drift @ each @ drift.mT / epoch
+        total = _sum(self.transition, variance)
+        total = total - power @ total @ power.mT  # sum of A^j Q A^j'
+        return power, total - drift @ variance @ drift.mT / epoch
 
     def autocorrelation_times(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """Steps per independent draw, for means of the position and of its square, `[modes]`."""
+        """Steps per independent draw, for means of (the position, its square), `[modes]` each."""
         start = covariance[..., 0] / covariance[:, :1, 0]  # cov(x_0, position_0), over its variance
         eye = torch.eye(start.shape[-1], dtype=start.dtype)
         total = torch.linalg.solve(eye - self.transition, start)[:, 0]
@@ -139,14 +138,14 @@ class GaussianChain:
         return 2 * total - 1, 2 * squares - 1
 
     def forgetting(self, warmup: int, steps: int) -> tuple[Tensor, Tensor]:
-        """What is left of a start 1 away from the mode: (the mean, the mean square) of its
-        remainder over `steps` steps after a warm-up, `[modes]`."""
+        """How much remains of a start at distance 1 from the mode: (mean, mean square) of the
+        deviation over `steps` steps after a warm-up, `[modes]`."""
         late = torch.linalg.matrix_power(self.transition, warmup)
         later = torch.linalg.matrix_power(self.transition, steps)
         eye = torch.eye(late.shape[-1], dtype=late.dtype)
         path = torch.linalg.solve(eye - self.transition, (eye - later) @ late)[:, 0, 0] / steps
-        begun, over = late[..., 0], (later @ late)[..., 0]
-        outer = begun[..., None] * begun[:, None] - over[..., None] * over[:, None]
+        first, last = late[..., 0], (later @ late)[..., 0]
+        outer = first[..., None] * first[:, None] - last[..., None] * last[:, None]
         return path, _sum(self.transition, outer)[:, 0, 0] / steps
 
 
@@ -157,36 +156,36 @@ def _sum(transition: Tensor, start: Tensor) -> Tensor:
         return _sum_of_pairs(transition, start)
     eye = torch.eye(size * size, dtype=transition.dtype)
     solution, failed = torch.linalg.solve_ex(eye - _kron(transition), start.flatten(1))
-    solved = (failed == 0)[:, None]  # of a step so short that it rounds to none there is no sum
+    solved = (failed == 0)[:, None]  # there is no sum for a step so short that it rounds to 0
     return torch.where(solved, solution, torch.nan).view_as(start)
 
 
 def _sum_of_pairs(transition: Tensor, start: Tensor) -> Tensor:
-    """The same of a position and a momentum, element by element: large networks have hundreds of
-    thousands of them.
+    """The same for a position and a momentum, in closed form: large networks have hundreds of
+    thousands of modes.
 
     By Cayley and Hamilton S is a combination of Q, B Q + Q B' and B Q B', with B = 1 - A and Q the
-    start; short steps, where B is small, cost no digits.
+    start.  It is accurate for short steps, where B is small.
     """
     (a, b), (c, d) = _entries(torch.eye(2, dtype=transition.dtype) - transition)
     (p, q), (r, s) = _entries(start)
     det_b = a * d - b * c
     lost = a + d - det_b  # 1 - det A
     det = 1 - lost
-    whole = lost * det_b * (2 * (1 + det) - det_b)
-    of_start = (1 + det) * lost.square() + det_b * 2 * det + whole
-    of_sides = lost * (1 + det) + det * det_b
+    scale = lost * det_b * (2 * (1 + det) - det_b)
+    start_weight = (1 + det) * lost.square() + det_b * 2 * det + scale
+    side_weight = lost * (1 + det) + det * det_b
     t, u, v, w = a * p + b * r, a * q + b * s, c * p + d * r, c * q + d * s  # B Q
     sides = (2 * t, u + p * c + q * d, v + r * a + s * b, 2 * w)  # of a symmetric Q
     both = (t * a + u * b, t * c + u * d, v * a + w * b, v * c + w * d)
     terms = zip((p, q, r, s), sides, both, strict=True)
-    found = [of_start * one - of_sides * two + (1 + det) * three for one, two, three in terms]
-    total = torch.stack(found, -1).unflatten(-1, (2, 2))
-    return torch.where(whole[:, None, None] != 0, total / whole[:, None, None], torch.nan)
+    sums = [start_weight * x - side_weight * y + (1 + det) * z for x, y, z in terms]
+    total = torch.stack(sums, -1).unflatten(-1, (2, 2))
+    return torch.where(scale[:, None, None] != 0, total / scale[:, None, None], torch.nan)
 
 
 def _entries(matrix: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Those of `[modes, 2, 2]`, each `[modes]`."""
+    """The entries of matrices `[modes, 2, 2]`, each `[modes]`."""
     first, second = matrix.unbind(-2)
     a, b = first.unbind(-1)
     c, d = second.unbind(-1)

@@ -13,17 +13,21 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels.baoa import BAOA
 from pyro_scale.kernels.hyperparameters import Hyper, Values
 from pyro_scale.kernels.kernel import Kernel, Linearized, Target, Theory
-from pyro_scale.kernels.splitting import drift, kick, ornstein_uhlenbeck
-from pyro_scale.kernels.theory import UnderdampedTheory
-from pyro_scale.kernels.underdamped import Underdamped
+from pyro_scale.kernels.langevin import (
+    Underdamped,
+    UnderdampedTheory,
+    drift,
+    kick,
+    ornstein_uhlenbeck,
+)
 
-#: What the slice variable moves by in a step.  On six models of benchmarks/exact 0.03 and 0.1 give
-#: about the same effective draws a gradient.
+#: Change of the slice variable in a step.  On six models of benchmarks/exact, 0.03 and 0.1 give
+#: about the same number of effective draws per gradient.
 _SLICE_STEP = 0.1
 
 
 class GHMCState(NamedTuple):
-    """A chain's position and momentum, and what the next proposal is compared with.
+    """A chain's position and momentum, and what the next proposal is compared to.
 
     Attributes:
         position: [D].
@@ -31,7 +35,7 @@ class GHMCState(NamedTuple):
         gradient: of the log joint over N at the position, [D].
         log_joint: at the position, in nats; -infinity until the first step.
         slice: u, in [-1, 1], 0-d.
-        accepted: how many proposals were, 0-d.
+        accepted: number of accepted proposals, 0-d.
     """
 
     position: Tensor
@@ -43,7 +47,7 @@ class GHMCState(NamedTuple):
 
 
 class _AdjustedTheory(UnderdampedTheory):
-    """Of Langevin dynamics whose law is exact at any step size, as BAOA's is on a Gaussian."""
+    """Theory of Langevin dynamics without bias at any step size, like BAOA on a Gaussian."""
 
     heated: ClassVar[bool] = False
 
@@ -67,22 +71,22 @@ class GHMC(Underdamped):
            theta', p', u' = theta1, p3, u1 / r  if |u1| <= r,  else  theta, -p1, u1
 
     with T the temperature over N, so that `temperature=1` samples the posterior, and zeta
-    standard normal.  The law is exact at any step size: theta, p and u are independent in it, p
-    is N(0, m T) and |u| is uniform on [0, 1].  So it needs the log joint of all rows; minibatches
-    would leave nothing of that.
+    standard normal.  The stationary distribution is exact at any step size: theta, p and u are
+    independent, p is N(0, m T) and |u| is uniform on [0, 1].  This needs the log joint of all
+    rows, not of minibatches.
 
-    A rejection turns the momentum around.  With a new uniform number at each step, as in
-    Metropolis et al., one in ten proposals rejected would mean that momenta last for ten steps.
-    u moves slowly instead, so that rejections come together, while |u| is near 1: two of them
-    turn the momentum back, and between them there are long runs without any.
+    A rejection reverses the momentum.  With a new uniform number at each step, as in Metropolis et
+    al., a rejection rate of one in ten would mean that momenta last for ten steps.  Instead u moves
+    slowly, so that rejections come in groups, while |u| is near 1: two of them restore the
+    momentum, and between groups there are long runs without rejections.
 
-    The first step stays where the chain starts, and takes the log joint and gradient there.
+    The first step does not move, and computes log joint and gradient where the chain starts.
 
     Args:
         lr: the step size (of time), a float or a schedule, or a dict of them by site.
-        friction: the rate at which momentum decays; a dict by site, too.
-        mass: of the momentum; a dict by site of numbers or of tensors of the site's
-            unconstrained shape, too.
+        friction: the rate at which momentum decays; may be a dict by site.
+        mass: of the momentum; may be a dict by site, of numbers or of tensors of the site's
+            unconstrained shape.
         temperature: 1 is the posterior; above 0.
     """
 
@@ -102,10 +106,10 @@ class GHMC(Underdamped):
 
     def init(self, position: Tensor, values: Values, noise: Tensor) -> GHMCState:
         position, momentum = super().init(position, values, noise)
-        unknown = position.new_full((), -torch.inf)
+        log_joint = position.new_full((), -torch.inf)
         uniform = torch.erf(noise[0] / 2**0.5)  # on [-1, 1]
-        none = torch.zeros_like(position)
-        return GHMCState(position, momentum, none, unknown, uniform, torch.zeros_like(unknown))
+        gradient, accepted = torch.zeros_like(position), torch.zeros_like(log_joint)
+        return GHMCState(position, momentum, gradient, log_joint, uniform, accepted)
 
     def update(
         self, state: GHMCState, target: Target, values: Values, noise: Tensor

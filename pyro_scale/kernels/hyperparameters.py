@@ -1,4 +1,4 @@
-"""Hyperparameters of a method: numbers, schedules, or dicts of them by site, as fields."""
+"""Hyperparameters of a method, as fields: numbers, schedules, or dicts of them by site."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ from pyro_scale.core.schedules import Cyclical, Falling
 from pyro_scale.core.validation import as_count
 from pyro_scale.errors import ArgumentError
 
-#: A hyperparameter as the user gives it: a float, a schedule, or a dict of them (or of tensors)
-#: by site.
+#: A hyperparameter as users pass it: a float, a schedule, or a dict of them (or of tensors) by
+#: site.
 Hyper: TypeAlias = Any
-#: What a step takes of them: a tensor each, 0-d or a value for each element of the position, [D].
+#: The smallest positive number.
+_LEAST = 5e-324
+#: Values of hyperparameters at a step: tensors, 0-d or, with a value for each element, [D].
 Values: TypeAlias = Mapping[str, Tensor]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """Fields that are hyperparameters, and settings, which never change.
+    """Base of dataclasses whose fields are hyperparameters and settings.
 
-    A hyperparameter is a float, a schedule or, where that makes sense, a dict of them by site.
+    A hyperparameter is a float, a schedule or, for fields in `per_site`, a dict of them by site.
+    Settings do not change from step to step.
     """
 
-    #: Fields that may differ from site to site.
+    #: Fields that may have a value for each site.
     per_site: ClassVar[tuple[str, ...]] = ()
     #: Fields whose values may be zero.
     may_be_zero: ClassVar[tuple[str, ...]] = ("temperature",)
-    #: Fields that are no hyperparameters.
+    #: Fields that are settings.
     settings: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -55,15 +58,21 @@ class Hyperparameters:
                     )
 
     def hyperparameters(self) -> dict[str, Hyper]:
-        """The fields by name, but for settings."""
+        """The fields that are hyperparameters, by name."""
         names = [field.name for field in dataclasses.fields(self)]
         return {name: getattr(self, name) for name in names if name not in self.settings}
 
     def check(self, name: str, value: object, label: str, when: str = "") -> None:
-        """Refuses a hyperparameter's value out of its range.
+        """Checks a hyperparameter's value.
+
+        Args:
+            name: of the field.
+            value: a number; for an entry of a dict, also a tensor.
+            label: how messages call the value: the name, or that of an entry.
+            when: addition to the message, such as " at step 3".
 
         Raises:
-            ArgumentError: not a finite number; below zero; or zero where that has no meaning.
+            ArgumentError: it is no finite number, negative, or zero where that is not allowed.
         """
         least, bound = (0.0, ">= 0") if name in self.may_be_zero else (_LEAST, "> 0")
         by_site = label != name
@@ -80,43 +89,42 @@ class Hyperparameters:
         )
 
     def at(self, step: int, num_data: int) -> dict[str, Tensor]:
-        """Values at a step as `init` and `update` take them, in float64: the temperature over N.
+        """Values at a step as `init` and `update` take them: in float64, the temperature over N.
 
         Args:
             step: the number of the step.
             num_data: N.
 
         Raises:
-            ArgumentError: a schedule gives a value out of range; it names the step.  N is no count.
+            ArgumentError: a schedule returns a value out of range at this step, or N is no count.
         """
         return self.per_datum(self.values(step), as_count("num_data", num_data))
 
     @staticmethod
     def per_datum(values: Values, num_data: int) -> dict[str, Tensor]:
-        """Values with the temperature over N, as gradients are."""
+        """Values with the temperature divided by N."""
         return {k: v / num_data if k == "temperature" else v for k, v in values.items()}
 
     def values(self, step: int) -> dict[str, Tensor]:
-        """Every hyperparameter's value at a step in float64, temperature 1 the posterior's: 0-d,
-        or `[entries]` of a dict.
+        """Every hyperparameter's value at a step in float64, 0-d, or `[entries]` of a dict.
 
-        An entry that is a tensor counts as 1 here.
+        Temperature 1 is that of the posterior.  An entry that is a tensor counts as 1 here.
 
         Raises:
-            ArgumentError: a schedule gives a value out of range; it names the step.
+            ArgumentError: a schedule returns a value out of range at this step.
         """
         return {name: column[-1] for name, column in self._columns(range(step, step + 1)).items()}
 
     def columns(self, num_steps: int) -> dict[str, Tensor]:
-        """Every hyperparameter's values at steps 0 ... num_steps - 1 in float64: `[num_steps]`,
-        or `[num_steps, entries]` of a dict; as for `values`."""
+        """Every hyperparameter's values at steps 0, ..., num_steps - 1, `[num_steps]`, or
+        `[num_steps, entries]` of a dict; see `values`."""
         columns = self.over(num_steps)._columns(range(num_steps))
         return {
             name: column.expand(num_steps, *column.shape[1:]) for name, column in columns.items()
         }
 
     def over(self, num_steps: int) -> Self:
-        """A copy whose `Falling` hyperparameters are schedules that reach 0 after `num_steps`."""
+        """A copy whose `Falling` hyperparameters reach 0 after `num_steps` steps."""
         falling = {
             name: hyper.over(num_steps)
             for name, hyper in self.hyperparameters().items()
@@ -125,7 +133,7 @@ class Hyperparameters:
         return dataclasses.replace(self, **falling) if falling else self
 
     def _columns(self, steps: range) -> dict[str, Tensor]:
-        """`[steps, ...]` by name, or `[1, ...]` where all steps have the same."""
+        """Values at these steps by name, `[steps, ...]`, or `[1, ...]` if they do not change."""
         columns = {}
         for name, hyper in self.hyperparameters().items():
             entries = _entries(name, hyper).items()
@@ -148,12 +156,8 @@ class Hyperparameters:
         return torch.tensor(column, dtype=torch.float64)
 
 
-#: The smallest positive number.
-_LEAST = 5e-324
-
-
 def _entries(name: str, hyper: Hyper) -> dict[str, Any]:
-    """A hyperparameter's values by what to call them: itself, or those of its sites."""
+    """A hyperparameter's values by label: one, or those of its sites."""
     if isinstance(hyper, Mapping):
         return {f"{name}[{site!r}]": value for site, value in hyper.items()}
     return {name: hyper}

@@ -14,18 +14,24 @@ from pyro_scale.kernels.vi import entropies
 
 
 def _averaging(step: int) -> float:
-    """The weight of the past in an average to which later steps count more."""
+    """Weight of the past in an average in which later steps count more."""
     return 1 - max(1e-5, 2 / (20 + step))
 
 
 class IVONState(NamedTuple):
-    """The Gaussian's mean, its precision in units of N / T, the gradient's running mean, each
-    [D], and what part of that is known by now."""
+    """State of IVON, four vectors [D].
+
+    Attributes:
+        position: mean of the Gaussian.
+        curvature: precision of the Gaussian, in units of N / T.
+        momentum: running mean of the gradient.
+        weight: sum of the weights in that running mean.
+    """
 
     position: Tensor
     curvature: Tensor
     momentum: Tensor
-    known: Tensor
+    weight: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +42,23 @@ class IVON(Hyperparameters):
         p'    = momentum p + (1 - momentum) g
         ĥ     = -g eps / sd                                     (of mean E[-Hessian])
         h'    = h + (1 - forgetting) (ĥ - h) + (1 - forgetting)^2 (ĥ - h)^2 / (2 h)
-        m'    = m + lr (p' / known') / h'
+        m'    = m + lr (p' / w') / h'
 
-    with T the temperature over N, eps standard normal and known' the sum of p's weights, as in
-    Adam.  The square keeps h positive.  The step is the natural gradient's, for the price of
-    Adam's.  As the prior is in g, there is no weight decay of its own.
+    with T the temperature over N, eps standard normal and w' the sum of the weights in p', as in
+    Adam.  The square keeps h positive.  The step follows the natural gradient, at the cost of
+    Adam.  The prior is part of g, so there is no weight decay.
 
-    With V the variance of a row's gradient, the square makes h too large by a part of about
-    (1 - forgetting) (1 + N V / (2 B h)); and at a constant lr the mean moves about by
+    With V the variance of a row's gradient, the square makes h too large, relatively, by about
+    (1 - forgetting) (1 + N V / (2 B h)).  At a constant lr the mean fluctuates with a variance of
     lr N V / (2 B h) posterior variances: let lr fall.
 
     Args:
         lr: the step size in units of Newton's.
         momentum: the weight of past gradients.
-        forgetting: the weight of past curvature; by default it rises to 1 - 1e-5, the published
-            one, as the average over the latter steps: 1 - 2 / (20 + step).
-        first_curvature: h at first; 1 is the precision of N rows that each know a param to 1.
-        temperature: 1 is the posterior; below, it is colder.
+        forgetting: the weight of past curvature; by default 1 - 2 / (20 + step), which averages
+            over the later steps and rises to the published 1 - 1e-5.
+        first_curvature: h at the start; 1 is the precision of N rows with unit information each.
+        temperature: 1 is the posterior; below 1, it is narrower.
     """
 
     lr: Hyper = 0.1
@@ -65,9 +71,9 @@ class IVON(Hyperparameters):
     may_be_zero: ClassVar[tuple[str, ...]] = ("temperature", "momentum")
 
     def init(self, position: Tensor, values: Values, noise: Tensor) -> IVONState:
-        nothing = torch.zeros_like(position)
-        curvature = nothing + values["first_curvature"].to(position.dtype)
-        return IVONState(position, curvature, nothing, nothing)
+        zero = torch.zeros_like(position)
+        curvature = zero + values["first_curvature"].to(position.dtype)
+        return IVONState(position, curvature, zero, zero)
 
     def update(
         self, state: IVONState, target: Target, values: Values, noise: Tensor
@@ -77,11 +83,11 @@ class IVON(Hyperparameters):
         gradient, evaluation = target.grad(mean + sd * noise[0])
         momentum = momentum + (1 - values["momentum"]) * (gradient - momentum)
         weight = weight + (1 - values["momentum"]) * (1 - weight)
-        is_random = torch.as_tensor(values["temperature"] > 0, device=mean.device)  # points are not
+        is_random = torch.as_tensor(values["temperature"] > 0, device=mean.device)  # not points
         surprise = -gradient * noise[0] / torch.where(is_random, sd, 1) - curvature
         change = is_random * (1 - values["forgetting"]) * surprise
         curvature = curvature + change + change * change / (2 * curvature)
-        total = getattr(target, "total", torch.sum)  # of elements on other processes, too
+        total = getattr(target, "total", torch.sum)  # includes elements on other processes
         entropy = total(entropies(values["temperature"], sd.log()))
         bound = evaluation.log_joint + target.num_data * entropy
         mean = mean + values["lr"] * momentum / (weight * curvature)

@@ -1,9 +1,9 @@
 """What a kernel is: hyperparameters and two pure functions.
 
-A kernel moves one chain by one step.  It is written with arithmetic on vectors alone, so that
-the driver may vmap it over chains and compile it.  It has no step counter, no device, no
-randomness of its own and writes nothing in place: the step's noise, batch (inside the target)
-and hyperparameter values come in.
+A kernel moves one chain by one step.  It consists of arithmetic on vectors, so that it can be
+vmapped over chains and compiled.  It has no step counter, no device and no randomness of its own,
+and writes nothing in place: noise, batch (inside the target) and hyperparameter values of the step
+are arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Target(Protocol):
         ...
 
     def grad(self, position: Tensor) -> tuple[Tensor, Any]:
-        """(Gradient of the log joint over N at the position [D], the log joint's evaluation)."""
+        """(Gradient of the log joint at the position [D], over N; the log joint's evaluation)."""
         ...
 
 
@@ -38,8 +38,8 @@ class Kernel(Hyperparameters):
     """A sampler: hyperparameters as fields, `init` and `update` as pure functions of their values
     at a step.
 
-    Gradients are of the log joint over N, and so is the temperature that `init` and `update` take:
-    `at(step, num_data)` gives values in these units.
+    Gradients are of the log joint divided by N.  The temperature that `init` and `update` take is
+    divided by N, too: `at(step, num_data)` returns values in these units.
 
     Examples:
         A chain by hand, on the posterior of 100 rows of variance 1:
@@ -63,18 +63,18 @@ class Kernel(Hyperparameters):
     lr: Hyper
     temperature: Hyper = 1.0
 
-    #: Standard-normal vectors [D] that one step uses.
+    #: Number of standard-normal vectors [D] that one step uses.
     normals: ClassVar[int] = 1
-    #: Fields that may differ from site to site.
+    #: Fields that may have a value for each site.
     per_site: ClassVar[tuple[str, ...]] = ("lr",)
     #: How rows are drawn unless the user says otherwise.
     sampling: ClassVar[Literal["shuffle", "replacement"]] = "shuffle"
-    #: Whether it may move in whitened coordinates: it has no preconditioner of its own.
+    #: Whether it may move in whitened coordinates, as it has no preconditioner itself.
     whitens: ClassVar[bool] = True
-    #: Whether proposals are accepted or rejected, so that no step size biases the draws.  A step
-    #: then takes all rows, and the state counts the `accepted` proposals.
+    #: Whether proposals are accepted or rejected, so that draws have no bias at any step size.  A
+    #: step then uses all rows, and the state counts the `accepted` proposals.
     adjusted: ClassVar[bool] = False
-    #: What is known of the method without running it, if anything.
+    #: What theory predicts about the method; None if nothing.
     theory: ClassVar[Theory | None] = None
 
     def _columns(self, steps: range) -> dict[str, Tensor]:
@@ -86,15 +86,15 @@ class Kernel(Hyperparameters):
 
     @classmethod
     def from_sgd(cls, lr: Hyper, momentum: float) -> dict[str, Hyper]:
-        """The hyperparameters with which temperature 0 is `torch.optim.SGD`, step for step, on
-        the negative log joint over N.
+        """Hyperparameters with which the method at temperature 0 equals `torch.optim.SGD`, step for
+        step, on the negative log joint over N.
 
         Args:
             lr: SGD's learning rate, a float or a schedule.
-            momentum: SGD's; dampening is 0.
+            momentum: SGD's momentum, with dampening 0.
 
         Raises:
-            ArgumentError: there are none; a value out of range.
+            ArgumentError: the method has no such hyperparameters; a value is out of range.
         """
         raise ArgumentError(f"{cls.__name__} at temperature 0 is not SGD: use BAOA or SGHMC")
 
@@ -103,30 +103,30 @@ class Kernel(Hyperparameters):
 
         Args:
             position: [D].
-            values: the hyperparameters' at step 0, each 0-d or [D], the temperature over N.
+            values: hyperparameters at step 0, each 0-d or [D], the temperature over N.
             noise: standard normals, [D].
         """
         raise NotImplementedError
 
     def update(self, state: Any, target: Target, values: Values, noise: Tensor) -> tuple[Any, Any]:
-        """(The next state, the target's evaluation).
+        """One step: (next state, the target's evaluation).
 
         Args:
-            state: the chain's.
+            state: of the chain.
             target: the log posterior of the step's batch.
-            values: the hyperparameters' at this step, each 0-d or [D], the temperature over N.
+            values: hyperparameters at this step, each 0-d or [D], the temperature over N.
             noise: standard normals, `[normals, D]`.
         """
         raise NotImplementedError
 
 
 class Linearized(NamedTuple):
-    """What a kernel settles to on a Gaussian, in units where its metric is 1.
+    """The kernel to which one that adapts converges on a Gaussian, in units where its metric is 1.
 
     Attributes:
-        kernel: a kernel without anything that adapts.
-        values: its hyperparameters' values.
-        gradient_noise: the variance of the minibatch gradient over N that heats it.
+        kernel: a kernel that does not adapt.
+        values: of its hyperparameters.
+        gradient_noise: variance of the minibatch gradient over N that heats it.
     """
 
     kernel: Kernel
@@ -135,35 +135,35 @@ class Linearized(NamedTuple):
 
 
 class Theory(Protocol):
-    """A method's orders, rates and heat, at values as `update` takes them.
+    """A method's convergence orders, rates and heating, at values as `update` takes them.
 
-    A kernel without a theory samples all the same.  It has no `lr="auto"`, no `subtract_noise`,
-    and no diagnostics that compare a run with what is expected of it.
+    A kernel needs no theory to sample.  Without one it has no `lr="auto"`, no `subtract_noise`, and
+    no diagnostics that compare a run with predictions.
     """
 
-    #: The power of lr with which the bias of the position's law falls, without gradient noise.
+    #: The bias of the position's distribution, without gradient noise, is of this order in lr.
     order: ClassVar[int] = 1
-    #: Whether gradient noise heats, and by `added_temperature` exactly to first order.
+    #: Whether gradient noise heats, by `added_temperature` to first order.
     heated: ClassVar[bool] = True
-    #: The largest lr that makes sense for any posterior, where the method has a clock of its own.
+    #: Largest useful lr on any posterior, for methods with a time scale of their own.
     largest_lr: ClassVar[float] = math.inf
 
     def relaxation_steps(self, values: Values, precision: Tensor) -> Tensor:
-        """About how many steps a chain needs to forget its start.
+        """Approximate number of steps in which a chain forgets its start.
 
         Args:
-            values: the hyperparameters'.
+            values: hyperparameters.
             precision: the posterior's precision over N, L in the formulas.
         """
         raise NotImplementedError
 
     def added_temperature(self, values: Values, gradient_noise: Tensor) -> Tensor:
-        """What minibatches add to the temperature over N, to first order in lr, batches drawn
-        anew.
+        """Temperature over N that minibatches add, to first order in lr, if batches are drawn
+        independently.
 
         Args:
-            values: the hyperparameters'.
-            gradient_noise: the variance of the gradient of the log joint over N.
+            values: hyperparameters.
+            gradient_noise: variance of the gradient of the log joint over N.
         """
         raise NotImplementedError
 
@@ -171,7 +171,7 @@ class Theory(Protocol):
         """Stationary diagonal preconditioner, [D].
 
         Args:
-            values: the hyperparameters'.
+            values: hyperparameters.
             mean_square: of the gradient over N, [D].
         """
         return torch.ones_like(mean_square)
@@ -179,22 +179,23 @@ class Theory(Protocol):
     def traveling_steps(
         self, values: Values, distance: Tensor, gradient: Tensor, scale: Tensor
     ) -> Tensor:
-        """Steps that a chain takes on its way from a start, besides relaxing.
+        """Steps from a start to the mode that the kernel needs besides `relaxation_steps`, 0-d.
 
         Args:
-            values: the hyperparameters'.
-            distance: from the mode, where the metric is 1: root mean square, 0-d.
-            gradient: of the log joint over N at the start, likewise.
-            scale: of an element where that metric's length is 1, likewise.
+            values: hyperparameters.
+            distance: from the start to the mode, in units where the metric is 1: root mean square
+                over elements, 0-d.
+            gradient: of the log joint over N at the start, in the same way.
+            scale: of an element in which that metric's length is 1, in the same way.
         """
         return torch.zeros_like(distance)
 
     def linearize(self, kernel: Kernel, values: Values, gradient_noise: Tensor) -> Linearized:
-        """The kernel on a Gaussian where its metric is 1, without what adapts.
+        """The kernel without its adaptation, on a Gaussian in units where its metric is 1.
 
         Args:
-            kernel: whose theory this is.
-            values: the hyperparameters'.
-            gradient_noise: the variance of the minibatch gradient over N, [D].
+            kernel: of this theory.
+            values: hyperparameters.
+            gradient_noise: variance of the minibatch gradient over N, [D].
         """
         return Linearized(kernel, values, gradient_noise)

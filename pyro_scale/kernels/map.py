@@ -13,7 +13,7 @@ from pyro_scale.kernels.optimizer import Optimizing, ascend, init_optimizer
 
 
 class MAPState(NamedTuple):
-    """The position [D], and what the optimizer remembers."""
+    """The position [D], and the optimizer's state."""
 
     position: Tensor
     optimizer: Any
@@ -24,8 +24,8 @@ class MAP(Optimizing):
     """theta' = theta + optimizer(g(theta)),    g = gradient of log joint / N.
 
     Args:
-        optimizer: of the negative log joint over N: the mean loss over rows, plus the prior's
-            over N.
+        optimizer: minimizes the negative log joint over N: the mean loss of a row, and the
+            negative log prior over N.
     """
 
     normals: ClassVar[int] = 0

@@ -1,4 +1,4 @@
-"""Optimizers as pure functions: TorchOpt's as they are, and wrappers of torch.optim's."""
+"""Optimizers as pure functions: TorchOpt's, and wrappers of torch.optim's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyro_scale.kernels.scheduled import Scheduled, find_schedules
 
 
 class Optimizer(Protocol):
-    """What TorchOpt's functional optimizers are."""
+    """The interface of TorchOpt's functional optimizers."""
 
     def init(self, params: list[Tensor]) -> Any:
         """The state before the first step."""
@@ -30,12 +30,12 @@ class Optimizer(Protocol):
     def update(
         self, updates: list[Tensor], state: Any, *, params: list[Tensor], inplace: bool
     ) -> tuple[list[Tensor], Any]:
-        """(What is added to params, the next state), given gradients of a loss."""
+        """(Change of params, next state), from gradients of a loss."""
         ...
 
 
 class TorchOptim:
-    """An optimizer of torch.optim as a pure function: its state goes in and comes out.
+    """An optimizer of torch.optim as a pure function of gradients and its state.
 
     Args:
         factory: params -> an optimizer, such as `lambda params: torch.optim.SGD(params, lr=0.1)`.
@@ -74,7 +74,7 @@ class TorchOptim:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizing(Hyperparameters):
-    """A method that follows an optimizer, whose schedules' values are among those of a step."""
+    """Base of methods that move by an optimizer; a step's values include those of its schedules."""
 
     optimizer: Optimizer | Scheduled
 
@@ -91,14 +91,14 @@ class Optimizing(Hyperparameters):
         return dataclasses.replace(same, optimizer=same.optimizer.over(num_steps))
 
     def optimizer_at(self, values: Values) -> Optimizer:
-        """The optimizer of a step, given the step's values."""
+        """The optimizer of the step with these values."""
         if isinstance(self.optimizer, Scheduled):
             return self.optimizer.at(values["step_sizes"])
         return self.optimizer
 
 
 def as_optimizer(optimizer: Any) -> Optimizer | Scheduled:
-    """What a user passed: one of TorchOpt's, or a factory of one of torch.optim's.
+    """The optimizer that a user passed: one of TorchOpt, or a factory of one of torch.optim.
 
     Raises:
         ArgumentError: it is neither.
@@ -118,34 +118,29 @@ def as_optimizer(optimizer: Any) -> Optimizer | Scheduled:
 
 
 def falling_adam(early_stopping: bool) -> Scheduled:
-    """Adam whose lr falls from 0.01 to 0 over a run; over no length of its own if the run may end
+    """Adam whose lr falls from 0.01 to 0 over a run; as 1 / (1 + step / 1,000) if the run may end
     early."""
-    adam, falling = find_schedules(torchopt.adam(lambda step: 1.0)), Falling(-1e-2)  # downhill
-    assert isinstance(adam, Scheduled)
+    falling = Falling(-1e-2)  # downhill
     schedule = falling.__call__ if early_stopping else falling
-    links = tuple(
-        link if isinstance(link, torchopt.base.GradientTransformation) else schedule
-        for link in adam.links
-    )
-    return Scheduled(links)
+    return Scheduled((torchopt.transform.scale_by_adam(), schedule))
 
 
 def init_optimizer(optimizer: Optimizer, params: list[Tensor]) -> Any:
-    """The optimizer's first state, all of it tensors."""
+    """The optimizer's first state, as a pytree of tensors."""
     return torchopt.pytree.tree_map(torch.as_tensor, optimizer.init(params))
 
 
 def ascend(
     optimizer: Optimizer, gradients: list[Tensor], state: Any, params: list[Tensor]
 ) -> tuple[list[Tensor], Any]:
-    """(Params after a step uphill, the optimizer's next state)."""
+    """(Params after an ascent step, the optimizer's next state)."""
     downhill = [-gradient for gradient in gradients]
     updates, state = optimizer.update(downhill, state, params=params, inplace=False)
     return [param + update for param, update in zip(params, updates, strict=True)], state
 
 
 def is_pure(optimizer: Optimizer | Scheduled) -> bool:
-    """Whether steps go through vmap and can be traced; some read their state's values."""
+    """Whether the optimizer's steps can be vmapped and traced: some read their state's values."""
     if isinstance(optimizer, Scheduled):
         return is_pure(optimizer.at(torch.ones(len(optimizer.schedules))))
 

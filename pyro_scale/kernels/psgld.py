@@ -14,7 +14,7 @@ from pyro_scale.kernels.hyperparameters import Hyper, Values
 from pyro_scale.kernels.kernel import Kernel, Linearized, Target, Theory
 from pyro_scale.kernels.sgld import SGLD
 
-#: How fast the start is forgotten, and then less and less.
+#: The default `forgetting`: 0.5 at first, then falling.
 _FALLING = polynomial_decay(0.5, power=0.7)
 
 
@@ -26,8 +26,8 @@ class PSGLDState(NamedTuple):
 
 
 class _Preconditioned(Theory):
-    """Of RMSprop with noise: the mean square of g is at least T L, of the posterior alone, and V,
-    of minibatches alone."""
+    """Theory of RMSprop with noise.  The mean square of g is at least T L, from the posterior, and
+    at least V, from minibatches."""
 
     heated: ClassVar[bool] = False
 
@@ -43,7 +43,7 @@ class _Preconditioned(Theory):
     def traveling_steps(
         self, values: Values, distance: Tensor, gradient: Tensor, scale: Tensor
     ) -> Tensor:
-        return distance * scale / values["lr"]  # as G g is about 1 there
+        return distance * scale / values["lr"]  # as G g is about 1 on the way
 
     def metric(self, values: Values, mean_square: Tensor) -> Tensor:
         return 1 / (values["damping"] + torch.sqrt(mean_square))
@@ -62,22 +62,22 @@ class pSGLD(Kernel):
         theta' = theta + lr G g(theta) + sqrt(2 lr G T) zeta
 
     with T the temperature over N, so that `temperature=1` samples the posterior, and zeta
-    standard normal.  v starts at T, as if the precision over N were 1: at a start near the mode,
-    where g is nearly 0, G would else be immense.
+    standard normal.  v starts at T, as if the precision over N were 1: otherwise G would be huge at
+    a start near the mode, where g is nearly 0.
 
     As G depends on theta, the drift lacks the term lr T Gamma, Gamma = dG/dtheta =
-    -G^2 forgetting g (dg/dtheta) / sqrt(v'), which needs second derivatives.  At a constant
-    forgetting (0.01 as published) there is a larger bias, with or without it: v follows g^2, and
-    for small lr draws are from a law in proportion to posterior / G, whose variance on a Gaussian
-    is up to twice as large.  By default forgetting falls to zero instead, so that G settles, Gamma
-    vanishes, and what is left is SGLD's bias at the step size lr G, first order in lr.
+    -G^2 forgetting g (dg/dtheta) / sqrt(v'), which needs second derivatives.  With or without this
+    term, a constant forgetting (0.01 as published) causes a larger bias: v follows g^2, and for
+    small lr draws are from a density proportional to posterior / G, whose variance on a Gaussian is
+    up to twice as large.  By default forgetting falls to zero, so that G converges, Gamma vanishes,
+    and SGLD's bias at the step size lr G remains, which is of first order in lr.
 
     Args:
         lr: the step size in units of sqrt(v), a float or a schedule, or a dict of them by site.
         temperature: 1 is the posterior, 0 is RMSprop.
         forgetting: the weight of the newest gradient in v, at most 1; (1 + step)^-0.7 / 2 by
-            default, which has forgotten the start after some hundred steps.
-        damping: what keeps G finite where gradients vanish, as published.
+            default, which forgets the start in a few hundred steps.
+        damping: keeps G finite where gradients vanish, as published.
     """
 
     forgetting: Hyper = _FALLING

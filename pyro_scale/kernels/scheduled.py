@@ -1,7 +1,9 @@
-"""TorchOpt's optimizers whose learning rate is a schedule: step sizes are values of the step.
+"""TorchOpt's optimizers whose learning rate is a schedule.
 
-TorchOpt calls a schedule within each update, on a count in its state: Python that no compiled step
-can call, and that vmap refuses where it asks for the count's value.
+TorchOpt calls a schedule inside of `update`, with a counter from its state.  A compiled step cannot
+call Python, and vmap fails if the schedule reads the counter's value.  So schedules are taken out
+of the optimizer, and their values are inputs of each step, like those of hyperparameters.  TorchOpt
+has no public attribute for an optimizer's parts; they are read from its functions' closures.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from torchopt.base import ChainedGradientTransformation, GradientTransformation
 from pyro_scale.core.schedules import Falling
 from pyro_scale.errors import ArgumentError
 
-#: A step's number -> what a chain's updates are multiplied by.
+#: Number of a step -> factor of the optimizer's updates.
 StepSize = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A chain of TorchOpt's with schedules in it.
+    """A chain of TorchOpt's transformations, some of which multiply by a schedule.
 
     Attributes:
-        links: the chain's, in order: transformations, and schedules of step sizes.
+        links: transformations and schedules, in order.
     """
 
     links: tuple[GradientTransformation | StepSize, ...]
@@ -39,21 +41,21 @@ class Scheduled:
         return [link for link in self.links if not isinstance(link, GradientTransformation)]
 
     def step_sizes(self, steps: range) -> Tensor:
-        """Every schedule's value at some steps in float64, `[steps, schedules]`.
+        """Values of all schedules at steps, in float64, `[steps, schedules]`.
 
         Raises:
-            ArgumentError: a schedule gives no number.
+            ArgumentError: a schedule does not return a number.
         """
         return torch.stack([_values(schedule, steps) for schedule in self.schedules], dim=1)
 
     def over(self, num_steps: int) -> Scheduled:
-        """A copy whose `Falling` step sizes are schedules that reach 0 after `num_steps`."""
+        """A copy whose `Falling` schedules reach 0 after `num_steps` steps."""
         links = [link.over(num_steps) if isinstance(link, Falling) else link for link in self.links]
         return Scheduled(tuple(links))
 
     def at(self, step_sizes: Tensor) -> GradientTransformation:
-        """The optimizer of a step, given its step sizes `[schedules]`."""
-        sizes: Any = iter(step_sizes.unbind())  # TorchOpt's types know numbers alone
+        """The optimizer of one step, with the schedules' values `[schedules]`."""
+        sizes: Any = iter(step_sizes.unbind())  # TorchOpt's types allow only numbers
         return torchopt.chain(
             *(
                 link
@@ -65,15 +67,15 @@ class Scheduled:
 
 
 def find_schedules(optimizer: GradientTransformation) -> GradientTransformation | Scheduled:
-    """An optimizer with its schedules laid open, or as it is if it has none."""
+    """The optimizer with its schedules taken out; unchanged if it has none."""
     scheduled = Scheduled(tuple(_links(optimizer)))
     return scheduled if scheduled.schedules else optimizer
 
 
 def _links(optimizer: GradientTransformation) -> list[GradientTransformation | StepSize]:
-    """A chain's links, for which TorchOpt has no name but those in its functions' closures."""
+    """Links of an optimizer that may be a chain."""
     if isinstance(optimizer, ChainedGradientTransformation):
-        return [each for link in optimizer.transformations for each in _links(link)]
+        return [link for part in optimizer.transformations for link in _links(part)]
     code = _code(optimizer)
     if code is _FLAT:
         return _links(inspect.getclosurevars(optimizer.update).nonlocals["inner"])
@@ -83,7 +85,7 @@ def _links(optimizer: GradientTransformation) -> list[GradientTransformation | S
 
 
 def _code(optimizer: GradientTransformation) -> Any:
-    """What its update runs, the same for all that one function of TorchOpt's makes."""
+    """Code of an optimizer's update, which tells the function of TorchOpt that made it."""
     return getattr(optimizer.update, "__code__", None)
 
 
@@ -92,8 +94,8 @@ _BY_SCHEDULE = _code(torchopt.transform.scale_by_schedule(float))
 
 
 def _values(schedule: StepSize, steps: range) -> Tensor:
-    """A schedule's values at some steps: of all at once, if it is arithmetic on tensors, else one
-    by one, as a function of a number or, as TorchOpt calls it, of a tensor."""
+    """A schedule's values at steps, `[steps]`: at once if it is arithmetic on tensors, else one by
+    one, from numbers or, as TorchOpt does, from tensors."""
     counts = torch.tensor(steps)
     ways: tuple[Callable[[], Tensor], ...] = (
         lambda: torch.vmap(schedule)(counts.double()).double().view(len(steps)),
@@ -103,7 +105,7 @@ def _values(schedule: StepSize, steps: range) -> Tensor:
     for way in ways:
         try:
             return way()
-        except Exception as error:  # whatever a function raises that is not meant for them
+        except Exception as error:  # whatever a user's function raises
             failure = error
     raise ArgumentError(
         f"optimizer: the schedule of its lr must give a number at each step ({failure})"

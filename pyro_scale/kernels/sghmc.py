@@ -13,8 +13,7 @@ from pyro_scale.core.schedules import initial, map_schedule
 from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels.hyperparameters import Hyper, Values
 from pyro_scale.kernels.kernel import Target
-from pyro_scale.kernels.splitting import drift
-from pyro_scale.kernels.underdamped import PhaseState, Underdamped
+from pyro_scale.kernels.langevin import PhaseState, Underdamped, drift
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +24,8 @@ class SGHMC(Underdamped):
         theta' = theta + lr p' / m,                      g = gradient of log joint / N
 
     with T the temperature over N, so that `temperature=1` samples the posterior, and zeta
-    standard normal.  The position moves with the new momentum, as in Chen et al. and unlike
-    the paper's text, whose both-from-the-old-state costs the same and is 40 times as biased.
+    standard normal.  The position moves with the new momentum, as in Chen et al.  In the paper's
+    text both move from the old state, which costs the same and has 40 times the bias.
     On a Gaussian of precision L (over N) the stationary variance is
     T (4 m - 2 lr friction m) / (L D), D = 4 m - 2 lr friction m - lr^2 L, stable while D > 0.
     At temperature 0 it is `torch.optim.SGD` with learning rate lr^2 / m and momentum
@@ -35,9 +34,9 @@ class SGHMC(Underdamped):
     Args:
         lr: the step size (of time, the square root of SGD's), a float or a schedule, or a dict
             of them by site.
-        friction: the rate at which momentum decays; a dict by site, too.
-        mass: of the momentum; a dict by site of numbers or of tensors of the site's
-            unconstrained shape, too.
+        friction: the rate at which momentum decays; may be a dict by site.
+        mass: of the momentum; may be a dict by site, of numbers or of tensors of the site's
+            unconstrained shape.
         temperature: 1 is the posterior, 0 is SGD with momentum.
     """
 
@@ -56,6 +55,6 @@ class SGHMC(Underdamped):
     def from_sgd(cls, lr: Hyper, momentum: float) -> dict[str, Hyper]:
         if not 0 <= momentum < 1:
             raise ArgumentError(f"momentum={momentum!r}: SGHMC needs one inside [0, 1)")
-        step = math.sqrt(initial(lr))  # what a schedule changes is the mass
+        step = math.sqrt(initial(lr))  # a schedule of lr becomes one of the mass
         mass = map_schedule(lambda rate: step**2 / rate, lr)
         return {"lr": step, "friction": (1 - momentum) / step, "mass": mass}

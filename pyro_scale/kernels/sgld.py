@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Kernel, Target, Theory
-from pyro_scale.kernels.theory import OverdampedTheory
+from pyro_scale.kernels.langevin import OverdampedTheory
 
 
 class SGLDState(NamedTuple):

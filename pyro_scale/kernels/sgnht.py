@@ -11,9 +11,7 @@ from torch import Tensor
 from pyro_scale.kernels.baoa import BAOA
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Kernel, Linearized, Target, Theory
-from pyro_scale.kernels.splitting import drift, kick
-from pyro_scale.kernels.theory import UnderdampedTheory
-from pyro_scale.kernels.underdamped import Underdamped
+from pyro_scale.kernels.langevin import Underdamped, UnderdampedTheory, drift, kick
 
 
 class SGNHTState(NamedTuple):
@@ -25,7 +23,7 @@ class SGNHTState(NamedTuple):
 
 
 class _Thermostatted(UnderdampedTheory):
-    """Of Langevin dynamics whose friction rises until gradient noise does not heat."""
+    """Theory of Langevin dynamics whose friction rises until gradient noise no longer heats."""
 
     heated: ClassVar[bool] = False
     largest_lr: ClassVar[float] = 2.0  # xi moves by lr (|p|^2 / (m T d) - 1) in a step
@@ -36,11 +34,11 @@ class _Thermostatted(UnderdampedTheory):
     def traveling_steps(
         self, values: Values, distance: Tensor, gradient: Tensor, scale: Tensor
     ) -> Tensor:
-        # at the speed sqrt(T); then xi, which held the gradient, falls by 1 in a unit of time
+        # at the speed sqrt(T); then xi, which balanced the gradient, falls by 1 per unit of time
         return (distance + gradient) / (values["lr"] * torch.sqrt(values["temperature"]))
 
     def linearize(self, kernel: Kernel, values: Values, gradient_noise: Tensor) -> Linearized:
-        cooled = gradient_noise.mean()  # by the thermostat, whose friction rises for it
+        cooled = gradient_noise.mean()  # the thermostat's friction rises to compensate it
         friction = values["friction"] + values["lr"] * cooled / (2 * values["temperature"])
         settled = {**values, "friction": friction, "mass": torch.ones(())}
         return Linearized(BAOA(lr=kernel.lr), settled, gradient_noise - cooled)
@@ -53,15 +51,15 @@ class SGNHT(Underdamped):
         d theta = p/m dt,    dp = g dt - xi p dt + sqrt(2 friction m T) dw
         d xi = (|p|^2 / (m T d) - 1) dt
 
-    with T the temperature over N, so that `temperature=1` samples the posterior.  Where
-    minibatches heat the momentum, xi rises until it has the right temperature: on average to
-    friction + lr V / (2 m T), V the variance of g, if V is the same everywhere and for all d
-    elements, and lr^2 V far below m T; there they cost no bias.  Without them xi has mean friction
-    and variance 1/d as lr goes to 0.  The published form, with |p|^2/d - T, relaxes N times as
-    slowly as this one, which for large N is never.
+    with T the temperature over N, so that `temperature=1` samples the posterior.  If minibatches
+    heat the momentum, xi rises until the temperature is right: on average to
+    friction + lr V / (2 m T), with V the variance of g.  Minibatches then cause no bias, if V is
+    the same everywhere and for all d elements, and lr^2 V is far below m T.  Without minibatches xi
+    has mean friction and variance 1/d as lr goes to 0.  The published form, with |p|^2/d - T,
+    relaxes N times as slowly as this one: too slowly for large N.
 
     A step is Leimkuhler and Shang's symmetric splitting BADODAB (2016) with its two half kicks
-    made one, g = gradient of log joint / N and zeta standard normal:
+    combined, g = gradient of log joint / N and zeta standard normal:
 
         B  p     = p + lr g(theta)
         A  theta = theta + lr/2 p / m
@@ -69,20 +67,19 @@ class SGNHT(Underdamped):
         O  p     = exp(-lr xi) p + sqrt(friction m T (1 - exp(-2 lr xi)) / xi) zeta
         D, A     as above
 
-    The thermostat holds the kinetic energy while a chain falls from its start, too, so that it
-    comes down by about sqrt(T/m) in a unit of time: for large N start near the mode
-    (`init_strategy`).
+    The thermostat also limits the kinetic energy while a chain moves from its start to the mode,
+    to a speed of about sqrt(T/m): for large N start near the mode (`init_strategy`).
 
-    At temperature 0 xi stays as it is and the friction takes its place: what is left is SGD with
-    momentum.  Batches are drawn with replacement by default: what the noise of shuffled batches
-    adds over an epoch mostly cancels, but the thermostat would cool for all of it.
+    At temperature 0 the friction takes the place of xi, which does not change: this is SGD with
+    momentum.  Batches are drawn with replacement by default: the noise of shuffled batches mostly
+    cancels over an epoch, but the thermostat would cool as if it did not.
 
     Args:
         lr: the step size (of time, about the square root of SGD's), a float or a schedule, or
             a dict of them by site.
-        friction: the rate at which momentum decays without minibatches; where xi starts.
-        mass: of the momentum; a dict by site of numbers or of tensors of the site's
-            unconstrained shape, too.
+        friction: the rate at which momentum decays without minibatches; xi starts there.
+        mass: of the momentum; may be a dict by site, of numbers or of tensors of the site's
+            unconstrained shape.
         temperature: 1 is the posterior, 0 is SGD with momentum.
     """
 
@@ -114,7 +111,7 @@ class SGNHT(Underdamped):
 
 
 def _heating(momentum: Tensor, values: Values) -> Tensor:
-    """lr (|p|^2 / (m T d) - 1), over the elements that have a temperature."""
+    """lr (|p|^2 / (m T d) - 1), over the d elements whose temperature is above 0."""
     lr, mass, temperature = values["lr"], values["mass"], values["temperature"]
     thermal = (temperature > 0).expand_as(momentum)
     energy = momentum * momentum / (mass * temperature)

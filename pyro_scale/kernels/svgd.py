@@ -22,15 +22,15 @@ class SVGD(Optimizing):
         k(x, x') = exp(-|x - x'|^2 / h),        h = med^2 / log(n + 1)
 
     with g the gradient of log joint / N, T the temperature over N, and med^2 the median of all n^2
-    squared distances at each step.  The paper has log n; n + 1 is its released code's, which is
-    defined for one particle, too: that is MAP.
+    squared distances at each step.  The paper has log n, its released code log(n + 1), which is
+    also defined for one particle: that is MAP.
 
-    Use this when a few points have to stand for a posterior of few dimensions.  A step costs n
+    Use this if a few points are to represent a posterior of few dimensions.  A step costs n
     gradients, and n^2 distances.
 
     Args:
-        optimizer: of the negative phi, as if that were the gradient of a loss.
-        temperature: 1 is the posterior; below, it is colder.
+        optimizer: receives the negative phi as the gradient of a loss.
+        temperature: 1 is the posterior; below 1, it is narrower.
     """
 
     temperature: Hyper = 1.0
@@ -43,14 +43,14 @@ class SVGD(Optimizing):
         return MAPState(position, init_optimizer(self.optimizer_at(values), [position]))
 
     def couple(self, positions: Tensor, gradients: Tensor, values: Values) -> Tensor:
-        """phi at every particle, from their positions and gradients, `[n, D]` all."""
-        centered = positions - positions.mean(0)  # as distances are differences of squares
+        """phi of all particles, from their positions and gradients; all are `[n, D]`."""
+        centered = positions - positions.mean(0)  # distances are differences of squares
         kernel, bandwidth = rbf(centered)
         repulsion = 2 / bandwidth * (centered * kernel.sum(1, keepdim=True) - kernel @ centered)
         return (kernel @ gradients + values["temperature"] * repulsion) / len(positions)
 
     def move(self, state: MAPState, direction: Tensor, values: Values) -> MAPState:
-        """A particle's next state, from phi there, [D]."""
+        """A particle's next state, from its phi [D]."""
         (position,), optimizer = ascend(
             self.optimizer_at(values), [direction], state.optimizer, [state.position]
         )
@@ -62,14 +62,14 @@ def rbf(points: Tensor) -> tuple[Tensor, Tensor]:
     squares = points.square().sum(1)
     distances = squares[:, None] + squares - 2 * points @ points.T
     bandwidth = median(distances) / math.log(len(points) + 1)
-    bandwidth = torch.where(bandwidth > 0, bandwidth, 1)  # of one particle
+    bandwidth = torch.where(bandwidth > 0, bandwidth, 1)  # for one particle
     return torch.exp(-distances / bandwidth), bandwidth
 
 
 def median(values: Tensor) -> Tensor:
-    """The median, 0-d; of an even number of values, between the two in the middle, of which
-    torch's is the lower."""
+    """The median, 0-d; the mean of the two in the middle for an even number of values, where torch
+    returns the lower one."""
     lower = values.median()
     above = torch.where(values > lower, values, torch.inf).min()
-    is_middle = 2 * (values <= lower).sum() > values.numel()  # of an odd number, or a tie
+    is_middle = 2 * (values <= lower).sum() > values.numel()  # an odd number, or a tie
     return (lower + torch.where(is_middle, lower, above)) / 2

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Target
-from pyro_scale.kernels.splitting import kick
-from pyro_scale.kernels.underdamped import PhaseState, Underdamped
+from pyro_scale.kernels.langevin import PhaseState, Underdamped, kick
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +31,18 @@ class UBU(Underdamped):
         y = friction t / 2
 
     so that position and momentum have the covariance T (1 - c)^2 / friction.  The bias is of
-    second order in lr, like BAOA's in general; it takes four normals a step to BAOA's one, and
-    each path is accurate, not only its law.  With `run(..., sampling="symmetric")`, which goes
-    through the batches forwards and then backwards, it is SMS-UBU (Paulin, Whalley, Chada and
+    second order in lr, like BAOA's in general.  A step uses four normals, BAOA's one; in exchange
+    each path is accurate, not only its distribution.  With `run(..., sampling="symmetric")`, which
+    goes through the batches forwards and then backwards, it is SMS-UBU (Paulin, Whalley, Chada and
     Leimkuhler 2024): two such epochs are one symmetric step, whose error is of second order in lr.
 
     Args:
         lr: the step size (of time, about the square root of SGD's), a float or a schedule, or
             a dict of them by site.
-        friction: the rate at which momentum decays; a dict by site, too.
-        mass: of the momentum; a dict by site of numbers or of tensors of the site's
-            unconstrained shape, too.
-        temperature: 1 is the posterior, 0 switches the noise off.
+        friction: the rate at which momentum decays; may be a dict by site.
+        mass: of the momentum; may be a dict by site, of numbers or of tensors of the site's
+            unconstrained shape.
+        temperature: 1 is the posterior, 0 is without noise.
     """
 
     normals: ClassVar[int] = 4
@@ -76,7 +75,7 @@ def move_freely(state: PhaseState, values: Values, noise: Tensor) -> PhaseState:
 
 
 def _less_tanh(x: Tensor) -> Tensor:
-    """x - tanh(x), which cancels where x is small: there by its series."""
+    """x - tanh(x); by its series for small x, where the difference cancels."""
     square = x * x
     series = x * square * (1 / 3 - square * (2 / 15 - square * (17 / 315 - square * 62 / 2835)))
     return torch.where(x < 0.05, series, x - torch.tanh(x))

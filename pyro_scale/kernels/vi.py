@@ -15,8 +15,14 @@ from pyro_scale.kernels.optimizer import Optimizing, ascend, init_optimizer
 
 
 class VIState(NamedTuple):
-    """The Gaussian's mean [D]; its log sds [D], or the factor of its covariance [D, D], whose
-    diagonal is in logs; and what the optimizer remembers."""
+    """State of Gaussian variational inference.
+
+    Attributes:
+        position: mean of the Gaussian, [D].
+        spread: its log sds [D]; or a Cholesky factor of its covariance [D, D], with the logs of the
+            diagonal on the diagonal.
+        optimizer: the optimizer's state.
+    """
 
     position: Tensor
     spread: Tensor
@@ -30,16 +36,16 @@ class VI(Optimizing):
         E_q[log joint] / N + T H[q],        theta = mu + S^1/2 eps,    eps standard normal
 
     with T the temperature over N and H the entropy, by gradients through theta (Rezende et al.
-    2014).  The entropy's gradient is exact; sticking to the landing (Roeder et al. 2017) takes
-    -T d log q(theta) / d theta through theta instead, which has the same mean, and no variance
-    where q is the posterior.
+    2014).  The entropy's gradient is exact.  "Sticking the landing" (Roeder et al. 2017) replaces
+    it by -T d log q(theta) / d theta, through theta, which has the same mean, and no variance if q
+    is the posterior.
 
     Args:
-        optimizer: of the negative bound over N.
-        temperature: 1 is the posterior; below, it is colder.
-        num_particles: draws of q a step.
-        sticking_the_landing: whether to.
-        init_scale: every element's sd at first.
+        optimizer: minimizes the negative bound over N.
+        temperature: 1 is the posterior; below 1, it is narrower.
+        num_particles: draws of q per step.
+        sticking_the_landing: whether to use that estimator.
+        init_scale: sd of every element at the start.
     """
 
     temperature: Hyper = 1.0
@@ -56,19 +62,19 @@ class VI(Optimizing):
 
     @property
     def normals(self) -> int:
-        """Standard-normal vectors [D] that one step uses."""
+        """Number of standard-normal vectors [D] that one step uses."""
         return self.num_particles
 
     def init(self, position: Tensor, values: Values, noise: Tensor) -> VIState:
         spread = self.init_spread(position)
-        remembered = init_optimizer(self.optimizer_at(values), [position, spread])
-        return VIState(position, spread, remembered)
+        optimizer_state = init_optimizer(self.optimizer_at(values), [position, spread])
+        return VIState(position, spread, optimizer_state)
 
     def update(
         self, state: VIState, target: Target, values: Values, noise: Tensor
     ) -> tuple[VIState, Any]:
-        mean, spread, remembered = state
-        is_random = torch.as_tensor(values["temperature"] > 0, device=mean.device)  # points are not
+        mean, spread, optimizer_state = state
+        is_random = torch.as_tensor(values["temperature"] > 0, device=mean.device)  # not points
         slope, widening, log_joint = torch.zeros_like(mean), torch.zeros_like(spread), 0.0
         for eps in noise:
             gradient, evaluation = target.grad(mean + is_random * self.displace(spread, eps))
@@ -83,41 +89,41 @@ class VI(Optimizing):
             widening = widening + self.from_log_sds(temperature, spread)
         bound = entropies(values["temperature"], self.log_sds(spread)).sum() * target.num_data
         bound = bound + log_joint / len(noise)
-        (mean, spread), remembered = ascend(
-            self.optimizer_at(values), [slope, widening], remembered, [mean, spread]
+        (mean, spread), optimizer_state = ascend(
+            self.optimizer_at(values), [slope, widening], optimizer_state, [mean, spread]
         )
-        return VIState(mean, spread, remembered), evaluation._replace(log_joint=bound)
+        return VIState(mean, spread, optimizer_state), evaluation._replace(log_joint=bound)
 
     def init_spread(self, position: Tensor) -> Tensor:
-        """The spread before the first step."""
+        """The spread at the start."""
         raise NotImplementedError
 
     def displace(self, spread: Tensor, eps: Tensor) -> Tensor:
-        """theta - mu."""
+        """theta - mu, [D]."""
         raise NotImplementedError
 
     def score(self, spread: Tensor, eps: Tensor) -> Tensor:
-        """-d log q / d theta."""
+        """-d log q / d theta, [D]."""
         raise NotImplementedError
 
     def pull_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
-        """The gradient with respect to the spread, given that with respect to theta."""
+        """The gradient with respect to the spread, from that with respect to theta."""
         raise NotImplementedError
 
     def from_log_sds(self, values: Tensor, spread: Tensor) -> Tensor:
-        """Gradients of log sds [D] as those of the spread."""
+        """The gradient with respect to the spread, from that with respect to log sds [D]."""
         raise NotImplementedError
 
     def log_sds(self, spread: Tensor) -> Tensor:
-        """Logs of the covariance factor's diagonal, [D]."""
+        """Logs of the diagonal of the covariance's factor, [D]."""
         raise NotImplementedError
 
 
 def entropies(temperature: Tensor, log_sds: Tensor) -> Tensor:
-    """The parts of T H[q], given the logs of the diagonal of a factor of q's covariance, [D]; what
-    is at temperature 0 has none."""
-    of_each = torch.where(temperature > 0, log_sds, 0) + (1 + math.log(2 * math.pi)) / 2
-    return temperature * of_each
+    """The terms of T H[q], [D], from the logs of the diagonal of a factor of q's covariance; 0 for
+    elements at temperature 0."""
+    entropy = torch.where(temperature > 0, log_sds, 0) + (1 + math.log(2 * math.pi)) / 2
+    return temperature * entropy
 
 
 class MeanField(VI):
@@ -156,8 +162,8 @@ class FullRank(VI):
         return torch.linalg.solve_triangular(factor.mT, eps[:, None], upper=True)[:, 0]
 
     def pull_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
-        of_diagonal = gradient * eps * torch.exp(spread.diagonal())
-        return torch.outer(gradient, eps).tril(-1) + torch.diag(of_diagonal)
+        diagonal = gradient * eps * torch.exp(spread.diagonal())
+        return torch.outer(gradient, eps).tril(-1) + torch.diag(diagonal)
 
     def from_log_sds(self, values: Tensor, spread: Tensor) -> Tensor:
         return torch.diag(values)
@@ -167,5 +173,5 @@ class FullRank(VI):
 
     @staticmethod
     def factor(spread: Tensor) -> Tensor:
-        """L."""
+        """L, from its form with a diagonal of logs."""
         return spread.tril(-1) + torch.diag(torch.exp(spread.diagonal()))

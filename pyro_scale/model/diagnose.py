@@ -12,9 +12,8 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_scale.core.exclusive import own_generator
+from pyro_scale.core.exclusive import own_generator, raise_if_from_handler
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.masked_latents import element_mask
 from pyro_scale.model.recorder import Recorder

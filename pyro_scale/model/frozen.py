@@ -22,10 +22,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from pyro_scale.core import rows
-from pyro_scale.core.exclusive import exclusive
-from pyro_scale.core.onednn import without_onednn
+from pyro_scale.core.exclusive import exclusive, raise_if_from_handler, without_onednn
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.model import derivatives
 from pyro_scale.model.classify import close
 from pyro_scale.model.diagnose import error_in_short

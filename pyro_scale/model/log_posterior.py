@@ -502,7 +502,7 @@ class LogPosterior:
     @property
     def layout(self) -> Layout:
         """Where the latents are in one unconstrained vector."""
-        return Layout.of(_unconstrained(self.model_info.sites))
+        return Layout.from_tensors(_unconstrained(self.model_info.sites))
 
     @property
     def is_unconstrained(self) -> bool:

@@ -23,9 +23,8 @@ from torch import nn
 from torch.distributions import Distribution
 
 from pyro_scale.core import rows
-from pyro_scale.core.exclusive import own_generator
+from pyro_scale.core.exclusive import own_generator, raise_if_from_handler
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.errors import ArgumentError, ModelError, PyroScaleError
 from pyro_scale.model import model_info, observation_checks, plates, site_checks
 from pyro_scale.model.classify import Comparison, Probe

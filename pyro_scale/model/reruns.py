@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.exclusive import raise_if_from_handler
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.errors import PlateError, PyroScaleError, SiteError
 from pyro_scale.model.classify import Probe
 from pyro_scale.model.masked_latents import Kept, element_mask

@@ -283,7 +283,7 @@ class OnlineSamples:
             like: draws of the sites, `[chains, n, ...]`, for their shapes.
             num_draws: draws of each chain that will be added.
         """
-        layout = Layout.of({name: value[0, 0] for name, value in like.items()})
+        layout = Layout.from_tensors({name: value[0, 0] for name, value in like.items()})
         num_chains = len(next(iter(like.values())))
         return cls(OnlineMoments(num_chains, layout.size, num_draws), layout)
 

@@ -26,7 +26,7 @@ from torch.distributions import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from pyro_scale.core.onednn import PlainLSTM
+from pyro_scale.core.exclusive import PlainLSTM
 from pyro_scale.core.rows import Arguments
 from pyro_scale.curvature import fisher
 from pyro_scale.curvature.chunks import Chunk

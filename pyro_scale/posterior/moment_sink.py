@@ -80,7 +80,7 @@ class ToMoments:
             kept = {n: of_parts[i][2][place] for n, (i, place) in chains.items()}
             sums = [moments.online for _, moments, _, _ in of_parts]
             ordered, layout = [chains[n] for n in sorted(chains)], of_parts[0][1].layout
-            totals = SampleTotals(Totals.of(sums, ordered), layout) if chains else None
+            totals = SampleTotals(Totals.from_parts(sums, ordered), layout) if chains else None
             merged = totals, kept
         merged = ranks.of_first(merged, "the moments of all draws")
         assert merged is not None  # rank 0 has it

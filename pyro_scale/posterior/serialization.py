@@ -15,8 +15,8 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.data.loaders import to_device
 from pyro_scale.errors import FileError
 from pyro_scale.model.fingerprint import first_difference, model_fingerprint
+from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.model.preflight import InitFunction
 from pyro_scale.posterior.draws import PosteriorDraws, SampleTotals
 from pyro_scale.run.measurements import (
     GradientNoise,

@@ -9,9 +9,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Dense, Diagonal
-from pyro_scale.core.kronecker import Kronecker
-from pyro_scale.core.low_rank import LowRank
+from pyro_scale.core.gaussian import Dense, Diagonal, Kronecker, LowRank
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
@@ -70,7 +68,7 @@ class GaussianPosterior(Posterior):
             draws.layout,
             contents["centers"],
             tuple(contents["sites"]),
-            tuple(kind.of_contents(**gaussian) for gaussian in contents["gaussians"]),
+            tuple(kind.from_contents(**gaussian) for gaussian in contents["gaussians"]),
             attrs["seed"],
             attrs,
             contents["trace"],

@@ -1,7 +1,7 @@
-"""The numbers of `philox.py` in C++, bit for bit, many counters side by side.
+"""The numbers of `philox.py` in C++, bit for bit, for many counters at once.
 
-Loops over `WIDTH` counters have no branches, so compilers turn them into SIMD instructions, but
-for Philox itself, which is written in vectors.
+Loops over `WIDTH` counters have no branches, so compilers turn them into SIMD instructions.  Only
+Philox itself is written with vector types.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.compile.cache import library
-from pyro_scale.compile.plain import build_plain
+from pyro_scale.compile.inductor import build_plain
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.rng import philox
 from pyro_scale.rng.philox import Streams
@@ -323,10 +323,10 @@ def _as_structure(streams: Streams) -> _Streams:
 
 
 class Native:
-    """The C++ library.
+    """Functions of the C++ library, with the signatures of those in `philox`.
 
     Args:
-        functions: as it was loaded.
+        functions: the library.
     """
 
     def __init__(self, functions: ctypes.CDLL):
@@ -346,15 +346,15 @@ class Native:
         self._epochs.restype = number
 
     def normals(self, streams: Streams, first: int, out: Tensor) -> None:
-        """As in `philox`."""
+        """See `philox`."""
         self._normals[out.dtype](_as_structure(streams), first, out.shape[1], out.data_ptr())
 
     def integers(self, streams: Streams, first: int, bound: int, out: Tensor) -> None:
-        """As in `philox`."""
+        """See `philox`."""
         self._integers(_as_structure(streams), first, out.shape[1], bound, out.data_ptr())
 
     def permutations(self, streams: Streams, index: int, out: Tensor) -> None:
-        """As in `philox`."""
+        """See `philox`."""
         self._permutations(_as_structure(streams), index, out.shape[1], out.data_ptr())
 
     def epochs(
@@ -367,7 +367,7 @@ class Native:
 
 
 def source() -> str:
-    """The C++."""
+    """C++ source of the library."""
     return _SOURCE % {
         "rounds": philox.ROUNDS,
         "multiplier0": philox.MULTIPLIERS[0],
@@ -386,7 +386,7 @@ def source() -> str:
 
 
 def native() -> Native | None:
-    """The library, built once a machine; None without a compiler, or if its numbers are others."""
+    """The library, built once per machine; None without a compiler, or if its numbers are wrong."""
     with exclusive:
         return _native()
 
@@ -396,7 +396,7 @@ def _native() -> Native | None:
     text = source()
     machine = torch.__version__, torch.backends.cpu.get_cpu_capability()
     key = hashlib.sha256(repr((machine, text)).encode()).hexdigest()
-    with contextlib.suppress(Exception):  # whatever a missing or an odd compiler leads to
+    with contextlib.suppress(Exception):  # errors of missing or unusual compilers
         built = Native(library(key, lambda: build_plain(text)))
         if _agrees(built):
             return built
@@ -404,8 +404,8 @@ def _native() -> Native | None:
 
 
 def _agrees(built: Native) -> bool:
-    """Whether it computes what torch does, bit for bit: a compiler may know better than IEEE."""
-    streams = Streams.of([2**62 + 12345, 2**41 + 3], [7, 11], 1)
+    """Whether the library computes the same bits as torch: compilers may deviate from IEEE."""
+    streams = Streams.from_seed([2**62 + 12345, 2**41 + 3], [7, 11], 1)
     for dtype in philox.PER_COUNTER:
         ours, theirs = torch.empty(2, 999, dtype=dtype), torch.empty(2, 999, dtype=dtype)
         built.normals(streams, 2**33 + 1, ours)

@@ -1,13 +1,14 @@
-"""Philox 4x32-10 and what is made of its words, in torch: on any device, without a compiler.
+"""Philox 4x32-10, and normals, integers and permutations from it, in torch: on any device, without
+a compiler.
 
 Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a bijection of 128-bit
 counters for each 64-bit key.  Here the key is the seed and the counter is
 
     words 0 and 1: the place in the stream;  word 2: the chain;  word 3: the purpose
 
-so no two numbers of a run share a counter, and any number can be had without those before it.
-`native.py` computes the same bits in C++: only +, -, *, / and square roots are used, which round
-alike everywhere, and logarithms, sines and cosines are sums of their series.
+so no two numbers of a run share a counter, and any number can be computed without those before it.
+`native.py` computes the same bits in C++: both use only +, -, *, / and square roots, which round in
+the same way everywhere, and sum series for logarithms, sines and cosines.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Philox's multipliers, and what is added to the key each round.
+#: Philox's multipliers, the increments of its key, and its number of rounds.
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
-#: Terms of the series, so many that the rest is below rounding: of log around 1 in the square of
-#: (m - 1)/(m + 1) < .1716, of sine and cosine on (-pi/4, pi/4).
+#: Numbers of terms of the series, whose remainders are below rounding: of log around 1 in the
+#: square of (m - 1)/(m + 1) < .1716, of sine and cosine on (-pi/4, pi/4).
 LOG_TERMS = {torch.float32: 5, torch.float64: 11}
 SINE_TERMS = {torch.float32: 5, torch.float64: 8}
-#: Normals that one counter's words give.
+#: Number of normals from the words of one counter.
 PER_COUNTER = {torch.float32: 4, torch.float64: 2}
 
 _MASK = 0xFFFFFFFF
 
 
 class Streams(NamedTuple):
-    """Streams of random numbers, one a chain.
+    """Streams of random numbers, one for each chain.
 
     Attributes:
-        seeds: the run's, or each chain's own, int64 `[chains]` in main memory: the keys.
-        chains: their numbers, int64 `[chains]` in main memory, each below 2^32.
-        purpose: what the numbers are for, below 2^32.
+        seeds: the keys, int64 `[chains]` in main memory.
+        chains: numbers of the chains, int64 `[chains]` in main memory, below 2^32.
+        purpose: one of `seeds.Purpose`.
     """
 
     seeds: Tensor
@@ -48,19 +49,19 @@ class Streams(NamedTuple):
     purpose: int
 
     @classmethod
-    def of(cls, seed: int | Sequence[int], chains: Sequence[int], purpose: int) -> Streams:
-        """The streams of chains with these numbers, of one seed or of a seed each."""
+    def from_seed(cls, seed: int | Sequence[int], chains: Sequence[int], purpose: int) -> Streams:
+        """The streams of chains with these numbers, from one seed or one for each chain."""
         numbers = torch.tensor(chains, dtype=torch.int64)
         seeds = torch.tensor(seed, dtype=torch.int64).expand(len(numbers)).contiguous()
         return cls(seeds, numbers, purpose)
 
 
 def philox(key: int | Tensor, counters: list[Tensor]) -> list[Tensor]:
-    """Four words for each counter.
+    """The four random words of each counter, int64 tensors of numbers below 2^32.
 
     Args:
-        key: 64 bits; or an int64 tensor of keys, which goes with the counters.
-        counters: four words, int64 tensors of numbers below 2^32.
+        key: 64 bits, or an int64 tensor of keys, which broadcasts with the counters.
+        counters: the four words of the counters, int64 tensors of numbers below 2^32.
     """
     a, b, c, d = counters
     low, high = key & _MASK, key >> 32
@@ -74,7 +75,7 @@ def philox(key: int | Tensor, counters: list[Tensor]) -> list[Tensor]:
 def words(
     streams: Streams, first: int, count: int, device: torch.device | None = None
 ) -> list[Tensor]:
-    """The four words at places first ... first + count - 1, `[chains, count]` each."""
+    """The four words at places first, ..., first + count - 1, `[chains, count]` each."""
     places = torch.arange(first, first + count, device=device).expand(len(streams.chains), -1)
     like = torch.zeros_like(places)
     chains = like + streams.chains.to(places.device)[:, None]
@@ -83,10 +84,14 @@ def words(
 
 
 def normals(streams: Streams, first: int, out: Tensor) -> None:
-    """Standard normals number first, first + 1, ... of streams, `[chains, numbers]`, float32 or
-    float64.
+    """Fills `out`, `[chains, numbers]` in float32 or float64, with standard normals.
 
-    Box and Muller: two uniforms are the radius and the angle of two normals.
+    By the Box-Muller transform: two uniforms are the radius and the angle of two normals.
+
+    Args:
+        streams: of the chains.
+        first: number of the first normal in its stream.
+        out: written over.
     """
     per, count = PER_COUNTER[out.dtype], out.shape[1]
     start, stop = first // per, -(-(first + count) // per)
@@ -100,13 +105,16 @@ def normals(streams: Streams, first: int, out: Tensor) -> None:
 
 
 def integers(streams: Streams, first: int, bound: int, out: Tensor) -> None:
-    """Integers below a bound, number first, first + 1, ... of streams, int64 `[chains, numbers]`.
+    """Fills `out`, int64 `[chains, numbers]`, with integers below a bound.
 
-    They are the upper half of a product with 64 random bits, so that no number is likelier than
-    another by more than bound/2^64 of its probability.
+    They are the upper half of the bound's product with 64 random bits, so that probabilities differ
+    by at most bound/2^64, relatively.
 
     Args:
+        streams: of the chains.
+        first: number of the first integer in its stream.
         bound: at most 2^32.
+        out: written over.
     """
     count = out.shape[1]
     start, stop = first // 2, -(-(first + count) // 2)
@@ -117,9 +125,9 @@ def integers(streams: Streams, first: int, bound: int, out: Tensor) -> None:
 
 
 def permutations(streams: Streams, index: int, out: Tensor) -> None:
-    """The index-th permutation of every stream, int32 `[chains, size]`.
+    """Fills `out`, int32 `[chains, size]`, with the index-th permutation of every stream.
 
-    Fisher and Yates: each place is swapped with one at random of those from it on.
+    By the Fisher-Yates shuffle: each place is swapped with a random one at or after it.
     """
     size = out.shape[1]
     per = -(-size // 2)
@@ -127,9 +135,9 @@ def permutations(streams: Streams, index: int, out: Tensor) -> None:
     remaining = size - torch.arange(2 * per).clamp(max=size - 1).view(-1, 2)
     steps = torch.stack([_below(remaining[:, 0], a, b), _below(remaining[:, 1], c, d)], -1)
     orders = []
-    for own in steps.flatten(1)[:, :size].tolist():
+    for swaps in steps.flatten(1)[:, :size].tolist():
         order = list(range(size))
-        for i, step in enumerate(own):
+        for i, step in enumerate(swaps):
             order[i], order[i + step] = order[i + step], order[i]
         orders.append(order)
     out.copy_(torch.tensor(orders))
@@ -172,7 +180,7 @@ def epochs(
 
 
 def _high(product: Tensor) -> Tensor:
-    """The upper 32 of 64 bits, whose sign bit is one of them."""
+    """The upper 32 of 64 bits."""
     return (product >> 32) & _MASK
 
 
@@ -182,7 +190,7 @@ def _below(bound: int | Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _pair32(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Two normals from 32 bits each for radius and angle."""
+    """Two normals, from 32 bits for the radius and 32 for the angle."""
     uniform = (u.to(torch.float32) + 0.5) * 2.0**-32
     centered = (v & 0x3FFFFFFF) - 0x20000000
     angle = (centered.to(torch.float32) + 0.5) * _rounded(2.0**-31 * math.pi, torch.float32)
@@ -190,7 +198,7 @@ def _pair32(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pair64(u: Tensor, v_high: Tensor, v_low: Tensor) -> tuple[Tensor, Tensor]:
-    """Two normals from 52 bits for the radius and 54 of 64 for the angle."""
+    """Two normals, from 52 bits for the radius and 54 of 64 for the angle."""
     uniform = (u.to(torch.float64) + 0.5) * 2.0**-52
     centered = (((v_high & 0x3FFFFFFF) << 22) | (v_low >> 10)) - (1 << 51)
     angle = (centered.to(torch.float64) + 0.5) * (2.0**-53 * math.pi)
@@ -211,7 +219,7 @@ def _box_muller(uniform: Tensor, quadrant: Tensor, angle: Tensor) -> tuple[Tenso
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """The root, rounded to the nearest number, as torch's own on processors is not always."""
+    """The square root, correctly rounded, which torch's on CPUs is not always."""
     return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else torch.sqrt(x)
 
 
@@ -230,7 +238,7 @@ def _log(u: Tensor) -> Tensor:
 
 
 def _sine_and_cosine(t: Tensor) -> tuple[Tensor, Tensor]:
-    """Taylor's series."""
+    """(Sine, cosine) by Taylor series."""
     square = t * t
     terms = SINE_TERMS[t.dtype]
     sine = torch.full_like(t, _coefficient(2 * terms - 1))
@@ -243,5 +251,5 @@ def _sine_and_cosine(t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _coefficient(n: int) -> float:
-    """Of t^n in sine or cosine."""
+    """Coefficient of t^n in the series of sine or cosine."""
     return (-1.0) ** (n // 2) / math.factorial(n)

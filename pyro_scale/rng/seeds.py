@@ -1,6 +1,6 @@
-"""Seeds, what they are drawn on for, and generators for what is drawn once.
+"""Seeds, the purposes of random numbers, and generators for what is drawn once.
 
-The noise of steps and the rows of batches come from `streams`, not from these generators.
+The noise of steps and the rows of batches are drawn by `streams`, not by these generators.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pyro_scale.errors import ArgumentError
 
 
 class Purpose(IntEnum):
-    """What a stream is for; the numbers are part of what a seed means, so never change them."""
+    """What a stream is for.  Draws depend on these numbers, so they never change."""
 
     INIT = 0
     NOISE = 1
@@ -36,7 +36,7 @@ class Purpose(IntEnum):
 
 
 def choose_seed(seed: int | None) -> int:
-    """`seed` itself, or one from torch's generator, so that `pyro.set_rng_seed` rules it.
+    """The seed that was passed, or one from torch's generator, which `pyro.set_rng_seed` seeds.
 
     Raises:
         ArgumentError: `seed` is not an int in [0, 2^63).
@@ -52,8 +52,8 @@ def choose_seed(seed: int | None) -> int:
 def derived_seed(seed: int, chain: int, purpose: Purpose, block: int = 0) -> int:
     """The 63-bit seed of one block of one stream.
 
-    torch's generator for the processor uses 32 of them, so it is for few draws: starts,
-    searches, data sets that augment their rows.
+    torch's CPU generator uses only 32 of these bits, so use it for few draws: starts, searches,
+    augmentations of data sets.
     """
     key = struct.pack("<4Q", seed, chain, purpose, block)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1

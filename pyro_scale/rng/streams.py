@@ -1,8 +1,7 @@
-"""One stream per chain and purpose, a function of (seed, chain, purpose) and the place in it.
+"""Streams of random numbers: each number is a function of seed, chain, purpose and place.
 
-Step k of a chain's noise can be drawn without the steps before it, whatever the other chains do.
-That is what makes a run with more chains, a resumed one, or one on many machines repeat the same
-noise and batches.
+The noise of a step can be drawn without that of earlier steps, and does not depend on other chains.
+So runs with more chains, resumed runs and runs on several machines have the same noise and batches.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from pyro_scale.rng.seeds import Purpose
 
 
 def fill_normals(streams: Streams, first: int, out: Tensor) -> None:
-    """Writes standard normals number first, first + 1, ... of streams, `[chains, numbers]`.
+    """Fills `out`, `[chains, numbers]`, with standard normals number first, first + 1, ...
 
-    The same bits on every processor and device; those of another dtype than float64 are drawn in
+    They are the same bits on every machine and device.  Dtypes other than float64 are drawn in
     float32 and rounded.
     """
     if out.dtype in philox.PER_COUNTER:
@@ -34,12 +33,12 @@ def fill_normals(streams: Streams, first: int, out: Tensor) -> None:
 
 
 def fill_integers(streams: Streams, first: int, bound: int, out: Tensor) -> None:
-    """Writes integers below a bound, number first, first + 1, ... of streams, `[chains, n]`."""
+    """Fills `out`, `[chains, n]`, with integers below a bound, number first, first + 1, ..."""
     _source(out).integers(streams, first, bound, out)
 
 
 def fill_permutations(streams: Streams, index: int, out: Tensor) -> None:
-    """Writes the index-th permutation of every stream, int32 `[chains, size]`."""
+    """Fills `out`, int32 `[chains, size]`, with the index-th permutation of every stream."""
     if out.device.type == "cpu":
         _source(out).permutations(streams, index, out)
         return
@@ -64,7 +63,7 @@ def fill_epochs(
 
 
 def _source(out: Tensor) -> Native:
-    """What fills a tensor."""
+    """The module or library that can fill a tensor: C++ if possible, else torch."""
     on_processor = out.device.type == "cpu" and out.is_contiguous()
     return (native() if on_processor else None) or philox  # type: ignore[return-value]
 
@@ -73,12 +72,12 @@ class NoiseStream:
     """Standard normals for every step of every chain.
 
     Args:
-        seed: the run's seed, or each chain's own.
-        chains: the chains' numbers.
-        shape: the noise of one step of one chain, `[normals, D]`.
+        seed: the run's seed, or one for each chain.
+        chains: numbers of the chains.
+        shape: of the noise of one step of one chain, `[normals, D]`.
         dtype: of the noise.
-        device: where it is drawn and stays.
-        purpose: which stream.
+        device: of the noise.
+        purpose: of the stream.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class NoiseStream:
         device: torch.device,
         purpose: Purpose = Purpose.NOISE,
     ):
-        self._streams = Streams.of(seed, chains, purpose)
+        self._streams = Streams.from_seed(seed, chains, purpose)
         self._shape, self._like = shape, torch.empty(0, dtype=dtype, device=device)
 
     def at(self, step: int) -> Tensor:
@@ -98,13 +97,13 @@ class NoiseStream:
         return self.span(step, step + 1)[:, 0]
 
     def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """The noise of steps start ... stop - 1, `[chains, stop - start, *shape]`.
+        """The noise of steps start, ..., stop - 1, `[chains, stop - start, *shape]`.
 
         Args:
-            start: the first step.
-            stop: the step after the last.
-            out: an earlier span as long as this one, to write over; new memory, whose pages the
-                system has to clear first, can take longer than drawing.
+            start: first step.
+            stop: step after the last.
+            out: an earlier result for as many steps, to write over: new memory, which the system
+                clears first, can take longer than drawing.
         """
         if out is None:
             chains = len(self._streams.chains)
@@ -115,11 +114,11 @@ class NoiseStream:
 
 
 class RefinedNoise(NoiseStream):
-    """The noise of a run in steps half as long, on the path of the run with a `NoiseStream`.
+    """Noise for half as long steps, on the same Brownian path as a `NoiseStream`.
 
-    Each of that one's normals z becomes two, (z + w)/sqrt 2 and (z - w)/sqrt 2 with w a normal of
-    its own (Levy's construction of Brownian motion): standard normal and independent, and what
-    they add over two steps is what z adds over one.
+    Each normal z of a `NoiseStream` becomes two, (z + w)/sqrt 2 and (z - w)/sqrt 2, with another
+    normal w (Levy's construction of Brownian motion).  They are standard normal and independent,
+    and move a chain in two steps by as much as z in one.
 
     Args:
         as for a `NoiseStream`.
@@ -137,26 +136,27 @@ class RefinedNoise(NoiseStream):
         self._between = NoiseStream(seed, chains, shape, dtype, device, Purpose.SHADOW)
 
     def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """As for a `NoiseStream`; steps 2 k and 2 k + 1 are the halves of its step k."""
+        """The noise of steps start, ..., stop - 1; steps 2 k and 2 k + 1 are halves of a
+        `NoiseStream`'s step k."""
         first, last = start // 2, -(-stop // 2)
         along, apart = super().span(first, last), self._between.span(first, last)
         halves = torch.stack([along + apart, along - apart], dim=2) / math.sqrt(2)
-        wanted = halves.flatten(1, 2)[:, start - 2 * first : stop - 2 * first]
-        return wanted.contiguous() if out is None else out.copy_(wanted)
+        noise = halves.flatten(1, 2)[:, start - 2 * first : stop - 2 * first]
+        return noise.contiguous() if out is None else out.copy_(noise)
 
 
 class ShardNoise:
-    """The noise of one chain of which every process has some elements: what a `NoiseStream` of the
-    whole chain has there, however they are shared out.
+    """The noise of those elements of one chain that this process has: equal to these elements of a
+    `NoiseStream` of the whole chain, whatever the partition.
 
     Args:
-        seed: the run's seed.
-        shape: the noise of one step of the whole chain, `[normals, D]`.
-        places: (the first, how many) of the elements, for each piece in which they lie.
+        seed: of the run.
+        shape: of the noise of one step of the whole chain, `[normals, D]`.
+        places: (first element, number of elements) of each piece of this process.
         dtype: of the noise.
-        device: where it is drawn and stays.
-        purpose: which stream.
-        chain: its number.
+        device: of the noise.
+        purpose: of the stream.
+        chain: number of the chain.
     """
 
     def __init__(
@@ -169,12 +169,12 @@ class ShardNoise:
         purpose: Purpose = Purpose.NOISE,
         chain: int = 0,
     ):
-        self._streams = Streams.of(seed, [chain], purpose)
+        self._streams = Streams.from_seed(seed, [chain], purpose)
         self._shape, self._places = shape, places
         self._like = torch.empty(0, dtype=dtype, device=device)
 
     def at(self, step: int) -> Tensor:
-        """The noise of one step, `[normals, elements here]`."""
+        """The noise of one step, `[normals, elements of this process]`."""
         (normals, size), counts = self._shape, [count for _, count in self._places]
         out = self._like.new_empty(normals, sum(counts))
         for number, row in enumerate(out):

@@ -7,8 +7,8 @@ import dataclasses
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.exclusive import raise_if_from_handler
 from pyro_scale.core.memory import bytes_of
-from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.data.batches import batches_from
 from pyro_scale.data.features import FeatureData, table_of
 from pyro_scale.data.sources import Data, TensorData

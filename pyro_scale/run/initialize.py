@@ -70,7 +70,10 @@ def initialize(
         starts = [first_start, *(draw(chain, 0) for chain in range(1, len(inits)))]
     else:
         starts = [unconstrained_values(log_posterior.model_info.sites)] * len(inits)
-    layout, num_latents = Layout.of(starts[0] | params), Layout.of(starts[0]).size
+    layout, num_latents = (
+        Layout.from_tensors(starts[0] | params),
+        Layout.from_tensors(starts[0]).size,
+    )
     positions = torch.stack([layout.flatten(start | params) for start in starts])
     engine = Engine(with_all_sites(kernel, layout), log_posterior, layout, num_latents)
 

@@ -17,11 +17,13 @@ from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.distributed.data_parallel import DataParallel
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.loop import simulate
+from pyro_scale.engine.plan import StepPlan
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.engine.step import Engine
 from pyro_scale.kernels import Kernel
 from pyro_scale.model.other_batches import check_batch, is_checked
+from pyro_scale.rng.streams import NoiseStream
 from pyro_scale.run.config import RunConfig
 from pyro_scale.run.frozen_features import with_frozen_features
 from pyro_scale.run.problem import Problem
@@ -119,6 +121,7 @@ class RunPlan:
         seed: int | None = None,
         bar: Progress | None = None,
         chains: Sequence[int] | None = None,
+        noise: NoiseStream | None = None,
         **how: Any,
     ) -> Trajectory:
         """Takes the steps of this process's chains.
@@ -128,6 +131,7 @@ class RunPlan:
             seed: of all draws except batches; by default the problem's.
             bar: the progress bar, if there is one already.
             chains: the numbers of the chains to move; by default this process's.
+            noise: of the steps; by default that of the seed.
             how: where to go on from and where draws go; see `simulate`.
         """
         problem = with_frozen_features(self.problem)
@@ -143,7 +147,7 @@ class RunPlan:
                 draws = run_chain(problem, batches, self.columns, self.steps, shown, writer)
                 return Trajectory(self, problem, batches, draws)
             engine, part = on_own_rows(problem, batches)
-            draws = simulate(
+            plan = StepPlan(
                 engine,
                 problem.positions[list(chains)],
                 part,
@@ -151,14 +155,13 @@ class RunPlan:
                 self.steps,
                 problem.seed if seed is None else seed,
                 self.compile,
-                shown,
                 self.earlier,
-                inspect=_inspection(problem),
+                noise=noise,
                 numbers=chains,
                 num_chains=num_chains,
                 agree=None if ranks.rows is None else ranks.rows.agree,
-                **how,
             )
+            draws = simulate(plan, shown, inspect=_inspection(problem), **how)
         if ranks.rows is not None and problem.data.batch_size is None:
             # temperatures are measured on all rows: a part of them is no random sample
             problem = dataclasses.replace(self.problem, base=problem.base)

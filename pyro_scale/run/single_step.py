@@ -92,7 +92,7 @@ class Stepping:
         noise = chains.noise.span(count, count + 1)
         columns = StepInputs(count, values, noise, batches.take(count, count + 1))
         steps = Steps(num_samples=1, warmup_steps=count)
-        draws = Draws.of(problem.positions, steps)
+        draws = Draws.allocate(problem.positions, steps)
         chains.recent.forget()  # their batches were others
         chains.move(eager(problem.engine, batches), batches, columns, steps, draws)
         draws.failures, draws.last_steps = list(chains.failures), chains.last_steps

@@ -12,8 +12,8 @@ from torch.distributions import Distribution
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdRef
 
+from pyro_scale.core.exclusive import raise_if_from_handler
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.signals import raise_if_from_handler
 from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.engine.reuse import mark
 from pyro_scale.model.log_posterior import LogPosterior

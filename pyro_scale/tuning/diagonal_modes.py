@@ -54,7 +54,7 @@ def find_diagonal_modes(
     at_modes = [(number, end) for number, end in ends if end.is_mode]
     modes = list[Mode]()
     for number, end in at_modes or ends:
-        gaussian = Diagonal.of_precision(end.position.double(), end.precision / temperature)
+        gaussian = Diagonal.from_precision(end.position.double(), end.precision / temperature)
         evidence = end.value / temperature + float(gaussian.log_det) / 2
         modes.append(Mode(gaussian, evidence, (number,)))
     are_same = partial(_are_connected, density, temperature, starts)

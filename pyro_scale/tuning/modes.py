@@ -12,8 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from pyro_scale.core.gaussian import Dense, Gaussian
-from pyro_scale.core.semidefinite import triangular
+from pyro_scale.core.gaussian import Dense, Gaussian, triangular
 from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.curvature.newton import MOST_STEPS, Ascent, ascend
 from pyro_scale.distributed.ranks import ALONE, Ranks

@@ -25,7 +25,7 @@ def chain_at(kernel: Kernel, lr: float, precision: float = 1.0) -> GaussianChain
     one = torch.ones(1, dtype=torch.float64)
     values: Values = {**dataclasses.replace(kernel, lr=lr).values(0), "temperature": one[0]}
     settled, values, _ = theory.linearize(kernel, values, torch.zeros_like(one))
-    return GaussianChain.of(settled, values, one * precision)
+    return GaussianChain.from_kernel(settled, values, one * precision)
 
 
 def largest_stable_lr(kernel: Kernel, precision: float) -> float:

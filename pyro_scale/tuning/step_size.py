@@ -232,7 +232,7 @@ def _largest_stable(problem: Problem, precision: Tensor) -> float:
         middle = (low + high) / 2
         lr = torch.tensor(10**middle, dtype=torch.float64)
         kernel, values, _ = _linearize(problem, lr, torch.zeros_like(precision[None]))
-        stable = bool(GaussianChain.of(kernel, values, precision[None]).stable.all())
+        stable = bool(GaussianChain.from_kernel(kernel, values, precision[None]).stable.all())
         low, high = (middle, high) if stable else (low, middle)
     return float(10**low)
 
@@ -262,7 +262,7 @@ def _error(problem: Problem, modes: Modes, lr: Tensor, steps: Steps, epoch: int 
     """
     theory = problem.engine.kernel.theory
     kernel, values, noise = _linearize(problem, lr, modes.noise)
-    chain = GaussianChain.of(kernel, values, modes.precision)
+    chain = GaussianChain.from_kernel(kernel, values, modes.precision)
     num_steps, num_chains = steps.total - steps.warmup_steps, len(modes.starts)
     if problem.engine.known_noise is not None:  # what cannot be subtracted heats
         added = theory.added_temperature(values, noise)

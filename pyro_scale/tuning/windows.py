@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.autocorrelation import by_group, split_r_hat
-from pyro_scale.core.semidefinite import triangular
+from pyro_scale.core.gaussian import triangular
 from pyro_scale.core.whitening import (
     DenseWhitening,
     DiagonalWhitening,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch._inductor import config
 
-from pyro_scale.compile import cache_directory, inductor
+from pyro_scale.compile import cache, inductor
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="of Unix's owners and modes")
 
@@ -25,24 +25,24 @@ def kept(tmp_path, monkeypatch):
 
 
 def is_for_this_process(directory):
-    return directory == cache_directory.for_this_process(os.getpid()) and directory.is_dir()
+    return directory == cache.for_this_process(os.getpid()) and directory.is_dir()
 
 
 def test_what_is_kept_is_the_users_alone(kept):
-    cache_directory.write("key", b"code")
-    assert cache_directory.directory() == kept
+    cache.write("key", b"code")
+    assert cache.directory() == kept
     assert kept.stat().st_mode & 0o777 == 0o700
     (file,) = kept.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
-    assert cache_directory.read("key") == b"code"
-    assert cache_directory.read("other") is None
+    assert cache.read("key") == b"code"
+    assert cache.read("other") is None
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o722])
 def test_a_directory_that_others_can_write_is_not_used(kept, mode):
     kept.mkdir(parents=True)
     kept.chmod(mode)
-    assert is_for_this_process(cache_directory.directory())
+    assert is_for_this_process(cache.directory())
 
 
 @pytest.mark.parametrize("what", ["link", "file", "another's", "relative"])
@@ -58,13 +58,13 @@ def test_a_directory_that_is_not_ones_own_is_not_used(kept, what, monkeypatch, t
         monkeypatch.setattr(os, "geteuid", lambda: kept.stat().st_uid + 1)
     else:
         monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", "~/cache")
-    assert is_for_this_process(cache_directory.directory())
+    assert is_for_this_process(cache.directory())
     assert not Path("~").exists()
 
 
 @pytest.mark.parametrize("what", ["link", "writable", "another's", "pipe", "cut", "renamed"])
 def test_a_file_that_anybody_else_may_have_written_is_not_read(kept, what, monkeypatch):
-    cache_directory.write("key", b"code")
+    cache.write("key", b"code")
     file = kept / "key.so"
     if what == "link":
         file.rename(kept / "elsewhere")
@@ -72,9 +72,9 @@ def test_a_file_that_anybody_else_may_have_written_is_not_read(kept, what, monke
     elif what == "writable":
         file.chmod(0o620)
     elif what == "another's":
-        cache_directory.write("key", b"code")
+        cache.write("key", b"code")
         uid = os.geteuid()
-        monkeypatch.setattr(cache_directory, "directory", lambda: kept)
+        monkeypatch.setattr(cache, "directory", lambda: kept)
         monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     elif what == "pipe":  # opening it would wait for a writer
         file.unlink()
@@ -83,18 +83,18 @@ def test_a_file_that_anybody_else_may_have_written_is_not_read(kept, what, monke
         file.write_bytes(file.read_bytes()[:-1])
     else:  # one key's code is not another's
         file.rename(kept / "other.so")
-        assert cache_directory.read("other") is None
-    assert cache_directory.read("key") is None
+        assert cache.read("other") is None
+    assert cache.read("key") is None
 
 
 def test_the_oldest_is_dropped(kept, monkeypatch):
-    monkeypatch.setattr(cache_directory, "_MOST_BYTES", 3 * (1000 + 32))
+    monkeypatch.setattr(cache, "_MOST_BYTES", 3 * (1000 + 32))
     for age, key in enumerate(["a", "b", "c"]):
-        cache_directory.write(key, bytes(1000))
+        cache.write(key, bytes(1000))
         os.utime(kept / f"{key}.so", (age, age))
-    assert cache_directory.read("a") is not None  # and is in use again
-    cache_directory.write("d", bytes(1000))
-    assert [key for key in "abcd" if cache_directory.read(key) is None] == ["b"]
+    assert cache.read("a") is not None  # and is in use again
+    cache.write("d", bytes(1000))
+    assert [key for key in "abcd" if cache.read(key) is None] == ["b"]
 
 
 def test_headers_are_dropped_among_themselves(kept, monkeypatch):
@@ -105,10 +105,10 @@ def test_headers_are_dropped_among_themselves(kept, monkeypatch):
         headers.joinpath(f"{name}.h").write_bytes(b"0" * 50)
         headers.joinpath(f"{name}.h.gch").write_bytes(b"0" * 5000)
         os.utime(headers / f"{name}.h.gch", (age, age))
-    monkeypatch.setattr(cache_directory, "_MOST_BYTES", 1100)
-    monkeypatch.setattr(cache_directory, "_MOST_BYTES_OF_HEADERS", 9000)
-    cache_directory.write("new", bytes(1000))
-    assert cache_directory.read("new") == bytes(1000)
+    monkeypatch.setattr(cache, "_MOST_BYTES", 1100)
+    monkeypatch.setattr(cache, "_MOST_BYTES_OF_HEADERS", 9000)
+    cache.write("new", bytes(1000))
+    assert cache.read("new") == bytes(1000)
     assert sorted(file.name for file in headers.iterdir()) == ["new.h", "new.h.gch", "old.h"]
 
 
@@ -116,12 +116,12 @@ def test_of_two_that_build_at_once_one_does(kept):
     built = []
 
     def build():
-        if cache_directory.read("key") is None:
-            with cache_directory.building("key"):
-                if cache_directory.read("key") is None:
+        if cache.read("key") is None:
+            with cache.building("key"):
+                if cache.read("key") is None:
                     time.sleep(0.2)
                     built.append(1)
-                    cache_directory.write("key", b"code")
+                    cache.write("key", b"code")
 
     threads = [threading.Thread(target=build) for _ in range(3)]
     for thread in threads:
@@ -135,7 +135,7 @@ def test_of_two_that_build_at_once_one_does(kept):
 @pytest.mark.slow
 def test_what_is_for_a_process_is_gone_with_it(tmp_path):
     code = (
-        "import os; from pyro_scale.compile.cache_directory import for_this_process as own; "
+        "import os; from pyro_scale.compile.cache import for_this_process as own; "
         "print(own(os.getpid()))"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -160,7 +160,7 @@ def test_inductor_gets_a_directory_that_compilers_can_name(kept, monkeypatch, tm
 @pytest.mark.slow
 @pytest.mark.long
 def test_what_a_killed_process_left_half_written_is_built_again(monkeypatch):
-    directory = cache_directory.directory() / "inductor"  # has a header
+    directory = cache.directory() / "inductor"  # has a header
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
     build = 'print(inductor.build_library("extern \\"C\\" int half() { return 1; }"))'
     command = [sys.executable, "-c", f"from pyro_scale.compile import inductor; {build}"]
@@ -206,11 +206,11 @@ def test_headers_are_not_precompiled_where_inductor_cannot_hash_them(tmp_path, m
 @pytest.mark.long
 def test_what_was_dropped_after_it_was_loaded_is_built_again(tmp_path, monkeypatch):
     monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cache_directory, "_MOST_BYTES", 0)
+    monkeypatch.setattr(cache, "_MOST_BYTES", 0)
     for _ in range(2):
         library = Path(inductor.build_library('extern "C" int two() { return 2; }'))
         assert library.stat().st_size > 0
-        cache_directory.write("another", b"")
+        cache.write("another", b"")
         assert not library.exists()
 
 
@@ -252,9 +252,7 @@ def test_a_user_without_name_home_or_cache(tmp_path):
     nameless = "def nobody(uid): raise KeyError(uid)\nimport pwd; pwd.getpwuid = nobody\n"
     names = dict.fromkeys(("LOGNAME", "USER", "LNAME", "USERNAME"), "")
     environment = {"HOME": "/dev/null", **names}
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(
-        cache_directory.directory() / "inductor"
-    )  # has a header
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache.directory() / "inductor")  # has a header
     environment["PYRO_SCALE_CACHE_DIR"] = str(tmp_path / "file")
     assert run(nameless + "print(run())", **environment) == "compiled loop"
 

@@ -11,8 +11,8 @@ from reference import double, normals
 from repetitions import long_but
 
 from pyro_scale.compile.compiled import compile_value_and_gradient
+from pyro_scale.compile.operations import NotALoop
 from pyro_scale.compile.trace import trace
-from pyro_scale.compile.views import NotALoop
 
 X, Y = normals(40, 3, seed=0), (normals(40, seed=1) > 0).double()
 

@@ -41,7 +41,7 @@ class TestLayout:
     @given(shapes)
     def test_lays_entries_end_to_end_in_their_order(self, sizes):
         values = counted(sizes)
-        layout = Layout.of(values)
+        layout = Layout.from_tensors(values)
         vector = layout.flatten(dict(reversed(values.items())))
         assert torch.equal(vector, torch.arange(layout.size).double())
         for name, value in layout.unflatten(vector).items():
@@ -52,7 +52,7 @@ class TestLayout:
     @given(shapes, st.lists(st.integers(1, 3), max_size=2))
     def test_unflattens_any_leading_dimensions(self, sizes, leading):
         values = counted(sizes)
-        layout = Layout.of(values)
+        layout = Layout.from_tensors(values)
         vectors = layout.flatten(values) + 100 * torch.arange(math.prod(leading)).double().reshape(
             *leading, 1
         )
@@ -63,12 +63,14 @@ class TestLayout:
                 assert torch.equal(parts[i], values[name] + 100 * i)
 
     def test_names_the_site_of_an_element(self):
-        layout = Layout.of({"a": torch.zeros(2), "none": torch.zeros(0), "b": torch.zeros(())})
+        layout = Layout.from_tensors(
+            {"a": torch.zeros(2), "none": torch.zeros(0), "b": torch.zeros(())}
+        )
         assert [layout.site_at(i) for i in range(3)] == ["a", "a", "b"]
 
     def test_has_the_widest_dtype_and_gives_each_its_own_back(self):
         values = {"a": torch.ones(2), "b": torch.full((2,), math.pi, dtype=torch.float64)}
-        layout = Layout.of(values)
+        layout = Layout.from_tensors(values)
         vector = layout.flatten(values)
         assert vector.dtype == layout.dtype == torch.float64
         assert vector[2] == math.pi
@@ -78,7 +80,7 @@ class TestLayout:
 
     def test_goes_through_vmap_and_grad(self):
         values = counted([(2,), (2, 2)])
-        layout = Layout.of(values)
+        layout = Layout.from_tensors(values)
 
         def energy(vector):
             parts = layout.unflatten(vector)

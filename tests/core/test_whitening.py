@@ -5,9 +5,7 @@ import torch
 from curvatures import kronecker_block
 from reference import close, normals
 
-from pyro_scale.core.gaussian import Dense, Diagonal
-from pyro_scale.core.kronecker import Kronecker
-from pyro_scale.core.low_rank import LowRank
+from pyro_scale.core.gaussian import Dense, Diagonal, Kronecker, LowRank
 from pyro_scale.core.whitening import (
     DenseWhitening,
     DiagonalWhitening,
@@ -79,8 +77,8 @@ def gaussians():
     rows = normals(9, 3, seed=8).double()
     return {
         "diagonal": Diagonal(mean, sd),
-        "dense": Dense.of_precision(mean, torch.eye(9).double() + rows @ rows.T),
-        "low rank": LowRank.of_precision(mean, sd, rows),
+        "dense": Dense.from_precision(mean, torch.eye(9).double() + rows @ rows.T),
+        "low rank": LowRank.from_precision(mean, sd, rows),
         "kron": Kronecker(mean, blocks, torch.tensor([8]), torch.tensor([0.3]).double()),
     }
 

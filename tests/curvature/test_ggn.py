@@ -204,7 +204,7 @@ def test_a_subset_of_the_params(kind):
     params, _ = of_network(net, X)
     found = of(classifier(ps.bayesianize(net)), kind, num_draws=2)
     whole = found.dense(params, (X, CLASSES))
-    layout = Layout.of(params)
+    layout = Layout.from_tensors(params)
     places = layout.slices()
     for chosen in (["2.weight"], ["0.bias", "2.bias"], ["2.bias", "0.weight"], list(params)[:3]):
         index = torch.cat([torch.arange(layout.size)[places[name]] for name in chosen])
@@ -215,10 +215,10 @@ def test_a_subset_of_the_params(kind):
         diagonal = found.diagonal(some, (X, CLASSES), held=held)
         close(torch.cat([diagonal[name].reshape(-1) for name in chosen]), block.diagonal(), TIGHT)
         vector = normals(len(index))
-        parts = Layout.of(some).unflatten(vector)
+        parts = Layout.from_tensors(some).unflatten(vector)
         product = found.product(some, (X, CLASSES), parts, held=held)
         assert list(product) == chosen
-        close(Layout.of(some).flatten(product), block @ vector, TIGHT)
+        close(Layout.from_tensors(some).flatten(product), block @ vector, TIGHT)
 
 
 def test_a_network_in_single_precision():
@@ -413,7 +413,7 @@ def test_a_natural_gradient_of_rows_that_a_model_draws():
 
 def newton(known, params, batch, matrix, precision, damping):
     """By a dense solve."""
-    layout = Layout.of(params)
+    layout = Layout.from_tensors(params)
     gradient = layout.flatten(known.grad(params, batch)[0])
     count = len(batch[0])
     whole = N / count * matrix + precision + damping * torch.eye(layout.size)

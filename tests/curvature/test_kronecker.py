@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pyro_scale as ps
-from pyro_scale.core.kronecker import Kronecker
+from pyro_scale.core.gaussian import Kronecker
 from pyro_scale.core.layout import Layout
 from pyro_scale.curvature import ggn
 from pyro_scale.curvature.uses import Product
@@ -79,7 +79,7 @@ def test_of_one_row_they_are_the_blocks_of_the_dense_curvature(network, head):
     model, weights = model_of(make, likelihood)
     batch = normals(1, *shape, seed=1), observe(1)
     curvature = ps.Curvature(ps.LogPosterior(model, num_data=1))
-    dense, slices = curvature.dense(weights, batch), Layout.of(weights).slices()
+    dense, slices = curvature.dense(weights, batch), Layout.from_tensors(weights).slices()
     factors, others = curvature.kronecker(weights, batch)
     assert not others
     assert factors.keys() == weights.keys()
@@ -140,7 +140,7 @@ def test_of_a_deep_linear_network_they_are_exact_on_all_rows():
     model, weights = model_of(make, lambda f: dist.Normal(f, 0.7).to_event(1))
     batch = normals(9, 4, seed=1), normals(9, 2, seed=2)
     curvature = ps.Curvature(ps.LogPosterior(model, num_data=9))
-    dense, slices = curvature.dense(weights, batch), Layout.of(weights).slices()
+    dense, slices = curvature.dense(weights, batch), Layout.from_tensors(weights).slices()
     for name, (own,) in curvature.kronecker(weights, batch)[0].items():
         places = slices[name].start + own.places.flatten()
         close(torch.kron(own.mean_inputs, own.outputs), dense[places][:, places], 1e-12)
@@ -151,7 +151,7 @@ def test_the_gaussian_of_a_fit_in_any_number_of_chunks():
     model, weights = model_of(NETWORKS["layers"][0], HEADS["classes"][0])
     data = normals(20, 4, seed=1), torch.arange(20) % 3
     factors, _ = ps.Curvature(ps.LogPosterior(model, num_data=20)).kronecker(weights, data)
-    layout = Layout.of(weights)
+    layout = Layout.from_tensors(weights)
     expected = torch.eye(layout.size)
     for name, (own,) in factors.items():
         places = layout.slices()[name].start + own.places.flatten()
@@ -249,7 +249,7 @@ def test_the_gaussian_is_its_matrices(tmp_path):
     root = gaussian.sample(torch.eye(8)) - gaussian.mean
     close(root.T @ root, covariance, 1e-12)
     close(gaussian.temper(0.3).covariance, 0.3 * covariance, 1e-12)
-    close(Kronecker.of_contents(**gaussian.contents()).covariance, covariance, 1e-12)
+    close(Kronecker.from_contents(**gaussian.contents()).covariance, covariance, 1e-12)
 
 
 def test_what_has_no_factors_is_said():

@@ -171,7 +171,7 @@ def test_priors(model, params, log_prior, is_diagonal, counted):
         close(diagonal, expected.diagonal(), TIGHT)
         assert not dense.requires_grad
         assert not diagonal.requires_grad
-        layout = Layout.of(params)
+        layout = Layout.from_tensors(params)
         vector = normals(layout.size)
         product = prior_product(known, params, (X, REAL), layout.unflatten(vector))
         close(layout.flatten(product), expected @ vector, TIGHT)

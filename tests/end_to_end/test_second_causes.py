@@ -149,7 +149,10 @@ def test_nan_beyond_the_first_batch_is_found(method, error):
 def test_rows_of_some_are_not_numbered_as_rows_of_the_data():
     log_posterior = ps.LogPosterior(regression(), N)
     start = log_posterior.init(0, X, Y)
-    engine = {"data": TensorData((with_nan(X, range(33, N)), Y), N), "layout": Layout.of(start)}
+    engine = {
+        "data": TensorData((with_nan(X, range(33, N)), Y), N),
+        "layout": Layout.from_tensors(start),
+    }
     whole = FullDataDensity(log_posterior, **engine)
     assert "is NaN in row 33: leave" in whole.to_clean()
     assert "of those looked at: leave" in whole.of_some_rows(30, seed=0).to_clean()

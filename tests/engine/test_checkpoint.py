@@ -414,7 +414,7 @@ def test_a_run_is_extended_by_the_program_that_it_was_run_by(compiled, tmp_path,
     longer = ran(compiled, num_samples=70)
     ran(compiled, checkpoint=tmp_path)
     limit = 10_000 if compiled else 1  # by which "auto" would choose the other one
-    monkeypatch.setattr("pyro_scale.engine.choose_executor._REPAID_AFTER", limit)
+    monkeypatch.setattr("pyro_scale.engine.compile_step._REPAID_AFTER", limit)
     extended = ran("auto", num_samples=70, resume=tmp_path)
     same(extended, longer)
     finished = ran("auto", num_samples=70, resume=tmp_path)  # nothing is left to do

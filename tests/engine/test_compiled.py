@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import pyro_scale as ps
 from pyro_scale.engine import inputs as step_inputs
 from pyro_scale.engine import loop as simulation
+from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import NonFiniteError
 from pyro_scale.infer.sampler import Sampler
 from pyro_scale.kernels import Kernel
@@ -461,15 +462,15 @@ def test_float32(method):
 
 @functools.cache
 def every_state():
-    """(simulate's arguments for a run of 300 steps, its program, all states of an eager run)."""
-    calls, programs = [], []
-    simulate, program_for = simulation.simulate, simulation.program_for
+    """(The plan of a run of 300 steps, its program, all states of an eager run)."""
+    plans, programs = [], []
+    simulate, choose_program = simulation.simulate, simulation.choose_program
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "simulate", lambda *a, **k: (calls.append(a), simulate(*a, **k))[1])
+        patch.setattr(run, "simulate", lambda *a, **k: (plans.append(a[0]), simulate(*a, **k))[1])
         patch.setattr(
             simulation,
-            "program_for",
-            lambda *a: (programs.append(program_for(*a)), programs[-1])[1],
+            "choose_program",
+            lambda *a: (programs.append(choose_program(*a)), programs[-1])[1],
         )
         make = functools.partial(ps.BAOA, logistic, lr=0.3)
         fast, slow = (
@@ -478,7 +479,7 @@ def every_state():
     same(fast, slow)
     assert programs[0].name == LOOP
     return (
-        calls[0],
+        plans[0],
         programs[0],
         slow.posterior.draws.positions,
         slow.posterior.draws.sample_stats["lp"],
@@ -503,17 +504,17 @@ def every_state():
 @example(65, 50, 2, [64, 50, 1])
 def test_exactly_the_right_states_are_kept(warmup, thinning, num_samples, lengths):
     """Against all states of one eager run, however the steps are cut into inputs."""
-    (engine, starts, batches, values, _, seed, *_), program, positions, lp = every_state()
+    plan, program, positions, lp = every_state()
     num_samples = max(1, min(num_samples, (300 - warmup) // thinning))
-    steps = simulation.Steps(num_samples, warmup, thinning)
-    chains = simulation.Chains(engine, starts, {k: v[0] for k, v in values.items()}, seed)
-    inputs = step_inputs.Inputs(values, chains.noise, batches)
-    draws = simulation.Draws.of(starts, steps)
+    steps = Steps(num_samples, warmup, thinning)
+    chains = simulation.Chains(plan.engine, plan.positions, plan.values_at(0), plan.seed)
+    inputs = step_inputs.Inputs(plan.values, chains.noise, plan.batches)
+    draws = simulation.Draws.allocate(plan.positions, steps)
     start = 0
     for length in [*lengths, steps.total]:
         if start < steps.total:
             stop = min(start + length, steps.total)
-            chains.move(program, batches, inputs.block(start, stop), steps, draws)
+            chains.move(program, plan.batches, inputs.block(start, stop), steps, draws)
             start = stop
     kept = torch.arange(warmup + thinning - 1, warmup + num_samples * thinning, thinning)
     assert chains.count == steps.total == kept[-1] + 1

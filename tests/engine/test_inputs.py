@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.data.row_sampler import RowIndices
-from pyro_scale.engine import chunking as pace_module
 from pyro_scale.engine import inputs as step_inputs
-from pyro_scale.engine.chunking import Pace
+from pyro_scale.engine import observers
 from pyro_scale.engine.draws import Steps
 from pyro_scale.engine.inputs import Inputs, StepInputs, steps_within_budget
+from pyro_scale.engine.observers import Chunking
 from pyro_scale.rng import philox
 from pyro_scale.rng.philox import Streams
 from pyro_scale.rng.seeds import Purpose
@@ -54,7 +54,7 @@ def test_noise_in_spans_is_noise_step_by_step(cuts, start):
         for step in range(first, last):
             for chain in range(2):
                 own = torch.empty(10, dtype=torch.float64)
-                philox.normals(Streams.of(3, [chain], Purpose.NOISE), 10 * step, own[None])
+                philox.normals(Streams.from_seed(3, [chain], Purpose.NOISE), 10 * step, own[None])
                 assert torch.equal(span[chain, step - first], own.view(2, 5))
 
 
@@ -185,7 +185,7 @@ def test_parts_are_the_block(size):
 
 def test_the_tape_of_some_chains():
     block = made()
-    some = block.of(slice(1, 3))
+    some = block.of_chains(slice(1, 3))
     assert some.start == block.start
     assert torch.equal(some.noise, block.noise[1:3])
     assert torch.equal(some.changing[1]["i"], block.changing[1]["i"][1:3])
@@ -375,20 +375,22 @@ def test_programs_that_count_evenly_keep_what_is_to_be_kept(run, cycle, cuts):
 @given(
     st.integers(0, 90), st.integers(2, 500), st.sampled_from([2, 8, 64]), st.lists(st.booleans())
 )
-def test_the_pace_goes_through_every_step_once(begin, count, most, slow):
-    """Tapes grow while they are quick, up to the budget; from the third step on, or from the
+def test_chunking_goes_through_every_step_once(begin, count, most, slow):
+    """Blocks grow while they are quick, up to the budget; from the third step on, or from the
     third after those that an earlier run took."""
     num_steps = begin + count
-    pace = Pace(StepInputs(begin, {}, torch.empty(1, 2, 1, 1), ()), num_steps, most)
+    first = StepInputs(begin, {}, torch.empty(1, 2, 1, 1), ())
+    chunking = Chunking(first, num_steps, most)
     slow, expected, before = iter(slow), begin + 2, 2
-    for start, stop in pace.spans():
+    for start, stop in chunking.spans():
         assert start == expected
         assert stop - start in (before, min(2 * before, most)) or stop == num_steps
         assert 0 < stop - start <= most
         expected, before = stop, stop - start
-        with pytest.MonkeyPatch.context() as patch, pace:
-            patch.setattr(pace_module, "_NOTICED_SECONDS", -1.0 if next(slow, False) else 1e9)
-            pace.__exit__(None, None, None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(observers, "_NOTICED_SECONDS", -1.0 if next(slow, False) else 1e9)
+            chunking.before(first)
+            chunking.after(first)
     assert expected == num_steps
 
 
@@ -400,8 +402,9 @@ def test_a_cycle_settles_before_it_is_kept():
 
 
 @pytest.mark.parametrize("ends", [[1, 5, 40], range(7, 60, 7), [2, 3, 60], []])
-def test_a_tape_ends_where_it_is_asked_to(ends):
-    pace = Pace(StepInputs(0, {}, torch.empty(1, 2, 1, 1), ()), 60, 16, ends)
-    spans = [*pace.opening(), *pace.spans()]
+def test_a_block_ends_where_it_has_to(ends):
+    chunking = Chunking(StepInputs(0, {}, torch.empty(1, 2, 1, 1), ()), 60, 16, ends)
+    opening = [(block.start, block.stop) for block in chunking.opening()]
+    spans = [*opening, *chunking.spans()]
     assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
     assert set(ends) | {60} <= {stop for _, stop in spans}

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.compile import compiled
-from pyro_scale.compile.views import NotALoop
-from pyro_scale.engine import choose_executor
+from pyro_scale.compile.operations import NotALoop
+from pyro_scale.engine import compile_step
 from pyro_scale.errors import CompileWarning
 
 N, B = 40, 8
@@ -41,10 +41,8 @@ class Regression:
 @pytest.fixture
 def traced(monkeypatch):
     """An entry each time that a step is traced."""
-    calls, trace = [], choose_executor.trace
-    monkeypatch.setattr(
-        choose_executor, "trace", lambda *args: (calls.append(args), trace(*args))[1]
-    )
+    calls, trace = [], compile_step.trace
+    monkeypatch.setattr(compile_step, "trace", lambda *args: (calls.append(args), trace(*args))[1])
     return calls
 
 

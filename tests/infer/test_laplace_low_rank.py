@@ -8,7 +8,7 @@ from reference import close, normals
 from repetitions import each_once
 
 import pyro_scale as ps
-from pyro_scale.core.low_rank import LowRank
+from pyro_scale.core.gaussian import LowRank
 from pyro_scale.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("float64", "store")
@@ -54,7 +54,7 @@ def test_beyond_its_directions_it_has_the_diagonal():
 def test_the_gaussian_is_its_matrices(tmp_path):
     diagonal, factor = normals(6, seed=4).exp(), normals(6, 2, seed=5)
     precision = torch.diag(diagonal) + factor @ factor.T
-    gaussian = LowRank.of_precision(normals(6, seed=6), diagonal, factor)
+    gaussian = LowRank.from_precision(normals(6, seed=6), diagonal, factor)
     covariance = torch.linalg.inv(precision)
     close(gaussian.precision, precision, 1e-12)
     close(gaussian.covariance, covariance, 1e-12)

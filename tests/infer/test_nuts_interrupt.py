@@ -12,7 +12,7 @@ from linear import linear_data, regression
 from repetitions import each_once
 
 import pyro_scale as ps
-from pyro_scale.engine import choose_executor
+from pyro_scale.engine import compile_step
 from pyro_scale.errors import PyroScaleWarning
 from pyro_scale.exact import chains, log_density
 from pyro_scale.exact.nutpie_api import ChainDraws
@@ -158,7 +158,7 @@ def test_what_a_handler_raises_is_no_reason_not_to_compile(where, monkeypatch, a
     alarm(Handler(error), 0)
     how = {"num_samples": 5, "warmup_steps": 5, **QUIET}
     if where == "BAOA":
-        monkeypatch.setattr(choose_executor, "Blueprint", in_the_middle)
+        monkeypatch.setattr(compile_step, "Blueprint", in_the_middle)
         method = ps.BAOA(model, lr=0.1, friction=1.0, compile=True)
         how["thinning"] = 1
     else:

@@ -51,7 +51,7 @@ def test_of_sghmc():
     """Stable while D = 4 - 2 lr friction - lr^2 L > 0; variance 4 / D of momenta and
     (4 - 2 lr friction) / (L D) of positions."""
     precision, lr = double(1e-4, 0.5, 2.0, 2.4, 2.7), 1.2
-    chain = GaussianChain.of(kernels.SGHMC(lr=lr), {**VALUES, "lr": double(lr)}, precision)
+    chain = GaussianChain.from_kernel(kernels.SGHMC(lr=lr), {**VALUES, "lr": double(lr)}, precision)
     margin = 4 - 2 * lr * 0.7 - lr**2 * precision
     assert chain.stable.tolist() == (margin > 0).tolist() == [True, True, False, False, False]
     found, stable = chain.covariance(torch.zeros(5)), chain.stable

@@ -116,7 +116,7 @@ def test_from_sgd_is_refused_where_temperature_zero_is_not_sgd(row):
 
 # ------------------------------------------------------------------ by site
 
-LAYOUT = Layout.of({"w": torch.zeros(2, 2).double(), "s": torch.zeros(()).double()})
+LAYOUT = Layout.from_tensors({"w": torch.zeros(2, 2).double(), "s": torch.zeros(()).double()})
 
 
 class Nothing:

@@ -18,7 +18,7 @@ from pyro_scale.rng.streams import fill_epochs, fill_integers, fill_normals, fil
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 words = st.integers(0, 2**32 - 1)
 streams = st.builds(
-    Streams.of, st.integers(0, 2**63 - 1), st.lists(words, min_size=1, max_size=3), words
+    Streams.from_seed, st.integers(0, 2**63 - 1), st.lists(words, min_size=1, max_size=3), words
 )
 firsts = st.one_of(st.integers(0, 200), st.integers(2**31 - 99, 2**35), st.integers(2**60, 2**61))
 FLOATS = [torch.float32, torch.float64]
@@ -52,7 +52,7 @@ def test_published_vectors(counter, key, words):
 def test_a_streams_counter_holds_place_chain_and_purpose():
     """Each in words of its own, so that no two numbers of a run share a counter."""
     key, place = 9 << 32 | 4, 5 << 32 | 2
-    found = torch.stack(philox.words(Streams.of(key, [7, 8], 3), place, 1))
+    found = torch.stack(philox.words(Streams.from_seed(key, [7, 8], 3), place, 1))
     for i, chain in enumerate((7, 8)):
         expected = philox.philox(key, [torch.tensor([word]) for word in (2, 5, chain, 3)])
         assert torch.equal(found[:, i], torch.stack(expected))
@@ -88,7 +88,7 @@ def normals_by_hand(stream, count, dtype):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float64, 4e-15)])
 def test_normals_are_box_and_mullers(dtype, tolerance):
     """Of 20,000 counters, beside long double: the error is absolute, as angles are rounded."""
-    stream = Streams.of(123, [4], 1)
+    stream = Streams.from_seed(123, [4], 1)
     expected = normals_by_hand(stream, 20_000, dtype)
     out = torch.empty(1, len(expected), dtype=dtype)
     fill_normals(stream, 0, out)
@@ -110,7 +110,7 @@ def test_cpp_gives_torchs_normals_bit_for_bit(stream, first, count, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_million_normals_of_cpp_are_torchs(compiled, dtype):
-    streams = Streams.of(2**61, [5, 99], 1)
+    streams = Streams.from_seed(2**61, [5, 99], 1)
     ours, theirs = (torch.empty(2, 10**6 // 2 + 7, dtype=dtype) for _ in range(2))
     compiled.normals(streams, 3, ours)
     philox.normals(streams, 3, theirs)
@@ -182,8 +182,8 @@ def test_epochs_are_permutations_one_after_another(stream, first, rows, batch, m
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_float32_rounded(dtype):
     out, full = torch.empty(2, 50, dtype=dtype), torch.empty(2, 50)
-    fill_normals(Streams.of(1, [2, 4], 3), 11, out)
-    fill_normals(Streams.of(1, [2, 4], 3), 11, full)
+    fill_normals(Streams.from_seed(1, [2, 4], 3), 11, out)
+    fill_normals(Streams.from_seed(1, [2, 4], 3), 11, full)
     assert torch.equal(out, full.to(dtype))
 
 
@@ -195,14 +195,14 @@ def test_a_library_whose_numbers_are_others_is_not_used(monkeypatch):
     monkeypatch.setattr(native_module, "source", lambda: fused)
     assert native() is None
     out, expected = torch.empty(2, 9), torch.empty(2, 9)
-    fill_normals(Streams.of(1, [2, 4], 3), 0, out)
-    philox.normals(Streams.of(1, [2, 4], 3), 0, expected)
+    fill_normals(Streams.from_seed(1, [2, 4], 3), 0, out)
+    philox.normals(Streams.from_seed(1, [2, 4], 3), 0, expected)
     assert torch.equal(out, expected)
     native_module._native.cache_clear()
 
 
 def test_without_a_compiler_the_numbers_are_the_same(monkeypatch, tmp_path):
-    stream, with_it = Streams.of(5, [6], 1), torch.empty(1, 99, dtype=torch.float64)
+    stream, with_it = Streams.from_seed(5, [6], 1), torch.empty(1, 99, dtype=torch.float64)
     fill_normals(stream, 7, with_it)
     native_module._native.cache_clear()
     monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
@@ -219,8 +219,8 @@ def test_what_a_stream_holds_never_changes():
     """A release that changed these would change every published run."""
     out = torch.empty(1, 3, dtype=torch.float64)
     rows = torch.empty(1, 6, dtype=torch.int32)
-    fill_normals(Streams.of(0, [0], 1), 0, out)
-    fill_permutations(Streams.of(0, [0], 2), 0, rows)
+    fill_normals(Streams.from_seed(0, [0], 1), 0, out)
+    fill_permutations(Streams.from_seed(0, [0], 2), 0, rows)
     assert out[0].tolist() == [-2.269761116116283, -0.14112072969199152, -1.5022970395408228]
     assert rows[0].tolist() == [4, 5, 3, 1, 0, 2]
 
@@ -247,7 +247,7 @@ def p_values(seed, size, pieces):
     bits, power, lagged = torch.zeros(256, dtype=torch.int64), [], 0.0
     out, beside = torch.empty(size, dtype=torch.float64), torch.empty(size, dtype=torch.float64)
     for piece in range(pieces):
-        fill_normals(Streams.of(seed, [0], 1), piece * size, out[None])
+        fill_normals(Streams.from_seed(seed, [0], 1), piece * size, out[None])
         cells += torch.bincount(torch.bucketize(out, edges), minlength=1024)
         tails += [float((out.abs() > at).sum()) for at in (4, 5, 6)]
         ups += int(((out > 0)[1:] != (out > 0)[:-1]).sum())
@@ -255,16 +255,18 @@ def p_values(seed, size, pieces):
         spectrum = torch.fft.rfft(out)[1:-1].abs().square() / size
         power.append(spectrum.view(-1)[: len(spectrum) // 64 * 64].view(64, -1).mean(1))
         for name, stream in {
-            "key": Streams.of(seed ^ 1 << 40, [0], 1),
-            "next key": Streams.of(seed + 1, [0], 1),
-            "chain": Streams.of(seed, [1], 1),
-            "purpose": Streams.of(seed, [0], 2),
+            "key": Streams.from_seed(seed ^ 1 << 40, [0], 1),
+            "next key": Streams.from_seed(seed + 1, [0], 1),
+            "chain": Streams.from_seed(seed, [1], 1),
+            "purpose": Streams.from_seed(seed, [0], 2),
         }.items():
             fill_normals(stream, piece * size, beside[None])
             other[name] += float(out @ beside)
             if name == "next key":
                 other["square"] += float((out.square() - 1) @ (beside.square() - 1)) / 2
-        words = torch.stack(philox.words(Streams.of(seed, [3], 1), piece * 4096, 4096)).flatten()
+        words = torch.stack(
+            philox.words(Streams.from_seed(seed, [3], 1), piece * 4096, 4096)
+        ).flatten()
         for shift in (0, 8, 16, 24):
             bits += torch.bincount((words >> shift) & 255, minlength=256)
     count, changes = size * pieces, (size - 1) * pieces
@@ -304,7 +306,7 @@ def test_a_billion_normals():
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_normals_have_the_normal_distribution(dtype):
     out = torch.empty(2 * 10**6, dtype=dtype)
-    fill_normals(Streams.of(17, [0], 1), 0, out[None])
+    fill_normals(Streams.from_seed(17, [0], 1), 0, out[None])
     statistic, p = stats.kstest(out.double().numpy(), "norm")
     assert p > 1e-4, statistic
 
@@ -315,7 +317,7 @@ def test_every_order_of_four_rows_is_as_likely():
     """120,000 permutations of 4 rows: chi squared of 23 degrees; p below 1e-4 once in 10,000."""
     rows = torch.empty(120_000, 4, dtype=torch.int32)
     for index, row in enumerate(rows):
-        fill_permutations(Streams.of(5, [0], 2), index, row[None])
+        fill_permutations(Streams.from_seed(5, [0], 2), index, row[None])
     codes = rows.long() @ torch.tensor([64, 16, 4, 1])
     _, counts = codes.unique(return_counts=True)
     assert len(counts) == 24
@@ -325,12 +327,12 @@ def test_every_order_of_four_rows_is_as_likely():
 def test_chains_with_seeds_of_their_own_have_those_seeds_streams():
     """In C++ and in torch, of whole and of partial groups of numbers."""
     seeds, together = [3, 2**62 + 5, 2**33], torch.empty(3, 37)
-    streams = Streams.of(seeds, [0, 7, 0], 1)
+    streams = Streams.from_seed(seeds, [0, 7, 0], 1)
     fill_normals(streams, 5, together)
     in_torch = torch.empty_like(together)
     philox.normals(streams, 5, in_torch)
     assert torch.equal(together, in_torch)
     for seed, chain, own in zip(seeds, [0, 7, 0], together, strict=True):
         alone = torch.empty(1, 37)
-        fill_normals(Streams.of(seed, [chain], 1), 5, alone)
+        fill_normals(Streams.from_seed(seed, [chain], 1), 5, alone)
         assert torch.equal(alone[0], own)

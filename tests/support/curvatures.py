@@ -7,7 +7,7 @@ import torch
 from reference import close, double, normals
 
 import pyro_scale as ps
-from pyro_scale.core.kronecker import Block
+from pyro_scale.core.gaussian import Block
 from pyro_scale.core.layout import Layout
 
 TIGHT = 1e-10
@@ -27,7 +27,7 @@ def flat_jacobian(function, params):
 
 def flat_hessian(function, params):
     """The Hessian [D, D] of a scalar function of a dict."""
-    layout = Layout.of(params)
+    layout = Layout.from_tensors(params)
     return torch.func.hessian(lambda vector: function(layout.unflatten(vector)))(
         layout.flatten(params)
     )
@@ -62,7 +62,7 @@ def trigamma(values):
 
 def check(found, params, batch, expected, tolerance=TIGHT, held=None, indices=None):
     """That the three ways to a curvature are the same expected matrix."""
-    layout = Layout.of(params)
+    layout = Layout.from_tensors(params)
     where = {"indices": indices, "held": held}
     dense = found.dense(params, batch, **where)
     assert float(expected.abs().max()) > 1e-2  # something is there to be wrong

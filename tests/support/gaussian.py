@@ -61,7 +61,7 @@ class Bound:
         return Bound(kernel, values), left
 
     def modes(self, precision):
-        return GaussianChain.of(self.kernel, self.values, precision)
+        return GaussianChain.from_kernel(self.kernel, self.values, precision)
 
 
 def bound(kernel, num_data=1, step=0):

@@ -487,7 +487,7 @@ class Known:
 
 
 def engine_of(kernel, noise, num_data=50):
-    layout = Layout.of({"w": torch.zeros(len(noise))})
+    layout = Layout.from_tensors({"w": torch.zeros(len(noise))})
     return Engine(kernel, Known(num_data), layout, len(noise), known_noise=noise)
 
 

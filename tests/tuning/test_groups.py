@@ -42,7 +42,7 @@ class Walks:
         shape = len(lr), steps.num_samples, 1
         bias = torch.where(lr > longest, math.nan if self.breaks else 3 * lr, 0.0)
         positions = normals(*shape, seed=number) + bias[:, None, None]
-        draws = Draws.of(positions[:, 0], steps)
+        draws = Draws.allocate(positions[:, 0], steps)
         draws.positions, draws.num_steps = positions, (1 + halved) * steps.total
         return draws
 

@@ -134,7 +134,7 @@ def prepare_sharded(
     others = {name: value.cpu() for name, value in values.items() if name not in shards}
     for name, value in ranks.of_first(others, "the start").items():
         values[name] = value.to(device)
-    layout = Layout.of(values)
+    layout = Layout.from_tensors(values)
     counts = {
         name: torch.full_like(value, 1 / (copies if name in shards else ranks.world))
         for name, value in values.items()
@@ -147,7 +147,7 @@ def prepare_sharded(
         layout.flatten(counts).double(),
         stand_in=rows.take(first, slice(0, 1)),
     )
-    kernel, num_latents = with_all_sites(kernel, layout), Layout.of(latents).size
+    kernel, num_latents = with_all_sites(kernel, layout), Layout.from_tensors(latents).size
     engine = Engine(kernel, density, layout, num_latents, vectorized=False)
     position = layout.flatten(values)
     return Problem(log_posterior, data, engine, position[None], seed, ranks=ranks, shards=shards)
@@ -257,7 +257,7 @@ def run_chain(
         NonFiniteError: the state became NaN or infinite.
     """
     assert problem.ranks.rows is not None
-    draws = Draws.of(problem.positions, steps)
+    draws = Draws.allocate(problem.positions, steps)
     chain = ShardedChain(problem, {name: column[0] for name, column in columns.items()})
     if checkpoints is not None:
         checkpoints.restore(chain, batches, draws)

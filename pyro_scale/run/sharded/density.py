@@ -95,7 +95,7 @@ class ShardedDensity:
         sums = self.rows.sum(torch.cat([*terms, log_joint.reshape(1)]))
         total = sums[-1]
         if others:
-            gradient |= Layout.of(others).unflatten(sums[:-1])
+            gradient |= Layout.from_tensors(others).unflatten(sums[:-1])
         return gradient, Evaluation(total, total, total[None])
 
     grad = plain_grad

@@ -22,10 +22,13 @@ from torch.utils.data import DataLoader, Dataset
 from warned import without_replay
 
 import pyro_scale as ps
-from pyro_scale.compile import cache_directory, compiled
-from pyro_scale.compile.views import NotALoop
+from pyro_scale.compile import cache, compiled
+from pyro_scale.compile.operations import NotALoop
 from pyro_scale.data.row_sampler import RowIndices
-from pyro_scale.engine import choose_executor
+from pyro_scale.engine import compile_step
+from pyro_scale.engine.draws import Steps
+from pyro_scale.engine.executors import Example
+from pyro_scale.engine.plan import StepPlan
 from pyro_scale.errors import ArgumentError, CompileWarning, NonFiniteError, NotRunError
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -79,7 +82,7 @@ def reasons(caught):
 
 def keep_in(directory, monkeypatch):
     """Keeps loops in another directory; Inductor's header, slow to build, stays where it is."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache_directory.directory() / "inductor"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache.directory() / "inductor"))
     monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(directory))
 
 
@@ -142,7 +145,7 @@ def test_the_compilers_own_error_is_said(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("module", "step"),
     long_but(
-        [(choose_executor, "trace"), (compiled, "compile_graph"), (compiled, "build_library")],
+        [(compile_step, "trace"), (compiled, "compile_graph"), (compiled, "build_library")],
         (compiled, "build_library"),
     ),
 )
@@ -202,38 +205,27 @@ def nothing_is_compiled_yet(monkeypatch):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """How often compilation is asked for, by program_for on its own."""
+    """How often compilation is asked for, by choose_program on its own."""
     calls = []
     blueprint = SimpleNamespace(program=lambda _: None)
-    monkeypatch.setattr(
-        choose_executor, "_compile", lambda *args: (calls.append(args), blueprint)[1]
-    )
-    monkeypatch.setattr(choose_executor, "check", lambda *_: None)
+    monkeypatch.setattr(compile_step, "_compile", lambda *args: (calls.append(args), blueprint)[1])
+    monkeypatch.setattr(compile_step, "check", lambda *_: None)
     nothing = SimpleNamespace(program=lambda *_: None, keep=lambda *_: None)
 
     def ask(compile, num_steps, num_chains=1, vectorized=True):
         calls.clear()
-        engine = SimpleNamespace(vectorized=vectorized)
-        state = SimpleNamespace(position=torch.zeros(num_chains, 1))
-        choose_executor.program_for(
-            engine,
-            SimpleNamespace(),
-            state,
-            None,
-            compile,
-            num_steps,
-            str,
-            None,
-            nothing,
-            num_chains,
-        )
+        engine, batches = SimpleNamespace(vectorized=vectorized), SimpleNamespace()
+        positions = torch.zeros(num_chains, 1)
+        plan = StepPlan(engine, positions, batches, {}, Steps(num_steps), 0, compile, nothing)
+        example = Example(engine, batches, SimpleNamespace(position=positions), None)
+        compile_step.choose_program(plan, example, None, str)
         return len(calls)
 
     return ask
 
 
 def test_auto_compiles_runs_that_repay_it(asked):
-    assert choose_executor._REPAID_AFTER == 3000
+    assert compile_step._REPAID_AFTER == 3000
     assert asked("auto", 2999) == 0
     assert asked("auto", 3000) == 1
     assert asked(True, 1) == 1
@@ -259,9 +251,9 @@ def test_auto_counts_chain_steps(asked):
     ],
 )
 def test_auto_counts_all_steps(steps, monkeypatch):
-    monkeypatch.setattr(choose_executor, "_REPAID_AFTER", 50)
+    monkeypatch.setattr(compile_step, "_REPAID_AFTER", 50)
     assert program_of(ran(logistic, "auto", **steps)) == LOOP
-    monkeypatch.setattr(choose_executor, "_REPAID_AFTER", 51)
+    monkeypatch.setattr(compile_step, "_REPAID_AFTER", 51)
     assert program_of(ran(logistic, "auto", **steps)) == EAGER
 
 
@@ -383,7 +375,7 @@ def test_settings_are_as_they_were(where, validation, monkeypatch, tmp_path):
 
         monkeypatch.setattr(compile_fx, "compile_fx_inner", refuse(RuntimeError("no")))
     elif where:
-        module = choose_executor if where == "trace" else compiled
+        module = compile_step if where == "trace" else compiled
         monkeypatch.setattr(module, where, refuse(RuntimeError("no")))
     pyro.clear_param_store()
     pyro.param("other", torch.ones(2))

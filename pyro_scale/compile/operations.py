@@ -1,0 +1,263 @@
+"""Operations that have no kernel of Inductor's, as C++.
+
+Matrix products have functions in ATen's stable C interface.  Others (Cholesky factors, triangular
+solves, special functions) go through ATen's dispatcher, which takes and returns 64-bit words;
+tensors are handles, which belong to whoever received them.  Triangular solves of single vectors are
+written out: a call of BLAS through the dispatcher takes longer than substitution in a hundred
+equations.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class NotALoop(Exception):
+    """A step contains a statement that cannot be written as C++: this statement."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor in memory, as C++ names it: a pointer, an offset in elements, and a geometry."""
+
+    root: str
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def address(self) -> str:
+        """C++ expression for the address of its first element."""
+        return f"({self.root} + {self.offset * self.dtype.itemsize})"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes from its first element to its last."""
+        if 0 in self.size:
+            return 0
+        pairs = zip(self.size, self.stride, strict=True)
+        return (1 + sum((n - 1) * step for n, step in pairs)) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie one after another."""
+        return torch.empty_strided(self.size, self.stride, device="meta").is_contiguous()
+
+
+#: C++ of handles and checks.
+ATEN = """
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
+static void check(AOTITorchError error) {
+    if (error) throw std::runtime_error("an operation of ATen's failed");
+}
+
+struct Handle {
+    AtenTensorHandle handle;
+    Handle(char* data, int64_t dim, std::initializer_list<int64_t> size,
+           std::initializer_list<int64_t> stride, int32_t dtype) {
+        check(aoti_torch_create_tensor_from_blob(
+            data, dim, size.begin(), stride.begin(), 0, dtype, aoti_torch_device_type_cpu(), -1,
+            &handle));
+    }
+    explicit Handle(StableIValue result) : handle(reinterpret_cast<AtenTensorHandle>(result)) {}
+    Handle(const Handle&) = delete;
+    ~Handle() { aoti_torch_delete_tensor_object(handle); }
+    AtenTensorHandle get() const { return handle; }
+    StableIValue release() {
+        return reinterpret_cast<StableIValue>(std::exchange(handle, nullptr));
+    }
+    // the first element, if the strides are those that kernels were written for
+    char* data(std::initializer_list<int64_t> size, std::initializer_list<int64_t> stride) const {
+        int64_t* own;
+        void* first;
+        check(aoti_torch_get_strides(handle, &own));
+        for (size_t i = 0; i < size.size(); ++i)
+            if (size.begin()[i] > 1 && own[i] != stride.begin()[i])
+                throw std::runtime_error("an operation of ATen's gave unforeseen strides");
+        check(aoti_torch_get_data_ptr(handle, &first));
+        return static_cast<char*>(first);
+    }
+};
+"""
+
+#: Matrix products, with the names of their scalar arguments.
+PRODUCTS: dict[str, tuple[str, ...]] = {
+    "extern_kernels.mm": (),
+    "extern_kernels.bmm": (),
+    "extern_kernels.addmm": ("beta", "alpha"),
+    "extern_kernels.baddbmm": ("beta", "alpha"),
+}
+
+
+def is_operation(function: str) -> bool:
+    """Whether a call in Inductor's source is one of ATen's operations."""
+    return function.startswith("torch.ops.aten.")
+
+
+def write_product(function: str, operands: Sequence[View], scales: Mapping[str, float]) -> str:
+    """The C++ statement of a matrix product.
+
+    Args:
+        function: one of `PRODUCTS`.
+        operands: the result's memory, then the arguments.
+        scales: scalar arguments other than 1.
+
+    Raises:
+        NotALoop: there is another argument.
+    """
+    if not scales.keys() <= set(PRODUCTS[function]):
+        raise NotALoop(f"{function}({', '.join(scales)})")
+    words = [f"{_handle(view)}.get()" for view in operands]
+    words += [repr(float(scales.get(name, 1))) for name in PRODUCTS[function]]
+    symbol = function.replace("extern_kernels.", "aoti_torch_cpu_") + "_out"
+    return f"check({symbol}({', '.join(words)}));"
+
+
+def write_call(
+    name: str, function: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[str], list[View]]:
+    """(C++ statements of a call, its results).  Results live until the end of the C++ block.
+
+    Args:
+        name: of the results, unique in the block.
+        function: such as `torch.ops.aten.linalg_cholesky_ex.default`.
+        args: views and Python numbers.
+        kwargs: the same, by name.
+
+    Raises:
+        NotALoop: the operation writes into its arguments, draws random numbers, or has arguments or
+            results other than tensors and numbers.
+    """
+    operation: Any = functools.reduce(getattr, function.split(".")[2:], torch.ops)
+    schema = operation._schema
+    if schema.is_mutable or torch.Tag.nondeterministic_seeded in operation.tags:
+        raise NotALoop(function)
+    values = dict(zip((arg.name for arg in schema.arguments), args, strict=False)) | dict(kwargs)
+    words = [
+        _word(values.get(arg.name, arg.default_value), str(arg.type), function)
+        for arg in schema.arguments
+    ]
+    results = [
+        View(f"{name}_{i}", result.dtype, tuple(result.shape), result.stride())
+        for i, result in enumerate(_results_like(operation, args, kwargs))
+    ]
+    lines = [
+        f"StableIValue {name}[{max(len(words), len(results))}] = {{{', '.join(words)}}};",
+        f'check(aoti_torch_call_dispatcher("{schema.name}", "{schema.overload_name}", {name}));',
+    ]
+    for i, view in enumerate(results):
+        lines.append(f"Handle {view.root}_handle({name}[{i}]);")
+        lines.append(f"char* {view.root} = {view.root}_handle.data({_geometry(view)});")
+    return lines, results
+
+
+def _word(value: Any, kind: str, function: str) -> str:
+    """C++ expression for an argument as a 64-bit word."""
+    if kind.startswith("Optional["):
+        if value is None:
+            return "0"
+        word = _word(value, kind.removeprefix("Optional[").removesuffix("]"), function)
+        return f"reinterpret_cast<StableIValue>(new StableIValue({word}))"
+    match kind, value:
+        case "Tensor", View():
+            return f"{_handle(value)}.release()"
+        case "float", int() | float():
+            (bits,) = struct.unpack("<Q", struct.pack("<d", value))
+            return f"{bits}ULL"
+        case "int" | "bool", int():
+            return f"static_cast<StableIValue>({int(value)})"
+    raise NotALoop(f"{function} with an argument of type {kind}")
+
+
+def _results_like(
+    operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, ...]:
+    """The results of an operation, as tensors without memory."""
+
+    def like(value: Any) -> Any:
+        if not isinstance(value, View):
+            return value
+        return torch.empty_strided(value.size, value.stride, dtype=value.dtype, device="meta")
+
+    results = operation(*map(like, args), **{name: like(value) for name, value in kwargs.items()})
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+def _handle(view: View) -> str:
+    kind = f"aoti_torch_dtype_{str(view.dtype).removeprefix('torch.')}()"
+    return f"Handle({view.address}, {len(view.size)}, {_geometry(view)}, {kind})"
+
+
+def _geometry(view: View) -> str:
+    return ", ".join("{" + ", ".join(map(str, n)) + "}" for n in (view.size, view.stride))
+
+
+#: C++ of substitution: each solved unknown is removed from the remaining equations.  Pointers are
+#: not marked `__restrict__`: with it, g++ 12 computes wrong results where it unrolls both loops.
+SUBSTITUTION = """
+template <typename T, int64_t n, int64_t row, int64_t column, bool upper, bool unit>
+static void substitute(const T* matrix, const T* right, int64_t stride, T* x) {
+    for (int64_t i = 0; i < n; ++i) x[i] = right[i * stride];
+    for (int64_t place = 0; place < n; ++place) {
+        const int64_t i = upper ? n - 1 - place : place;
+        if (!unit) x[i] /= matrix[i * (row + column)];
+        const T known = x[i];
+        for (int64_t j = upper ? 0 : i + 1; j < (upper ? i : n); ++j)
+            x[j] -= matrix[j * row + i * column] * known;
+    }
+}
+"""
+#: Number of equations up to which substitution is faster than BLAS.
+_MOST = 128
+
+_NAMES = {torch.float32: "float", torch.float64: "double"}
+
+
+def is_substitution(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of ATen solves A x = b, with a triangular A and one vector b, or a batch."""
+    if function != "torch.ops.aten.linalg_solve_triangular.default":
+        return False
+    matrix, right = args
+    alike = matrix.dtype == right.dtype and matrix.size[:-2] == right.size[:-2]
+    simple = matrix.dtype in _NAMES and len(matrix.size) <= 3 and right.size[-1] == 1
+    return alike and simple and right.size[-2] <= _MOST and bool(kwargs.get("left", True))
+
+
+def solution(right: View) -> View:
+    """A view with the geometry of ATen's solution: contiguous vectors."""
+    *many, size, one = right.size
+    return View("", right.dtype, (*many, size, one), (*(size for _ in many), 1, size))
+
+
+def write_substitution(matrix: View, right: View, x: View, kwargs: Mapping[str, Any]) -> str:
+    """The C++ statement that solves A x = b."""
+    kind = _NAMES[x.dtype]
+    upper, unit = kwargs["upper"], kwargs.get("unitriangular", False)
+    form = [
+        kind,
+        x.size[-2],
+        *matrix.stride[-2:],
+        *(str(bool(flag)).lower() for flag in (upper, unit)),
+    ]
+    pointers = [f"({kind}*){v.address} + i * {_batch_stride(v)}" for v in (matrix, right, x)]
+    return (
+        f"for (int64_t i = 0; i < {math.prod(x.size[:-2])}; ++i) "
+        f"substitute<{', '.join(map(str, form))}>"
+        f"({pointers[0]}, {pointers[1]}, {right.stride[-2]}, {pointers[2]});"
+    )
+
+
+def _batch_stride(view: View) -> int:
+    """Elements from one matrix or vector of a batch to the next."""
+    return view.stride[0] if len(view.size) == 3 else 0
