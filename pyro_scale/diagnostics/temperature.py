@@ -12,6 +12,11 @@ If chains are whitened by a covariance C, an element's part is -(w - c)_i (C g)_
 Gaussian that is the squared distance from the mean over the variance, and its error does not grow
 with correlations, as that of -(w - c)_i g_i does.
 
+Gradients of all rows are taken at as few draws as their rows allow.  An element's part is then
+nearly proportional to (w - c)_i^2, whose mean over many more draws costs nothing.  So each
+element's mean part is corrected by its regression on (w - c)_i^2 (double sampling; Cochran 1977,
+chapter 12).
+
 A site may be right on average while one of its elements is not.  Long steps and minibatches heat an
 element in proportion to its mean squared gradient, so the element where that is largest, the
 steepest, is reported by itself.
@@ -24,6 +29,8 @@ kernel's own update.  An excess is heat, from minibatches or from a step that is
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,6 +39,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core import rows
+from pyro_scale.core.online_moments import Sums
 from pyro_scale.data.batches import Batches, WholeData
 from pyro_scale.data.sources import OwnSubsamples, TensorData
 from pyro_scale.engine.draws import Draws
@@ -41,9 +49,12 @@ from pyro_scale.run.measurements import GradientNoise, Kinetic
 from pyro_scale.run.problem import Problem
 from pyro_scale.storage.lazy_draws import Positions, spread
 
-#: Draws at which gradients are taken: at most, so many that draws x rows x D is at most
-#: `_MOST_WORK`, at least; and draws for which gradients of all rows must be affordable.
-_MOST_DRAWS, _MOST_WORK, _LEAST_DRAWS, _ENOUGH = 4000, 2**28, 256, 200
+#: Draws at which gradients are taken: at most; and at least, whatever the work: on a Gaussian, a
+#: temperature from so few has a standard error of 0.09.
+_MOST_DRAWS, _ENOUGH = 4000, 256
+#: Work of all gradients, in draws x rows x (D + params that take as long as the rest of a row):
+#: about half a second on one core.
+_MOST_WORK, _PARAMS_PER_ROW = 2**28, 32
 #: The same for a model that is evaluated at one draw at a time.
 _DRAWS_ONE_BY_ONE = 64
 #: Numbers of params and rows in memory at once, and numbers that a model makes of a row, roughly.
@@ -95,41 +106,75 @@ def virial(
         noise: variance of the minibatch gradient, `[latents]`, whose largest elements are the
             steepest; None to take those with the largest gradients at the first draws.
     """
-    engine, layout = problem.engine, problem.engine.layout
-    chains = torch.tensor(finished)
-    batches, size = _fresh_batches(problem, batches)
-    affordable = max(_LEAST_DRAWS, _MOST_WORK // (size * layout.size))
-    most = min(_MOST_DRAWS, affordable) if engine.vectorized else _DRAWS_ONE_BY_ONE
-    per_chain = max(1, most // len(chains))
-    if not isinstance(problem.data, TensorData | OwnSubsamples):
-        per_chain = min(per_chain, max(1, step // 10))  # read at most a tenth of the run's batches
-    chosen = spread(positions, per_chain)
-    count, every = len(chains) * len(chosen), torch.arange(len(chains))[:, None]
-    blocks = chosen.split(_draws_at_once(problem, size, len(chains)))
-    center = torch.stack([positions[every, places].sum((0, 1)) for places in blocks]).sum(0) / count
-    slices = [layout.slices()[name] for name in problem.log_posterior.latents]
-    steepest = _largest(noise, slices) if noise is not None and noise.any() else None
-    of_sites, totals = [], torch.zeros(3, layout.size, dtype=torch.float64)
-    for places in blocks:
+    engine, batches, size = _for_gradients(problem, batches)
+    is_exact, chains = isinstance(batches, WholeData), torch.tensor(finished)
+    chosen, every = _choose(problem, positions, size, step), torch.arange(len(chains))[:, None]
+    more = min(_MOST_DRAWS, _NUMBERS_IN_MEMORY // engine.layout.size) if is_exact else 0
+    seen = spread(positions, max(more // len(chains), len(chosen)))
+    blocks = seen.split(_draws_at_once(problem, 0, len(chains)))
+    sums = (Sums.from_draws(positions[every, places]) for places in blocks)
+    total = functools.reduce(Sums.__or__, sums).pool()
+    center = total.mean[0].to(engine.layout.dtype)
+    variance = (total.squares / total.number)[0].clamp(min=torch.finfo(center.dtype).tiny)
+    slices = [engine.layout.slices()[name] for name in problem.log_posterior.latents]
+    heights = noise if noise is not None and noise.any() else None
+    of_sites, totals = [], torch.zeros(6, engine.layout.size, dtype=torch.float64)
+    # on all rows, one draw of each chain takes almost as long as two
+    for places in chosen.split(max(1 + is_exact, _draws_at_once(problem, size, len(chains)))):
         draws = positions[every, places].flatten(0, 1)
         changing = batches.take(step, step + len(places))
         step += len(places)
         changing = pytree.tree_map(lambda leaf: leaf[chains].flatten(0, 1), changing)
         batch = batches.batch(batches.fixed, changing)
         gradient = engine.gradient(draws.to(problem.positions.device), batch).cpu()
-        parts = (center - draws).mul_(_along(engine, gradient)).mul_(engine.density.num_data)
-        squares = gradient.square().sum(0, dtype=torch.float64)
-        steepest = _largest(squares, slices) if steepest is None else steepest
-        means = torch.stack([parts[:, p].mean(-1, dtype=torch.float64) for p in slices], -1)
-        both = torch.stack([means, parts[:, steepest].double()], -1)
-        of_sites.append(both.unflatten(0, (len(chains), len(places))))
-        sums = parts.sum(0, dtype=torch.float64), parts.square().sum(0, dtype=torch.float64)
-        totals += torch.stack([*sums, squares])
-    of_elements, squared_parts, mean_square = totals / count
+        away, squares = center - draws, gradient.square()
+        parts = (away * _along(engine, gradient)).mul_(engine.density.num_data)
+        away = away.square_().div_(variance)
+        heights = squares.sum(0) if heights is None else heights
+        steepest = _largest(heights, slices)
+        of_sites.append(_by_site(parts, slices, steepest).unflatten(0, (len(chains), len(places))))
+        moments = squares, parts, parts.square(), away, away.square(), parts * away
+        totals += torch.stack([each.sum(0, dtype=torch.float64) for each in moments])
+    means = totals / (len(chains) * len(chosen))
+    of_elements, errors = _regress(means[1:], len(chains) * len(chosen), int(total.number))
+    added = _by_site((of_elements - means[1]).nan_to_num(0.0)[None], slices, steepest)
+    return Virial(torch.cat(of_sites, 1) + added, of_elements, errors, means[0], is_exact)
+
+
+def _choose(problem: Problem, positions: Positions, size: int, step: int) -> Tensor:
+    """Indices of each chain's draws at which gradients are taken, each on `size` rows."""
+    most = max(_ENOUGH, _MOST_WORK // (size * (problem.engine.layout.size + _PARAMS_PER_ROW)))
+    most = min(_MOST_DRAWS, most) if problem.engine.vectorized else _DRAWS_ONE_BY_ONE
+    per_chain = max(1, most // positions.shape[0])
+    if not isinstance(problem.data, TensorData | OwnSubsamples):
+        per_chain = min(per_chain, max(1, step // 10))  # read at most a tenth of the run's batches
+    return spread(positions, per_chain)
+
+
+def _by_site(parts: Tensor, slices: Sequence[slice], steepest: Tensor) -> Tensor:
+    """The mean over each site's elements and the value of its steepest, `[draws, sites, 2]`, from
+    values of the elements, `[draws, D]`."""
+    means = torch.stack([parts[:, place].mean(-1, dtype=torch.float64) for place in slices], -1)
+    return torch.stack([means, parts[:, steepest].double()], -1)
+
+
+def _regress(moments: Tensor, count: int, more: int) -> tuple[Tensor, Tensor]:
+    """(Temperature of each element, its standard error), `[D]` each, by regression of parts on
+    squared distances whose mean over more draws is 1.
+
+    Args:
+        moments: means over the draws with gradients: of the parts, of their squares, of the squared
+            distances, of their squares, and of parts times squared distances, `[5, D]`.
+        count: of the draws with gradients.
+        more: count of the draws with squared distances.
+    """
+    mean, square, distance, distance_square, product = moments
+    covariance, spread = product - mean * distance, square - mean.square()
+    slope = covariance / (distance_square - distance.square()).clamp(min=1e-300)
+    explained = (slope * covariance / spread.clamp(min=1e-300)).nan_to_num(0.0, 0.0, 0.0)
     # the parts of a Gaussian have variance 2; with few draws, small means have small spreads
-    errors = ((squared_parts - of_elements.square()).clamp(min=2) / count).sqrt()
-    is_exact = isinstance(batches, WholeData)
-    return Virial(torch.cat(of_sites, 1), of_elements, errors, mean_square, is_exact)
+    errors = (spread.clamp(min=2) * ((1 - explained) / count + explained / more)).sqrt()
+    return mean + (slope * (1 - distance)).nan_to_num(0.0, 0.0, 0.0), errors
 
 
 def _along(engine: Engine, gradient: Tensor) -> Tensor:
@@ -148,17 +193,22 @@ def _largest(numbers: Tensor, slices: Sequence[slice]) -> Tensor:
     return torch.tensor([place.start + int(numbers[place].argmax()) for place in slices])
 
 
-def _fresh_batches(problem: Problem, batches: Batches) -> tuple[Batches, int]:
-    """Batches for the gradients, and the number of rows of each.
+def _for_gradients(problem: Problem, batches: Batches) -> tuple[Engine, Batches, int]:
+    """(Engine that takes the gradients, their batches, the number of rows of each).
 
-    All rows if they are few enough, so that gradients have no noise; otherwise further batches of
-    the run.  The features of a frozen base have a fixed batch size, so they are never all rows.
+    All rows if they are few enough for `_ENOUGH` draws, so that gradients have no noise; control
+    variates cancel there and are left out.  Otherwise further batches of the run.  Batches without
+    control variates are noisy, and are avoided up to four times the work.  The features of a frozen
+    base have a fixed batch size, so they are never all rows.
     """
+    engine, exact = problem.engine, problem.log_posterior
     if isinstance(problem.data, TensorData) and problem.features is None:
         total = rows.count(problem.data.arguments) or 1
-        if total * problem.engine.layout.size * _ENOUGH <= _MOST_WORK:
-            return WholeData(problem.data.arguments), total
-    return batches, problem.batch_size
+        work = _ENOUGH * total * (engine.layout.size + _PARAMS_PER_ROW)
+        if work <= (4 * _MOST_WORK if engine.density is exact else _MOST_WORK):
+            engine = dataclasses.replace(engine, density=exact)
+            return engine, WholeData(problem.data.arguments), total
+    return engine, batches, problem.batch_size
 
 
 def _draws_at_once(problem: Problem, size: int, chains: int) -> int:
@@ -194,11 +244,12 @@ def kinetic(
     measured = measured[:, measured.isfinite().all(-1).all(0)]
     if not measured.numel():
         return None
-    precision = _precision(problem, values, noise, virial)
     engine, latents = problem.engine, problem.log_posterior.latents
-    if precision is None or engine.kernel.theory is None:
+    if virial is None or (noise is None and not virial.is_exact) or engine.kernel.theory is None:
         unknown = torch.full(measured.shape[-1:], torch.nan, dtype=torch.float64)
         return Kinetic.of(measured, unknown)
+    variance = torch.zeros(()) if noise is None or virial.is_exact else noise.variance
+    precision = _precision(engine, values["temperature"], virial, variance)
 
     def expect() -> Tensor:
         of_elements = _expected_kinetic(engine, values, precision)
@@ -207,25 +258,22 @@ def kinetic(
     return Kinetic(measured, expect)
 
 
-def _precision(
-    problem: Problem,
-    values: Mapping[str, Tensor],
-    noise: GradientNoise | None,
-    virial: Virial | None,
-) -> Tensor | None:
-    """Precision L_ii over N of each latent element, `[latents]`; None if gradients' noise is not
-    known.
+def _precision(engine: Engine, temperature: Tensor, virial: Virial, noise: Tensor) -> Tensor:
+    """Precision L_ii over N of each latent element, `[latents]`.
 
     Under the law exp(log joint / T) the gradient of the log joint over N has variance T L_ii / N.
     T is the temperature of the draws, which is not quite the requested one.
+
+    Args:
+        engine: of the run.
+        temperature: the requested one.
+        virial: temperature of the draws.
+        noise: variance of the gradients from which that was measured.
     """
-    if virial is None or (noise is None and not virial.is_exact):
-        return None
-    count = problem.engine.num_latents
-    square, heat = virial.mean_square[:count], virial.of_elements[:count]
-    if not virial.is_exact and noise is not None:
-        square = (square - noise.variance).clamp(min=0)
-    return square * problem.engine.density.num_data / heat.maximum(_COLDEST * values["temperature"])
+    count = engine.num_latents
+    square = (virial.mean_square[:count] - noise).clamp(min=0)
+    heat = virial.of_elements[:count].maximum(_COLDEST * temperature)
+    return square * engine.density.num_data / heat
 
 
 def _expected_kinetic(engine: Engine, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:

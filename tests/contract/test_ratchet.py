@@ -23,7 +23,7 @@ CODE_LINES = {
     "core": 1241,
     "curvature": 3129,
     "data": 922,
-    "diagnostics": 2455,
+    "diagnostics": 2470,
     "distributed": 532,
     "engine": 1641,
     "exact": 522,

@@ -1,6 +1,7 @@
 """The temperature of draws, against closed forms and the variance that it stands for."""
 
 import dataclasses
+import functools
 
 import choices
 import pyro
@@ -13,7 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from warned import quiet, told
 
 import pyro_scale as ps
+from pyro_scale.data.batches import Batch
+from pyro_scale.diagnostics import temperature
 from pyro_scale.diagnostics.verdict import report as verdict_on
+from pyro_scale.engine.step import Engine
 from pyro_scale.errors import NonFiniteError
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -275,3 +279,95 @@ def test_a_bar_that_is_wider_than_the_tolerance_tells_nothing(error, draws, verd
     measurements = dataclasses.replace(measurements, virial=virial)
     result = dataclasses.replace(fit.posterior.draws, measurements=measurements)
     assert verdict_on(result, made[-1], draws).of_site("mu") == verdict
+
+
+def recorded(monkeypatch):
+    """The positions and rows of every gradient that a temperature is made of, and how often the log
+    posterior is differentiated for them."""
+    gradients, calls = [], []
+    gradient, grad = Engine.gradient, ps.LogPosterior.grad
+
+    def count(engine, positions, batch):
+        rows = batch.tensors[0].shape[-2]
+        calls.clear()
+        found = gradient(engine, positions, batch)
+        gradients.append((len(positions), rows, len(calls)))
+        return found
+
+    def call(*args, **kwargs):
+        calls.append(1)
+        return grad(*args, **kwargs)
+
+    monkeypatch.setattr(Engine, "gradient", count)
+    monkeypatch.setattr(ps.LogPosterior, "grad", call)
+    return gradients
+
+
+def virial_of(fit):
+    problem, draws = fit._last.plan.problem, fit.posterior.draws
+    batches = problem.batches(len(draws.positions), "shuffle")
+    return temperature.virial(problem, draws.positions, [*range(4)], batches, 10_000)
+
+
+@functools.cache
+def with_anchor():
+    anchor = {"w": torch.zeros(30).double()}
+    sampler = ps.BAOA(regression, lr=0.1, control_variates=anchor, compile=False)
+    return run(sampler, (COLUMNS, OUTCOMES), batch_size=B, **SHORT)
+
+
+SHORT = {"num_samples": 200, "warmup_steps": 100, "thinning": 1}
+
+
+def test_on_all_rows_control_variates_are_left_out(monkeypatch):
+    """They cancel there: temperatures are those of the plain gradient, which is taken once."""
+    fit = with_anchor()
+    problem = fit._last.plan.problem
+    assert problem.engine.density is not problem.log_posterior
+    rows = recorded(monkeypatch)
+    found = virial_of(fit)
+    assert found.is_exact
+    assert sum(draws for draws, _, _ in rows) == 800
+    assert {(size, calls) for _, size, calls in rows} == {(N, 1)}
+    draws = fit.posterior.draws.positions.flatten(0, 1)
+    gradient = (OUTCOMES - draws @ COLUMNS.T) @ COLUMNS - draws
+    parts = -(draws - draws.mean(0)) * gradient
+    assert torch.allclose(found.of_elements, parts.mean(0), rtol=1e-9)
+    assert torch.allclose(found.parts.flatten(0, 1)[:, 0, 0], parts.mean(1), rtol=1e-8, atol=1e-8)
+    batch = Batch(problem.data.arguments, per_chain=False)
+    theirs = problem.engine.gradient(draws[:8], batch) * N  # with the control variates
+    assert torch.allclose(theirs, gradient[:8], rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("work", "draws", "size"),
+    [(256 * N * 62, 256, N), (400 * N * 62, 400, N), (100 * N * 62, 800, B)],
+    ids=["least", "affordable", "batches"],
+)
+def test_its_gradients_are_bounded(monkeypatch, work, draws, size):
+    """By draws x rows x (D + 32); all rows only if they can be read 256 times."""
+    fit = with_anchor()
+    monkeypatch.setattr(temperature, "_MOST_WORK", work)
+    rows = recorded(monkeypatch)
+    found = virial_of(fit)
+    assert sum(n for n, _, _ in rows) == draws
+    assert {each for _, each, _ in rows} == {size}
+    assert found.is_exact == (size == N)
+    assert found.parts.shape[:2] == (4, draws // 4)
+
+
+@pytest.mark.parametrize("lr", [0.3, 0.9])
+def test_a_part_of_the_draws_tells_the_variance_of_all(monkeypatch, lr):
+    """On a Gaussian, an element's part is its squared distance: 256 gradients have the error of
+    4,000 draws, without which it would be four times as large."""
+    fit = run(ps.SGLD(mean_of_normal, lr=lr), num_samples=1000)
+    monkeypatch.setattr(temperature, "_MOST_WORK", 256 * N * 33)
+    found = virial_of(fit)
+    draws = fit.posterior.draws.positions
+    spread = float(draws.var(correction=0)) * (N + 0.01)
+    assert found.parts.shape[:2] == (4, 64)
+    assert float(found.of_elements) == pytest.approx(spread, rel=0.01)
+    assert float(found.parts[..., 0].mean()) == pytest.approx(float(found.of_elements), rel=1e-9)
+    own = draws[:, :: 1000 // 64].var(correction=0)
+    assert abs(float(own) * (N + 0.01) - spread) > 0.01
+    assert float(found.errors) == pytest.approx((2 / 4000) ** 0.5 * max(1, spread), rel=0.15)
