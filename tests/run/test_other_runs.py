@@ -65,7 +65,9 @@ def test_a_run_of_another_model_is_not_gone_on_with(other, written):
 def test_rounding_and_threads_do_not_stand_in_the_way(written, monkeypatch):
     exact, threads = resume.model_fingerprint, torch.get_num_threads()
     monkeypatch.setattr(
-        resume, "model_fingerprint", lambda *args: {n: v * (1 + 5e-6) for n, v in exact(*args).items()}
+        resume,
+        "model_fingerprint",
+        lambda *args: {n: v * (1 + 5e-6) for n, v in exact(*args).items()},
     )
     torch.set_num_threads(2)
     try:
