@@ -8,11 +8,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from tqdm.auto import tqdm
-from tqdm.notebook import tqdm_notebook
 
 #: Approximate number of lines that a run writes into a log.
 _LINES = 10
-_IN_A_NOTEBOOK = issubclass(tqdm, tqdm_notebook)
+#: Without an import of `tqdm.notebook`, which imports IPython.
+_IN_A_NOTEBOOK = any(kind.__module__ == "tqdm.notebook" for kind in tqdm.__mro__)
 
 
 class Progress:
