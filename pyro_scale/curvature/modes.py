@@ -73,6 +73,14 @@ def lbfgs(
         DataError: the log joint is not finite at the start.
         ArgumentError: it is not finite at the end, or rises until numbers overflow.
     """
+    value, first = density.grad(start)
+    if not bool(torch.isfinite(value)):
+        raise DataError(
+            "the log joint of the whole data is NaN or infinite where chain 0 starts: "
+            + (density.to_clean() or FINITE_DATA),
+            code="not-finite",
+        )
+    highest, overflows = float(value), False
     position = start.detach().clone().requires_grad_()
     optimizer = torch.optim.LBFGS(
         [position],
@@ -95,14 +103,6 @@ def lbfgs(
         position.grad = -gradient * moves
         return -value
 
-    value, first = density.grad(start)
-    if not bool(torch.isfinite(value)):
-        raise DataError(
-            "the log joint of the whole data is NaN or infinite where chain 0 starts: "
-            + (density.to_clean() or FINITE_DATA),
-            code="not-finite",
-        )
-    highest, overflows = float(value), False
     with contextlib.suppress(RuntimeError):  # L-BFGS fails where numbers overflow
         optimizer.step(closure)
     end = position.detach()
