@@ -11,7 +11,7 @@ import griffe
 
 class Signatures(griffe.Extension):
     """Takes the parameters that `**options: Unpack[...]` stands for from the class itself, and what
-    is said of them from the class that they are passed on to."""
+    is said of them from the classes that they are passed on to."""
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         """Replace `**options` by what Python knows of it, in the signature and in the docstring."""
@@ -20,7 +20,9 @@ class Signatures(griffe.Extension):
             return
         documented = griffe.dynamic_import(func.parent.path)
         del func.parameters[options[0].name]
-        said = _said_of_parameters(documented.__mro__[1])
+        said = {}
+        for base in reversed(documented.__mro__[1:]):
+            said |= _said_of_parameters(base)
         entries = []
         for name, parameter in inspect.signature(documented).parameters.items():
             if name not in func.parameters:

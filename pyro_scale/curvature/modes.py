@@ -23,6 +23,8 @@ from pyro_scale.model.site_checks import FINITE_DATA
 NEAR = 0.01
 #: Most gradients of all rows in one run of L-BFGS.
 _LBFGS_PASSES = 200
+#: How far the log joint over N counts as below its highest value where it is NaN or infinite.
+_WALL = 1e6
 #: The gradient's norm over N at a mode: at most this, or this fraction of the norm at the start.
 _GRAD_TOL, _GRAD_FACTOR = 1e-3, 0.1
 #: Newton's method needs one step where the log joint is quadratic, and few near a mode.
@@ -69,10 +71,17 @@ def lbfgs(
 
     Raises:
         DataError: the log joint is not finite at the start.
-        ArgumentError: it is not finite at the end.
+        ArgumentError: it is not finite at the end, or rises until numbers overflow.
     """
+    value, first = density.grad(start)
+    if not bool(torch.isfinite(value)):
+        raise DataError(
+            "the log joint of the whole data is NaN or infinite where chain 0 starts: "
+            + (density.to_clean() or FINITE_DATA),
+            code="not-finite",
+        )
+    highest, overflows = float(value), False
     position = start.detach().clone().requires_grad_()
-    highest = -math.inf
     optimizer = torch.optim.LBFGS(
         [position],
         max_iter=_LBFGS_PASSES,
@@ -84,25 +93,23 @@ def lbfgs(
     )
 
     def closure() -> Tensor:
-        nonlocal highest
+        nonlocal highest, overflows
         value, gradient = density.grad(position)
-        if math.isfinite(float(value)):
-            highest = max(highest, float(value))
+        if not bool(torch.isfinite(value) & torch.isfinite(gradient).all()):
+            # a wall that the line search turns back from: it cannot interpolate NaN or infinity
+            overflows, position.grad = True, torch.zeros_like(position)
+            return value.new_tensor(_WALL - highest)
+        highest = max(highest, float(value))
         position.grad = -gradient * moves
         return -value
 
-    value, first = density.grad(start)
-    if not bool(torch.isfinite(value)):
-        raise DataError(
-            "the log joint of the whole data is NaN or infinite where chain 0 starts: "
-            + (density.to_clean() or FINITE_DATA),
-            code="not-finite",
-        )
     with contextlib.suppress(RuntimeError):  # L-BFGS fails where numbers overflow
         optimizer.step(closure)
     end = position.detach()
     value, slope = density.grad(end)
-    if not bool(torch.isfinite(end).all() and torch.isfinite(value)):
+    is_finite = bool(torch.isfinite(end).all() and torch.isfinite(value))
+    stalls = overflows and not _is_flat(slope * moves, first)
+    if not is_finite or (stalls and float(end.abs().max()) > torch.finfo(end.dtype).max ** 0.25):
         raise _no_mode(
             advice,
             f"the log joint rose to {density.log_posterior.num_data * highest:.4g} nats, and is "
@@ -121,15 +128,19 @@ def find_mode(
         DataError: the log joint is not finite at the start.
     """
     run = lbfgs(density, start, advice)
-    slope, first = float(run.slope.norm()), float(run.first.norm())
-    if not slope <= max(_GRAD_FACTOR * first, _GRAD_TOL):
+    if not _is_flat(run.slope, run.first):
         num_data = density.log_posterior.num_data
         raise _no_mode(
             advice,
-            f"L-BFGS ended where the gradient's norm is {num_data * slope:.2g} nats, "
-            f"{num_data * first:.2g} at the start",
+            f"L-BFGS ended where the gradient's norm is {num_data * run.slope.norm():.2g} nats, "
+            f"{num_data * run.first.norm():.2g} at the start",
         )
     return run.position
+
+
+def _is_flat(slope: Tensor, first: Tensor) -> bool:
+    """Whether the gradient at the end of a search is small, given that at its start."""
+    return bool(slope.norm() <= max(_GRAD_FACTOR * float(first.norm()), _GRAD_TOL))
 
 
 class Refined(NamedTuple):
@@ -153,7 +164,7 @@ def newton_refine(
     places: Tensor,
     near: float = 0.0,
 ) -> Refined:
-    """Moves a position near a mode by Newton's method, for as long as steps bring it nearer.
+    """Moves a position near a mode by Newton's method, as long as steps bring it nearer.
 
     Distances are measured by the curvature, because a gradient's norm is dominated by the stiffest
     direction.
@@ -191,14 +202,14 @@ def _solve(factor: Tensor, vector: Tensor) -> Tensor:
 
 
 class Candidate(NamedTuple):
-    """A point with the Gaussian there.
+    """A possible mode, with the Gaussian that approximates the density there.
 
     Attributes:
         center: the point, [D].
         gaussian: over some sites.
         log_evidence: in nats.
-        distance: the squared distance to the mode, in the Gaussian's sds, by a step of Newton's
-            method.
+        distance: the squared distance to the mode, in the Gaussian's sds, estimated by a step of
+            Newton's method.
     """
 
     center: Tensor
@@ -224,7 +235,7 @@ def climb_to_mode(
 
     Args:
         density: the log joint of all rows.
-        start: where it begins, [D].
+        start: the first position, [D].
         refine: a point -> the candidate that Newton's method reaches from there.
         places: of the elements that have a Gaussian.
         moves: 1 for elements that may move, 0 for those that stay, [D].
@@ -269,7 +280,8 @@ def climb_to_mode(
 def _run_adam(
     density: FullDataDensity, start: Tensor, moves: Tensor, steps: int, lr: float
 ) -> Tensor:
-    """The highest position of a run of Adam on all rows, whose step size falls to 0."""
+    """The position of largest log joint on a path of Adam on all rows, with a step size that falls
+    to 0. Elements of `moves` are 1 for elements that may move, otherwise 0."""
     position, highest, best = start.clone(), -math.inf, start
     adam = Adam([position], lr=lr, eps=torch.finfo(start.dtype).tiny, maximize=True)
     schedule = LinearLR(adam, 1.0, 0.0, steps)
@@ -286,7 +298,7 @@ def _run_adam(
 
 
 def _value(density: FullDataDensity, position: Tensor) -> float:
-    """The log joint over N; from `grad`, the one sum of values that ranks share out."""
+    """The log joint over N. It comes from `grad`, the only sum that is shared among ranks."""
     return float(density.grad(position)[0])
 
 

@@ -54,7 +54,7 @@ _WINDOW = 100
 
 
 class Options(TypedDict, total=False):
-    """Arguments of `MAP`, `VI` and `IVON`; `MAP` says what they are."""
+    """Arguments of `MAP`, `VI` and `IVON`; `Optimized` says what they are."""
 
     init_strategy: Any
     num_data: int | None
@@ -169,7 +169,14 @@ class Stochastic(Stepwise):
 
 
 class Optimized(Stochastic, Approximation):
-    """An approximation that a stochastic optimizer finds: what `MAP`, `VI` and `IVON` share."""
+    """An approximation that a stochastic optimizer finds: what `MAP`, `VI` and `IVON` share.
+
+    Args:
+        init_strategy: where params, or means, start: one of Pyro's, a dict of constrained tensors
+            `[num_chains, ...]`, or another fit.
+        num_data: N, which overrides what the data say.
+        compile: as for samplers.
+    """
 
     #: Whether the run ends with exact steps, so that the optimizer need only come near.
     _ends_exactly = False

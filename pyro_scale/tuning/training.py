@@ -171,9 +171,10 @@ def _optimize(
     if draws.error is not None:
         raise draws.error
     if draws.failures:
-        advice = f"or pass a smaller lr ({lr_in_words(kernel)})"
         if chooses_lr:
             advice = "or start from a trained network (init_strategy=ps.init_to_module, or a fit)"
+        else:
+            advice = f"or pass a smaller lr ({lr_in_words(kernel)})"
         first, sites = draws.failures[0], broken_sites(learner, draws)
         at_site = "".join(f" at site '{name}'" for name, *_ in list(sites.values())[:1])
         data = learner.log_posterior, learner.data, learner.engine.layout

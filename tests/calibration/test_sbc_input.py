@@ -198,10 +198,10 @@ def test_resume_refuses_another_model_or_other_rows(monkeypatch):
         with pytest.raises(ArgumentError, match=f"resume: .*({what})"):
             resumed(model, **changes)
     # as another machine would have rounded it
-    exact = campaign.evaluations
+    exact = campaign.model_fingerprint
     monkeypatch.setattr(
         campaign,
-        "evaluations",
+        "model_fingerprint",
         lambda *args, **kwargs: {n: v * (1 + 1e-6) for n, v in exact(*args, **kwargs).items()},
     )
     assert resumed(scaled()).num_simulations == 21

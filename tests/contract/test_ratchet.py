@@ -21,7 +21,7 @@ CODE_LINES = {
     "calibration": 1720,
     "compile": 1218,
     "core": 1241,
-    "curvature": 3129,
+    "curvature": 3135,
     "data": 922,
     "diagnostics": 2470,
     "distributed": 532,
@@ -36,7 +36,7 @@ CODE_LINES = {
     "rng": 643,
     "run": 2066,
     "storage": 567,
-    "tuning": 2642,
+    "tuning": 2643,
 }
 #: Of the whole package.
 MOST = {
@@ -45,7 +45,7 @@ MOST = {
     "functions of more than 8 parameters": 5,
     "functions of more than 50 code lines": 10,
     "most imports of a file": 33,
-    "numeric constants of modules": 285,
+    "numeric constants of modules": 286,
     "numeric defaults of fields": 214,
     "isinstance, hasattr and case": 495,
     "Any and object": 1273,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from reference import close, double, normals
 from row_datasets import RowByRow, Stream
+from scipy import optimize
 from torch.utils.data import (
     DataLoader,
     SubsetRandomSampler,
@@ -258,6 +259,36 @@ def test_the_mode_is_that_of_unconstrained_space():
 
     density, start = opened(model, y, batch_size=2)
     close(find_mode(density, start), [math.log(5 / (3 + float(y.sum())))], 1e-7)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_search_turns_back_where_the_log_joint_overflows(seed):
+    """Data of thousandths: long steps to a small s overflow.  At the mode, w is the ridge estimate
+    for s, and s^2 (s^2 + N - 1) = |y - x w|^2."""
+    source, single = torch.Generator().manual_seed(1), torch.float32
+    x, noise = (torch.randn(103, n, generator=source, dtype=single) for n in (3, 1))
+    y = 1e-3 * (x @ torch.tensor([1.0, -0.5, 0.2], dtype=single) + 0.5 * noise[:, 0])
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(x.new_zeros(3), 1.0).to_event(1))
+        s = pyro.sample("s", dist.HalfNormal(x.new_ones(())))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+
+    exact_x, exact_y = x.double(), y.double()
+
+    def ridge(s):
+        gram = exact_x.T @ exact_x + s**2 * torch.eye(3, dtype=torch.float64)
+        return torch.linalg.solve(gram, exact_x.T @ exact_y)
+
+    def slope(s):
+        rest = exact_y - exact_x @ ridge(s)
+        return s**2 * (s**2 + len(x) - 1) - float(rest @ rest)
+
+    s = optimize.brentq(slope, 1e-6, 1.0)
+    center = ps.Laplace(model).run((x, y), seed=seed, progress=False).fit.centers[0]
+    close(center[:3], ridge(s), 1e-6)
+    close(center[3], math.log(s), 1e-3)  # float32's log joint is flat so close to the mode
 
 
 def test_a_start_at_the_mode_stays_there():

@@ -269,16 +269,16 @@ def test_points_go_with_all_chains(num_chains, store):
 
 @pytest.mark.slow
 def test_there_is_room_for_so_many_bytes(monkeypatch):
-    monkeypatch.setattr(last_steps, "_BYTES", 3 * (B * 3 + 6) * 8)
+    monkeypatch.setattr(last_steps, "_RECORD_BYTES", 3 * (B * 3 + 6) * 8)
     message = broken(ps.SGLD(regression, lr=1e3))
     assert "reruns the last 3 steps of chain 0" in message
     assert len(checked(message, regression).steps) == 3
-    monkeypatch.setattr(last_steps, "_BYTES", 1)
+    monkeypatch.setattr(last_steps, "_RECORD_BYTES", 1)
     assert "reruns the last step of chain 0" in broken(ps.SGLD(regression, lr=1e3))
 
 
 def test_states_that_are_too_large_are_not_held(monkeypatch):
-    monkeypatch.setattr(last_steps, "_HELD", 1)
+    monkeypatch.setattr(last_steps, "_STATE_BYTES", 1)
     message = broken(ps.SGLD(regression, lr=1e3))
     assert "reruns the last step of chain 0" in message
     checked(message, regression)

@@ -63,9 +63,11 @@ def test_a_run_of_another_model_is_not_gone_on_with(other, written):
 
 
 def test_rounding_and_threads_do_not_stand_in_the_way(written, monkeypatch):
-    exact, threads = resume.evaluations, torch.get_num_threads()
+    exact, threads = resume.model_fingerprint, torch.get_num_threads()
     monkeypatch.setattr(
-        resume, "evaluations", lambda *args: {n: v * (1 + 5e-6) for n, v in exact(*args).items()}
+        resume,
+        "model_fingerprint",
+        lambda *args: {n: v * (1 + 5e-6) for n, v in exact(*args).items()},
     )
     torch.set_num_threads(2)
     try:
@@ -138,10 +140,10 @@ def test_a_file_is_of_one_model(name, tmp_path, monkeypatch):
     for model, _ in OTHERS.values():
         with pytest.raises(FileError, match=r"of the file's batch the log (prior|likelihood)"):
             getattr(ps, name).load(path, model)
-    exact = serialization.evaluations
+    exact = serialization.model_fingerprint
     monkeypatch.setattr(
         serialization,
-        "evaluations",
+        "model_fingerprint",
         lambda *args: {n: v * (1 + 5e-4) for n, v in exact(*args).items()},
     )
     getattr(ps, name).load(path, classes(X.clone()))

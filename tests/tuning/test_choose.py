@@ -191,7 +191,7 @@ def test_work_is_bounded(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"lr": lambda step: 0.1}, "lr is a schedule, which needs to know"),
+        ({"lr": lambda step: 0.1}, "lr is a schedule, which needs the length of the run"),
         ({"mass": 2.0, "precondition": "dense"}, "mass has no meaning"),
         ({"precondition": "full"}, "precondition='full'"),
         ({"precondition": ps.Laplace(line)}, "a fit of all sites that has been run"),
@@ -219,7 +219,7 @@ def test_a_temperature_that_changes_has_no_step_size_of_its_own():
 
 
 def test_steps_need_numbers():
-    with pytest.raises(ArgumentError, match="lr='auto' is chosen from the whole data"):
+    with pytest.raises(ArgumentError, match="lr='auto' is chosen from all rows"):
         ps.BAOA(line, num_data=200).step(X, Y)
 
 
