@@ -111,7 +111,8 @@ def virial(
     chosen, every = _choose(problem, positions, size, step), torch.arange(len(chains))[:, None]
     more = min(_MOST_DRAWS, _NUMBERS_IN_MEMORY // engine.layout.size) if is_exact else 0
     seen = spread(positions, max(more // len(chains), len(chosen)))
-    blocks = seen.split(_draws_at_once(problem, 0, len(chains)))
+    # their moments take four copies in double precision
+    blocks = seen.split(max(1, _draws_at_once(problem, 0, len(chains)) // 8))
     sums = (Sums.from_draws(positions[every, places]) for places in blocks)
     total = functools.reduce(Sums.__or__, sums).pool()
     center = total.mean[0].to(engine.layout.dtype)
