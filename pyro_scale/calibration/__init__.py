@@ -1,1 +1,1 @@
-"""Simulation-based calibration: whether posteriors are right, on average over the prior."""
+"""Simulation-based calibration: tests whether posteriors are right, on average over the prior."""

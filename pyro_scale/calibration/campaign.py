@@ -32,7 +32,7 @@ from pyro_scale.tuning.policy import SIMULATIONS
 
 #: Memory of a simulation: copies of its data set, and copies of its draws in float64.
 _COPIES_OF_DATA, _COPIES_OF_DRAWS = 4, 3
-#: Relative difference that rounding on another machine may make.
+#: Relative difference that rounding on another machine may cause.
 _MACHINE_TOLERANCE = 1e-4
 
 

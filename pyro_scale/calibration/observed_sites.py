@@ -73,7 +73,7 @@ class ObservedSite:
         return value if both_real else value.to(self.dtype)
 
     def fill_leaf(self, leaf: Tensor, table: Tensor) -> Tensor:
-        """The leaf with the observations of a table in place of its own."""
+        """The leaf with its observations replaced by those of a table."""
         value = self.to_value(table).to(self.dtype)
         if self.part is None:
             return value

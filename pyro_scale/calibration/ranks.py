@@ -1,4 +1,4 @@
-"""The scores and the shape of ranks: the columns of `SBC.summary`, and the words of its report."""
+"""Scores of ranks, for `SBC.summary`, and descriptions of their shape, for the report."""
 
 from __future__ import annotations
 

@@ -239,7 +239,8 @@ class Generator:
 
             try:
                 values = torch.vmap(draw_one, randomness="different")(dict(params), covariates)
-            except (RuntimeError, NotImplementedError):  # vmap refuses the model or a sampler
+            # vmap does not support the model or a sampler
+            except (RuntimeError, NotImplementedError):
                 one_by_one = [
                     draw_one(
                         {name: value[i] for name, value in params.items()},

@@ -69,7 +69,7 @@ class StackedDensity:
     def row_gradients(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Not needed in a calibration."""
+        """Raises an error: a calibration does not need gradients of rows."""
         raise NotImplementedError
 
     def own_values(self, values: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:

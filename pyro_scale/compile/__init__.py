@@ -1,1 +1,2 @@
-"""From a function of tensors to C++, a loop or a C function: knows no model, no data, no kernel."""
+"""Compiles functions of tensors to C++, as a loop or a C function; independent of models, data and
+kernels."""

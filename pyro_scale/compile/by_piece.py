@@ -85,7 +85,8 @@ def _is_by_element(node: fx.Node, size: int) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not value.dim() or value.shape[-1] != size:
         return False
-    if node.target is _ATEN.stack.default:  # of one tensor: a first dimension
+    # the operation is on one tensor: a leading dimension is allowed
+    if node.target is _ATEN.stack.default:
         return len(node.args[0]) == 1 and node.args[1:] in ((), (0,))  # type: ignore[arg-type]
     tags = getattr(node.target, "tags", ())
     return node.target in _COPIES or torch.Tag.pointwise in tags

@@ -1,4 +1,4 @@
-"""The user's cache of compiled libraries, found again without Inductor, whose import takes two
+"""The user's cache of compiled libraries. Looking one up does not import Inductor, which takes two
 seconds.
 
 Anyone who can write into the cache runs code as the user.  So files and directories that others own
@@ -107,7 +107,7 @@ def for_this_process(pid: int) -> Path:
     made = Path(tempfile.mkdtemp(prefix="pyro-scale-"))
 
     def remove() -> None:
-        if os.getpid() == pid:  # not a fork of it
+        if os.getpid() == pid:  # not in a fork of the process
             shutil.rmtree(made, ignore_errors=True)
 
     atexit.register(remove)
@@ -138,13 +138,13 @@ def write(key: str, code: bytes) -> None:
     with contextlib.suppress(OSError):
         with tempfile.NamedTemporaryFile(dir=kept, delete=False) as new:
             new.write(code + _digest(key, code))
-        os.replace(new.name, kept / f"{key}.so")  # at once, for other processes look there too
+        os.replace(new.name, kept / f"{key}.so")  # at once, as other processes look there, too
         _drop_oldest(kept)
 
 
 @contextlib.contextmanager
 def building(key: str) -> Iterator[None]:
-    """Inside, no other process or thread builds the library of this key."""
+    """Context in which no other process or thread builds the library of this key."""
     file = directory() / f"{key}.lock"
     lock = FileLock(file)
     with contextlib.suppress(OSError):  # a file system without locks: both build it

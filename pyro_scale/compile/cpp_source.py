@@ -80,7 +80,8 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _rename(name: str, source: str, static: str, shared: Set[int]) -> str:
-    """A kernel's source as a static function of that name.
+    """A kernel's source with its function renamed to `name`, declared `static` (such as "static
+    inline").
 
     Arguments that share no memory are marked `__restrict__`.  Otherwise a compiler must assume that
     any store may change, say, the step size, and loads it again for each element.

@@ -129,7 +129,7 @@ def _may_abort(kernel: object) -> bool:
 
 @contextmanager
 def _kernels_built_on_demand() -> Iterator[None]:
-    """Inside, Inductor does not build its kernels: most are built as parts of a loop."""
+    """Context in which Inductor does not build its kernels: most are built as parts of a loop."""
     from torch._inductor.async_compile import AsyncCompile
 
     def on_demand(self: Any, argument_types: list[str], source: str) -> CppKernel:
@@ -182,7 +182,7 @@ def build_plain(source: str) -> str:
 
 @contextmanager
 def _headers_precompiled_in_time() -> Iterator[None]:
-    """Inside, Inductor precompiles headers, unless this is the machine's first library.
+    """Context in which Inductor precompiles headers, unless this is the machine's first library.
 
     They reduce the time of building a library to a third, and take as long as two libraries; the
     first one, which users wait for, is built without them.  Inductor calls openssl for their hash.
@@ -225,7 +225,7 @@ def cpp_compiler() -> str:
 
 @contextmanager
 def _in_our_cache() -> Iterator[None]:
-    """Inside, Inductor's files are in our cache, unless the user chose another directory.
+    """Context in which Inductor's files are in our cache, unless the user chose another directory.
 
     Its default is a predictable path in the temporary directory, where others could write first.
     """

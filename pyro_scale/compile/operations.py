@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class NotALoop(Exception):
-    """A step contains a statement that cannot be written as C++: this statement."""
+    """A step contains a statement that cannot be written as C++; the argument is this statement."""
 
 
 @dataclass(frozen=True)

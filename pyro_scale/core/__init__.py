@@ -1,1 +1,1 @@
-"""Vectors, rows, seeds, schedules and statistics of numbers: knows no model and no method."""
+"""Vectors, rows, schedules and statistics of numbers; independent of models and methods."""

@@ -25,12 +25,12 @@ exclusive = threading.RLock()
 
 @contextmanager
 def own_generator(seed: int | None = None) -> Iterator[None]:
-    """Inside, this thread alone uses torch's generator, seeded if `seed` is passed; afterwards the
-    generator is as it was."""
+    """Context in which only this thread uses torch's generator, seeded if `seed` is passed.
+    Afterwards the generator's state is restored."""
     with exclusive, torch.random.fork_rng():
         if seed is not None:
             torch.default_generator.manual_seed(seed)
-            if torch.cuda.is_available():  # torch.manual_seed keeps a traceback where it is not
+            if torch.cuda.is_available():  # unlike this, torch.manual_seed keeps a traceback alive
                 torch.cuda.manual_seed_all(seed)
         yield
 
@@ -77,7 +77,7 @@ class Ignored:
 
 @contextmanager
 def without_onednn() -> Iterator[None]:
-    """Inside, torch does not use oneDNN, whose recurrent layers cannot be traced."""
+    """Context in which torch does not use oneDNN, whose recurrent layers cannot be traced."""
     with exclusive, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")
         with torch.backends.mkldnn.flags(enabled=False):
@@ -99,7 +99,7 @@ def raise_if_from_handler(error: BaseException) -> None:
     """Raises an exception again if a signal handler raised it, such as a time limit of the user's.
 
     Call this in an `except Exception` that treats errors of a model or a compiler as a reason to do
-    something else.  An exception of a signal handler is none: it has to end the run.
+    something else.  An exception of a signal handler is no such reason: it has to end the run.
     """
     handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     trace = error.__traceback__
@@ -114,7 +114,7 @@ def _code(handler: Any) -> CodeType | None:
     while isinstance(handler, functools.partial):
         handler = handler.func
     for function in (handler, type(handler).__call__ if callable(handler) else None):
-        code = getattr(function, "__code__", None)  # a method gives that of its function
+        code = getattr(function, "__code__", None)  # a method returns its function's code
         if code is not None:
             return code
     return None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class _Gaussian:
-    """What all Gaussians have; subclasses are dataclasses whose fields are tensors."""
+    """Base of all Gaussians; subclasses are dataclasses whose fields are tensors."""
 
     mean: Tensor
 

@@ -54,7 +54,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def none(cls, num_chains: int, size: int) -> Sums:
-        """The sums of no draws."""
+        """Empty sums, before any draws."""
         zeros = torch.zeros(num_chains, size, dtype=torch.float64)
         return cls(torch.zeros(num_chains, 1, dtype=torch.long), zeros, zeros)
 
@@ -67,7 +67,7 @@ class Sums(NamedTuple):
         return cls(number, mean, (numbers - mean[:, None]).square().sum(1))
 
     def __or__(self, other: Sums) -> Sums:
-        """The sums of both together (Chan, Golub and LeVeque 1983)."""
+        """The sums over the draws of both (Chan, Golub and LeVeque 1983)."""
         count = self.number + other.number
         part, gap = other.number / count.clamp(min=1).double(), other.mean - self.mean
         squares = self.squares + other.squares + gap.square() * (self.number * part)

@@ -155,7 +155,8 @@ def are_finite(arguments: Arguments) -> bool:
 
 
 def to_clean(arguments: Arguments, begin: int = 0, among: str = " of the batch") -> str:
-    """A message about the first NaN or infinite number in rows; "" if all are finite.
+    """The message that rows contain NaN or infinite numbers, with the first place; "" if all are
+    finite.
 
     Args:
         arguments: the rows.

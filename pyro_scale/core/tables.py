@@ -28,7 +28,8 @@ _WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype("uint16"): np.dtype("int32"),
     np.dtype("uint32"): np.dtype("int64"),
 }
-#: Kind of a dtype that cannot be converted -> (what it is, what to pass).
+#: Dict from the kind of a dtype that cannot be converted to (its description, what to pass
+#: instead).
 _REFUSALS = {
     "O": ("objects", "numbers (.astype(float), where they are)"),
     "U": ("strings", "numbers, such as pandas.factorize(...)[0] for an index"),

@@ -102,7 +102,7 @@ def _ones(numbers: Tensor) -> Tensor:
 
 def _sort(means: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Clusters sorted by mean; empty ones, whose mean is infinite, come last."""
-    order = torch.from_numpy(np.argsort(means.numpy(), 1))  # a tenth of torch's time
+    order = torch.from_numpy(np.argsort(means.numpy(), 1))  # ten times as fast as torch
     return means.gather(1, order), sizes.gather(1, order)
 
 

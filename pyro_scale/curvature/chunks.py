@@ -36,14 +36,14 @@ class Chunk(NamedTuple):
 
     @property
     def num_new(self) -> int:
-        """How many of the rows are new."""
+        """Number of rows that no earlier chunk has had."""
         return len(range(*self.keep.indices(self.num_rows)))
 
 
 def chunks_of(
     log_posterior: LogPosterior, data: Data, num_rows: int | None = None, share: Share = WHOLE
 ) -> Iterator[Chunk]:
-    """All rows once, in the data's order, or a rank's share of them.
+    """Chunks that cover all rows once, in the data's order; or a rank's share of these chunks.
 
     Args:
         log_posterior: the model; one that needs all rows together gets a single chunk.

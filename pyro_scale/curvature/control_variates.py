@@ -87,7 +87,7 @@ class ControlVariates:
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[Params, Evaluation]:
-        """The same by `torch.autograd`, like `LogPosterior.plain_grad`."""
+        """The gradient by `torch.autograd`, like `LogPosterior.plain_grad`."""
         return self._correct(self.log_posterior.plain_grad, params, batch, indices)
 
     def _correct(

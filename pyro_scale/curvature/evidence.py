@@ -1,4 +1,4 @@
-"""Laplace's Gaussian at a mode, and the log evidence that it gives."""
+"""The Laplace approximation at a mode, and its log evidence."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _TUNING_STEPS = 50
 
 @dataclass(frozen=True)
 class Search:
-    """The search for a mode with Laplace's Gaussian, and for params of most evidence.
+    """Searches for a mode and the Laplace approximation there, and for params of largest evidence.
 
     Attributes:
         density: the log joint of all rows.
@@ -76,7 +76,8 @@ class Search:
     corrected: bool = False
 
     def best(self, start: Tensor) -> Candidate:
-        """The candidate at the nearest mode; over tuned params, the one of most evidence.
+        """The candidate at the nearest mode; if params are tuned, at their values of largest
+        evidence.
 
         Args:
             start: where the search begins, [D].
@@ -85,7 +86,8 @@ class Search:
             ArgumentError: no mode was found, or the log joint does not depend on a tuned param.
 
         Warns:
-            ApproximationWarning: the search for most evidence ended elsewhere.
+            ApproximationWarning: the search for the largest evidence ended at a point that is not a
+                maximum.
         """
         if self.tuned is None:
             return self._nearest(start)
@@ -152,7 +154,7 @@ class Search:
         return climb_to_mode(self.density, start, self._refined, self._places, moves, _ADVICE)
 
     def _refined(self, position: Tensor) -> Candidate:
-        """The candidate after steps of Newton's method, where these are cheap."""
+        """The candidate after steps of Newton's method, if these are cheap."""
         num_data, places = self.density.log_posterior.num_data, self._places
         if self.structure == "dense" or len(places) <= _NEWTON_SIZE:
             # a slope by differences needs modes more precise than the GGN's steps: the Hessian's
@@ -204,7 +206,8 @@ class Search:
         return Expansion(*self.density.add_up(expand, spec, dense))
 
     def on_ranks(self, ranks: Ranks, like: Tensor, work: Callable[[Search], T]) -> T:
-        """The result of `work`, on every rank: rank 0 does it, and all share out its sums.
+        """The result of `work`, on every rank: rank 0 runs it, and sums over rows are shared among
+        ranks.
 
         Args:
             ranks: the processes.
@@ -224,7 +227,7 @@ class Search:
 
 
 def _difference(values: Tensor) -> float:
-    """Half of the distance between two points of a central difference."""
+    """Half the distance between the two points of a central difference."""
     return float(torch.finfo(values.dtype).eps ** (1 / 3))
 
 
@@ -238,7 +241,7 @@ def _maximize(function: Callable[[Tensor], tuple[float, Tensor]], start: Tensor)
         try:
             last = function(values.detach().to(start))
             values.grad = -last[1].double()
-        except PyroScaleError:  # no mode: a wall as high as the last point and as steep
+        except PyroScaleError:  # no mode: return the last point's value and slope, as a barrier
             values.grad = last[1].double()
         return torch.tensor(-last[0])
 

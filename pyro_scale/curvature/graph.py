@@ -14,12 +14,12 @@ from torch.autograd.graph import GradientEdge
 Node: TypeAlias = Any
 #: A tensor of the graph: a node, and the number of the operation's output.
 Edge: TypeAlias = tuple[Node, int]
-#: By tensor, the operations that take it, and as which operand.
+#: Dict from a tensor to the operations that take it, with the operand's number.
 Takers: TypeAlias = Mapping[Edge, Sequence[tuple[Node, int]]]
 
 #: Operations that combine their operands element by element.
 _ELEMENTWISE = {"AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0"}
-#: Operations that read places of a table.
+#: Operations that look up entries of a table.
 _LOOKUPS = {"EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0"}
 #: Operations that return some of a tensor's elements, in another order.
 _RESHAPING = {
@@ -58,7 +58,8 @@ _FUNCTIONS = {
 
 
 class CannotRepeat(Exception):
-    """The backward pass of a graph cannot be taken again, or in part; Jacobians are the way out."""
+    """The backward pass of a graph cannot be taken again, or in part; Jacobians are computed
+    instead."""
 
 
 def takers_of(last: Node) -> dict[Edge, list[tuple[Node, int]]]:
@@ -106,8 +107,8 @@ def is_broadcast(edge: Edge, node: Node) -> bool:
 def is_of_params(node: Node) -> bool:
     """Whether an operation depends on params alone.
 
-    Its result is not a row's, though in a batch of one row it may look like one.  Repeating a param
-    for all rows makes it theirs.
+    Its result is not a row's, though in a batch of one row it may look like one.  A param that is
+    repeated for all rows counts as rows.
     """
     if node.name() == "ExpandBackward0":
         return False
@@ -169,7 +170,7 @@ def to_param(edge: Edge, leaf: Tensor, values: Tensor) -> Tensor:
         values: in the tensor's shape.
 
     Raises:
-        CannotRepeat: the way back cannot be taken.
+        CannotRepeat: the backward pass cannot be taken.
     """
     node, place = edge
     if hasattr(node, "variable"):  # the param itself

@@ -24,12 +24,14 @@ from pyro_scale.curvature.graph import Node, to_param
 from pyro_scale.curvature.row_wise import Entry, RowWise
 from pyro_scale.curvature.uses import Elementwise, Gradients, Product
 
-#: Places are written in digits of this base, which the shortest floats hold, and in so many.
+#: Places are encoded in digits of this base, which the shortest floats represent exactly, and the
+#: number of digits.
 _BASE, _DIGITS = 2**7, 5
 
 
 class Part(NamedTuple):
-    """The parts of rows' gradients a g^T, in one use of some elements of a param.
+    """The factors a and g of rows' gradients a g^T, for one operation that uses some of a param's
+    elements.
 
     Attributes:
         places: of the elements in the flat param, [m, n].
@@ -132,7 +134,7 @@ def factors_of(
         for name, uses in entries.items():
             for part in _parts(uses, gradients, graph.leaves[name], keep):
                 factors = part.factors
-                if number:  # more results of the same rows, whose inputs have been added
+                if number:  # more results of the same rows: their inputs have been added already
                     factors.inputs, factors.count = torch.zeros_like(factors.inputs), 0
                 factors.add_to_each(total[name])
     return {name: parts for name, parts in total.items() if _covers(parts, graph.leaves[name])}
@@ -171,7 +173,8 @@ def _has_factors(entries: tuple[Entry, ...]) -> bool:
 
 
 def _slope(entry: Entry) -> float | None:
-    """The number that a param is multiplied by on its way, if it is the same for all elements."""
+    """The factor that a param is multiplied by before its use, if it is the same for all
+    elements."""
     slopes = entry.slope[entry.slope != 0].unique()
     return float(slopes) if len(slopes) == 1 else None
 

@@ -153,7 +153,7 @@ def newton_refine(
     places: Tensor,
     near: float = 0.0,
 ) -> Refined:
-    """Moves a position near a mode by Newton's method, for as long as steps bring it nearer.
+    """Moves a position near a mode by Newton's method, as long as steps bring it nearer.
 
     Distances are measured by the curvature, because a gradient's norm is dominated by the stiffest
     direction.
@@ -191,14 +191,14 @@ def _solve(factor: Tensor, vector: Tensor) -> Tensor:
 
 
 class Candidate(NamedTuple):
-    """A point with the Gaussian there.
+    """A possible mode, with the Gaussian that approximates the density there.
 
     Attributes:
         center: the point, [D].
         gaussian: over some sites.
         log_evidence: in nats.
-        distance: the squared distance to the mode, in the Gaussian's sds, by a step of Newton's
-            method.
+        distance: the squared distance to the mode, in the Gaussian's sds, estimated by a step of
+            Newton's method.
     """
 
     center: Tensor
@@ -224,7 +224,7 @@ def climb_to_mode(
 
     Args:
         density: the log joint of all rows.
-        start: where it begins, [D].
+        start: the first position, [D].
         refine: a point -> the candidate that Newton's method reaches from there.
         places: of the elements that have a Gaussian.
         moves: 1 for elements that may move, 0 for those that stay, [D].
@@ -269,7 +269,8 @@ def climb_to_mode(
 def _run_adam(
     density: FullDataDensity, start: Tensor, moves: Tensor, steps: int, lr: float
 ) -> Tensor:
-    """The highest position of a run of Adam on all rows, whose step size falls to 0."""
+    """The position of largest log joint on a path of Adam on all rows, with a step size that falls
+    to 0. Elements of `moves` are 1 for elements that may move, otherwise 0."""
     position, highest, best = start.clone(), -math.inf, start
     adam = Adam([position], lr=lr, eps=torch.finfo(start.dtype).tiny, maximize=True)
     schedule = LinearLR(adam, 1.0, 0.0, steps)
@@ -286,7 +287,7 @@ def _run_adam(
 
 
 def _value(density: FullDataDensity, position: Tensor) -> float:
-    """The log joint over N; from `grad`, the one sum of values that ranks share out."""
+    """The log joint over N. It comes from `grad`, the only sum that is shared among ranks."""
     return float(density.grad(position)[0])
 
 

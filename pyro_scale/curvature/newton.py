@@ -128,8 +128,8 @@ def _units(model: _Quadratic) -> Tensor:
 
 
 def _expand(density: FullDataDensity, position: Tensor) -> _Quadratic | None:
-    """The log joint to second order; None where it is not finite, or where a matrix of the model
-    cannot be factorized."""
+    """The log joint to second order; None if it is not finite, or a matrix of the model cannot be
+    factorized."""
     try:
         parts = density.derivatives(position)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Observed sites as factors of a curvature J^T F J: what the outputs of a row are, and what F is.
+"""Observed sites as factors of a curvature J^T F J: the outputs of a row, and the matrix F.
 
 An observation's outputs are the arguments of a site's distribution, or log likelihoods; J is their
 Jacobian in the params.  F is a positive semi-definite matrix for each row, such as the Fisher
@@ -35,7 +35,8 @@ class Observation(ABC):
     """Outputs of each row, and the matrix F between two of their Jacobians.
 
     Attributes:
-        row_values: what F is made of, for each row of the batch, `[B, ...]`; without a graph.
+        row_values: values from which F is computed, for each row of the batch, `[B, ...]`; without
+            a graph.
     """
 
     row_values: Tensor

@@ -1,4 +1,4 @@
-"""A batch that the model has been run on, with all that the curvature of its rows is made of."""
+"""A run of the model on a batch, with everything from which the rows' curvature is computed."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class ObservedBatch:
         )
 
     def blocks(self) -> Iterator[Block]:
-        """The rows' terms, in blocks, whatever the model does with its params.
+        """The rows' terms, in blocks, for any use of the params.
 
         Jacobians come from `vmap(jacrev)` of the model on batches of one row; of a model that does
         not allow that, from backward passes through the batch.
@@ -183,7 +183,8 @@ class ObservedBatch:
             return self._flat(each_row(dict(self.inputs.params), single, list(row_values)))
 
     def _joint_jacobian(self, arguments: Arguments, row_values: Sequence[Tensor]) -> Tensor:
-        """The same from the model on these rows together."""
+        """The Jacobian of some rows' outputs, `[b, K, D]`, from the model on these rows
+        together."""
         params = self.inputs.params
         return self._flat(
             row_gradients(lambda p: self._outputs_at(p, arguments, row_values), params)

@@ -1,7 +1,7 @@
 """Operations of autograd's graph as uses of their operands.
 
-Each function below reads one kind of node: what it has saved of its operands, by PyTorch's names
-(`node._saved_*`; see PyTorch's notes on autograd mechanics), determines the use.
+Each function below reads one kind of node. The use follows from what the node has saved of its
+operands, in attributes `node._saved_*` (see PyTorch's notes on autograd mechanics).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def is_readable(node: Node) -> bool:
 
 
 def use_of(operand: Operand) -> Use | None:
-    """What an operation does with an operand; None if that cannot be read from its node."""
+    """How an operation uses an operand; None if the node does not show it."""
     read = _READERS.get(operand.node.name())
     return read(operand) if read is not None and _has_saved(operand.node) else None
 
 
 def _has_saved(node: Node) -> bool:
-    """Whether the tensors that a node has saved can be read: they cannot if they were overwritten
-    since, or are computed anew, as with activation checkpointing."""
+    """Whether the tensors that a node has saved can be read: they cannot if they have been
+    overwritten, or are recomputed, as with activation checkpointing."""
     try:
         for name in dir(node):
             if name.startswith("_saved_"):

@@ -77,7 +77,7 @@ def expand(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expans
     """The log joint to second order at a position.
 
     It goes through the data once, runs the model once on each chunk, and holds no more than the sum
-    and a block of rows.  Where ranks share out the density, these are this rank's terms.
+    and a block of rows.  If ranks share the density, these are this rank's terms.
 
     Args:
         density: the log joint of all rows.
@@ -114,7 +114,7 @@ def expand(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expans
 
 
 def _expand_by_hessian(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expansion:
-    """The same with the Hessian of the whole log joint."""
+    """The expansion with the Hessian of the whole log joint."""
     num_data, places = density.log_posterior.num_data, density.layout.places(spec.sites)
     if dense:
         value, slope, matrix = density.derivatives(spec.position)

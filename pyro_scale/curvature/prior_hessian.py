@@ -50,7 +50,7 @@ def prior_precision(
 def precision_of_prior(
     log_posterior: LogPosterior, log_prior: Tensor, leaves: Params, dense: bool
 ) -> Tensor:
-    """The same from a log prior with its graph, in which the params are `leaves`."""
+    """The prior's precision from a log prior with its graph, in which the params are `leaves`."""
     layout = Layout.from_tensors(leaves)
     if log_posterior.gaussian_prior is not None and layout.names == log_posterior.latents:
         prior = log_posterior.gaussian_prior

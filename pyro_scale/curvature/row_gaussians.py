@@ -261,9 +261,9 @@ def low_rank_at(density: FullDataDensity, spec: CurvatureSpec, rank: int) -> Low
     """The Gaussian over the spec's sites, by `rank` directions of large curvature.
 
     Its precision is the sum of three terms: the prior's diagonal; the largest part of that rank of
-    the likelihood's curvature, in units of the prior's sds (Spantini et al. 2015); and what the
-    curvature's diagonal has beyond that part.  Lanczos' method (ARPACK, through SciPy) finds the
-    directions by products with the curvature, a few passes through the data for each direction.
+    the likelihood's curvature, in units of the prior's sds (Spantini et al. 2015); and the rest of
+    the curvature's diagonal.  Lanczos' method (ARPACK, through SciPy) finds the directions by
+    products with the curvature, a few passes through the data for each direction.
 
     Args:
         density: the log joint of all rows.

@@ -36,7 +36,7 @@ from pyro_scale.curvature.uses import Gradients, Rows, Use, find_rows
 _BLOCK_NUMBERS = 2**23
 #: Powers of two that tell rows apart have exponents below this, so that float32 does not overflow.
 _MOST_EXPONENT = 64
-#: Most operations on a param's ways into the graph.
+#: Most operations on the paths from a param into the graph.
 _MOST_ENTRIES = 64
 
 
@@ -63,7 +63,7 @@ class RowWise:
 
     Attributes:
         outputs: of each row, `[B, K]`, with their graph.
-        entries: of the params whose every way into the graph is understood.
+        entries: of the params all of whose paths into the graph are understood.
         leaves: the params.
         slopes: if rows have a single output, its gradients at operations' outputs and where the
             rows are in these: gradients of other results are multiples of them.
@@ -150,7 +150,7 @@ class RowWise:
 
 
 def _candidates(edge: Edge, takers: Takers) -> set[Node]:
-    """The operations that a param may reach, through operations that keep its elements apart."""
+    """The operations that a param may reach through operations that keep its elements separate."""
     waiting, nodes = [edge], set[Node]()
     while waiting and len(nodes) <= _MOST_ENTRIES:
         edge = waiting.pop()
@@ -164,7 +164,7 @@ def _candidates(edge: Edge, takers: Takers) -> set[Node]:
 def _entries(
     root: Edge, leaf: Tensor, takers: Takers, rows: Mapping[Node, Rows | None]
 ) -> list[Entry] | None:
-    """A param's entries; None where one of its ways into the graph is not understood."""
+    """A param's entries; None if one of its paths into the graph is not understood."""
     waiting, entries, followed = [root], list[Entry](), 0
     while waiting:
         edge, followed = waiting.pop(), followed + 1

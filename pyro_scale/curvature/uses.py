@@ -34,7 +34,7 @@ class Rows(NamedTuple):
     outer: bool
 
     def split(self, values: Tensor, lead: int = 0) -> Tensor:
-        """Values `[*lead, ..., B * T, ...]` of the output's shape, as `[*lead, B, T, ...]`.
+        """Values `[*lead, ..., B * T, ...]` in the output's shape, as `[*lead, B, T, ...]`.
 
         The other dimensions keep their order; `lead` is the number of leading ones.
         """
@@ -131,7 +131,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Lookup:
-    """A table, of which each row reads some places: an embedding, or effects of groups.
+    """A table of which each row reads some entries: an embedding, or effects of groups.
 
     Attributes:
         places: which, `[B, T]`.

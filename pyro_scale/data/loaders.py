@@ -89,7 +89,8 @@ def isolate(
         yield batch, before
 
 
-#: Torch's message about a worker, or how it ended -> cause and advice, in the order of trial.
+#: Dict from torch's message about a worker, or the way it ended, to cause and advice, in the order
+#: of trial.
 _DEATHS = {
     r"shared memory|file </torch_|Bus error|SIGBUS": "out of shared memory: give the machine more "
     "of /dev/shm (docker run --shm-size), or pass",

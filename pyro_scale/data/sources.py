@@ -31,7 +31,7 @@ _SECTION_STEPS = 1024
 
 
 class Data(Protocol):
-    """Data of which batches are taken."""
+    """Data from which batches are read."""
 
     @property
     def num_data(self) -> int | None:

@@ -133,7 +133,7 @@ class DealtBatches:
         streams = Streams.from_seed(self.seed, [0], Purpose.BATCHES)
         for step in itertools.count(start):
             dealt = [next(pieces) for _ in range(self.num_chains)]
-            # at random: dealt in turn, a chain might always get the same part of the data
+            # at random, because in a fixed order a chain might always get the same part of the data
             fill_permutations(streams, step, order)
             batches = [rows.take(dealt[order[0, chain]][0], self.part) for chain in self.chains]
             yield batches, dealt[-1][1]

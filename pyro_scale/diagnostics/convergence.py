@@ -259,7 +259,7 @@ def warn_of_remembered_starts(result: PosteriorDraws, is_long_step: bool = False
         is_long_step: as for `warn_of_unmixed`.
     """
     count, chains = _complete_superchains(result)
-    if result.attrs["temperature"] == 0:  # chains without noise never forget
+    if result.attrs["temperature"] == 0:  # chains without noise never forget their starts
         return False
     from scipy.stats import f
 

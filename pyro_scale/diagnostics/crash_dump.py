@@ -1,4 +1,4 @@
-"""Crash dumps: files with the last steps of broken chains, and how to take them again."""
+"""Crash dumps: writes the last steps of broken chains to files, and reruns them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def write(problem: Problem, method: str, draws: Draws, directory: Path | None) -
     try:
         for path in _write_files(problem, method, failures, draws, directory):
             paths.append(path)
-    except Exception as error:  # must not hide why the chain broke
+    except Exception as error:  # an error here must not hide why the chain broke
         reason = format(error.__cause__ or error)
     if not paths:
         return f"The last steps, which tell why, could not be written down ({reason})"
@@ -74,7 +74,8 @@ def write(problem: Problem, method: str, draws: Draws, directory: Path | None) -
 
 
 def _find_earlier(problem: Problem, failures: list[Failure], directory: Path) -> str:
-    """How to replay the steps of a resumed run, if they were written when its chain broke."""
+    """A sentence on how to replay the steps of a resumed run, if they were written when its chain
+    broke; otherwise empty."""
     for failure in failures:
         path = directory / f"crash-dump-{failure.chain}"
         with contextlib.suppress(FileError):
@@ -135,7 +136,7 @@ def _make_directory() -> Path:
 
 @dataclass(frozen=True)
 class Rerun:
-    """A recorded step, taken again.
+    """A recorded step, rerun.
 
     Attributes:
         number: number of the step.
@@ -165,7 +166,7 @@ class Rerun:
 
 
 def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[Rerun]:
-    """Takes the steps of a crash dump again, eagerly, each from the state in which it began.
+    """Reruns the steps of a crash dump eagerly, each from the state in which it began.
 
     Args:
         contents: of the file.
@@ -207,7 +208,7 @@ def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[
             log_joint, prior = float(evaluation.log_joint), float(evaluation.log_prior)
             vectors = torch.stack([watched.position, watched.gradient, after.position])
             is_sound = math.isfinite(log_joint) and bool(torch.isfinite(vectors).all())
-            size = abs(prior) + abs(log_joint - prior)  # of the terms, which may cancel
+            size = abs(prior) + abs(log_joint - prior)  # relative to the terms, which may cancel
             agrees = not agrees and _is_close(log_joint, step["log_joint"], size, layout)
             if agrees and following is not None:
                 expected = on_device(following["state"])
@@ -234,7 +235,7 @@ def _find_kernel(name: str) -> Kernel:
         FileError: there is none.
     """
     classes: list[type[Kernel]] = [Kernel]
-    for kind in classes:  # which grows
+    for kind in classes:  # the state grows with the steps
         classes += kind.__subclasses__()
     kernel = next((kind for kind in classes if kind.__name__ == name), None)
     if kernel is None:

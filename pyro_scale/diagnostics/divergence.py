@@ -1,4 +1,4 @@
-"""Messages about chains that became NaN or infinite, or are on their way there."""
+"""Messages about chains that became NaN or infinite, or are diverging."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def beyond_its_domain(sites: Mapping[int, Broken]) -> str:
 
 
 def all_stopped(store: Path | None, reason: str) -> str:
-    """Why a run without a finished chain has no results.
+    """The message that a run without a finished chain has no results, with the reason.
 
     Args:
         store: directory of its draws; None if they were in memory.
@@ -149,8 +149,8 @@ def all_stopped(store: Path | None, reason: str) -> str:
 
 
 def explosion(result: PosteriorDraws) -> str | None:
-    """Description of chains that are on their way to infinity though their states are still finite,
-    with advice; None if there are none."""
+    """Describes chains that diverge although their states are still finite, with advice; None if
+    there are none."""
     last = result.positions[torch.arange(result.num_chains), -1].abs().amax(0)
     place, runaway = int(last.argmax()), _runaway(result)
     site, distance = result.layout.site_at(place), float(last[place])
@@ -185,8 +185,8 @@ def _runaway(result: PosteriorDraws) -> tuple[str, float] | None:
     """The site that becomes hottest, and its relative temperature in the last quarter of the draws,
     if a step above the stable range explains it.
 
-    The virial temperature of chains that run away grows until the end.  Chains that come from a
-    bad start are hot first and not last.
+    The virial temperature of chains that run away grows until the end.  Chains that come from a bad
+    start are hot at first, but not at the end.
     """
     if (virial := result.measurements.virial) is None:
         return None

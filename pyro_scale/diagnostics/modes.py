@@ -19,9 +19,9 @@ _MODES_SHOWN = 4
 def check_modes(result: PosteriorDraws, modes: Modes) -> list[Finding]:
     """A finding on a posterior with several modes; none with a single mode.
 
-    A draw is assigned to the mode whose Gaussian, weighted by its evidence, is densest there.  That
-    a chain started at a mode does not count: it may have left, because the mode is spurious or
-    because the chain broke and continued where others were.
+    A draw is assigned to the mode whose Gaussian, weighted by its evidence, is densest there.  The
+    mode at which a chain started is not evidence: the chain may have left a spurious mode, or may
+    have broken and continued where others were.
     """
     visited = modes.worth_visiting
     if len(visited) < 2:

@@ -13,7 +13,7 @@ from statistics import NormalDist
 class Mixing:
     """R-hat, effective draws, and modes without draws."""
 
-    #: R-hat up to which chains agree, and above which they surely do not.
+    #: R-hat up to which chains agree, and R-hat above which they surely do not.
     agree: float = 1.01
     disagree: float = 1.05
     #: Draws from which on an R-hat above `disagree` is not chance: of all chains (Vehtari et al.
@@ -32,8 +32,8 @@ class Mixing:
     #: and R-hat of all chains at least `apart`.
     stays: float = 1.1
     apart: float = 1.3
-    #: Chains from which on `superchains=` tells more than R-hat, and chain means alone give a
-    #: standard error.
+    #: Number of chains from which `superchains=` is more informative than R-hat, and chain means
+    #: alone give a standard error.
     many_chains: int = 20
     #: Acceptance rate below which `lr` is blamed for a chain that has not moved.
     few_accepted: float = 0.05
@@ -78,7 +78,7 @@ class Temperature:
 
 @dataclass(frozen=True, kw_only=True)
 class Explosion:
-    """Chains on their way to infinity."""
+    """Chains that diverge."""
 
     #: Distance from 0 in unconstrained space.
     distance: float = 1e15

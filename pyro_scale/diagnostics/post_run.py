@@ -31,7 +31,7 @@ def measure(
     plan, problem, batches, draws = trajectory
     noise = heat = temperature = error = None
     if draws.error is None and problem.has_all_rows:
-        step = plan.steps.total  # the first that the run did not take
+        step = plan.steps.total  # the first batch that the run did not use
         run = problem, result.positions, draws.finished, batches
         try:
             noise = gradient_noise(*run, step, values, plan.sampling)
@@ -41,7 +41,7 @@ def measure(
                 heat = virial(*run, step + NOISE.draws, variance)
                 elements = torch.stack([heat.of_elements, heat.errors])
                 temperature = VirialTemperature(heat.parts, elements)
-        except (Exception, KeyboardInterrupt) as raised:  # the data may be gone
+        except (Exception, KeyboardInterrupt) as raised:  # the data may no longer be available
             error = raised
     momenta = kinetic(problem, draws, values, noise, heat)
     measurements = Measurements(noise, temperature, momenta)

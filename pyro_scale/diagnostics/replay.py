@@ -1,4 +1,4 @@
-"""Why a chain became NaN or infinite, found by taking its last steps again."""
+"""Finds out why a chain became NaN or infinite, by rerunning its last steps."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class Replay:
 
 
 def replay(path: files.FilePath, model: Any) -> Replay:
-    """Takes the last steps of a chain that became NaN or infinite again, and says why it broke.
+    """Reruns the last steps of a chain that became NaN or infinite, and says why it broke.
 
     The `run` of a sampler writes up to 16 steps, as many as fit into 64 MiB, of each of the first
-    four chains that break.  Its NonFiniteError names the file.  `replay` takes the steps one by
+    four chains that break.  Its NonFiniteError names the file.  `replay` reruns the steps one by
     one, eagerly, each from the state in which it began, and evaluates the one that breaks with
     Pyro's and torch's validation on.  There is no file for single steps (`step`), approximations,
     steps on the features of a frozen base, batches with objects other than tensors and plain
@@ -169,8 +169,8 @@ def _diagnose(
 def _examine(
     log_posterior: LogPosterior, layout: Layout, step: Rerun
 ) -> tuple[str | None, str, str]:
-    """The first site whose log density is not finite, what it is, and what validation adds to
-    that."""
+    """The first site whose log density is not finite, the log density in words, and the error that
+    validation raises."""
     params = layout.unflatten(step.position)
     site, finding = find_broken_site(log_posterior, params, step.arguments, step.indices)
     raising, raised = find_broken_site(
@@ -192,7 +192,7 @@ def _find_runaway(
     growth = {}
     for name, place in layout.slices().items():
         sizes = [float(step.gradient[place].double().abs().amax()) for step in finite]
-        # beyond the first half's largest: a gradient that passes zero grows as much by chance
+        # above the largest of the first half: a gradient that passes zero grows as much by chance
         before = max(sizes[: len(finite) // 2])
         growth[name] = sizes[-1] / before if before > 0 else 0.0
     start = max(float(value.abs().max()) for value in contents["start"].values())

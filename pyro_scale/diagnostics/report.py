@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 #: ensemble, which is not the posterior.
 Verdict: TypeAlias = Literal["yes", "no", "unknown", "ensemble"]
 
-#: From the verdict that decides to the one that decides least: (headline, mark of a finding).
+#: Verdicts by precedence, the highest first: (headline, mark of a finding).
 _TITLES: dict[Verdict, tuple[str, str]] = {
     "ensemble": ("ENSEMBLE, not posterior", "ensemble"),
     "no": ("NO", "off"),

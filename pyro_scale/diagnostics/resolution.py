@@ -1,4 +1,4 @@
-"""Whether the steps of a dtype are fine enough for the draws.
+"""Whether a dtype's spacing is fine enough for the draws.
 
 Rounding to multiples of u adds u^2 / 12 to a variance: the error is uniform between -u / 2 and
 u / 2, and nearly independent of the rounded value if u is no longer than the sd (Widrow, Kollar and

@@ -1,4 +1,4 @@
-"""The processes of a run: which part of the work each of them does, and their messages.
+"""The processes of a run: each one's part of the work, and their messages.
 
 All processes make the same decisions from the same facts.  They exchange messages between the
 stages of a run, and not within its steps.
@@ -38,7 +38,7 @@ Distributed = Literal["auto", "all", False]
 _TIMEOUT = timedelta(days=7)
 #: Seconds after which a rank logs that it is waiting.
 _LONG = 60.0
-#: How long ranks that may be alive are waited for after one has died, to find out which one.
+#: How long to wait for ranks that may be alive after one has died, to find out which one.
 _PATIENCE = timedelta(seconds=5)
 
 
@@ -67,7 +67,7 @@ class RankFailure(NamedTuple):
 
         Args:
             rank: on which it was raised.
-            otherwise: what the `RankError` says between the rank and the error.
+            otherwise: the text of the `RankError` between the rank and the error.
         """
         if issubclass(self.kind, PyroScaleError):
             return self.kind(f"rank {rank}: {self.message}", code=self.code)
@@ -306,7 +306,7 @@ class Ranks:
         return self._is_over
 
     def tell(self, value: T, what: str) -> T:
-        """Rank 0's value, on every rank; like `of_first`, but a failed rank is not noticed."""
+        """Rank 0's value, on every rank; like `of_first`, but a failed rank is not detected."""
         values = [value]
         self._call(what, lambda: dist.broadcast_object_list(values, self._root, self._group))
         return values[0]
@@ -326,7 +326,8 @@ class Ranks:
         try:
             store.set(places[self.rank], str(count))
             return min(map(int, store.multi_get(places))) if store.check(places) else 0
-        except RuntimeError:  # the process that holds it has ended; the next message says so
+        # the process that holds the store has ended; the next message raises the error
+        except RuntimeError:
             return 0
 
     @contextlib.contextmanager
@@ -379,7 +380,7 @@ class Ranks:
             store.set(f"{place}/{self.rank}", "")
             with _log_if_long(f"ranks at {what}"):
                 call()
-        except KeyboardInterrupt:  # the next message would be taken for the one that is missing
+        except KeyboardInterrupt:  # the next message would be mistaken for the one that is missing
             self._is_over = True
             raise
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:

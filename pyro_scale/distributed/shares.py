@@ -1,4 +1,4 @@
-"""Which part of the work a process takes: rows of every batch, or every world-th item."""
+"""The part of the work that a process does: rows of every batch, or every world-th item."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 #: Computes a rank's terms of one or several sums.
 Terms: TypeAlias = Callable[..., Tensor | Sequence[Tensor]]
 
-#: What ranks do that wait for the next sum, in error messages.
+#: The activity of ranks that wait for the next sum, in error messages.
 _PLACE = "a sum over rows"
 
 

@@ -37,7 +37,7 @@ class Chains:
     the step before, or an earlier one, that left the support.
 
     The state of a running chain takes the place of a stopped chain's, so that shapes do not change;
-    what becomes of it is not kept.
+    these copies are not kept.
 
     Args:
         engine: says what a step is.
@@ -130,7 +130,7 @@ class Chains:
         return program.run(self.state, block, steps.left(block.start), steps.thinning)
 
     def _find_broken(self, moved: Any, kept: Kept) -> Tensor:
-        """Which chains were running and no longer are, `[chains]`."""
+        """The chains that have just broken, as booleans `[chains]`."""
         is_sound = _are_finite(moved.position) & _are_finite(kept.log_joint)
         return self.alive & ~is_sound.cpu()
 
@@ -149,7 +149,7 @@ class Chains:
             self._step(program, batches, block, steps, draws)
             return
         broken = self._find_broken(moved, kept)
-        # of chains that move together, the one that broke the others comes first
+        # of chains that move together, the one that broke the others is first
         order = torch.isfinite(kept.last).cpu().int().argsort(stable=True)
         for chain in order[broken[order]].tolist():
             element = _broken_element(self._engine.to_params(moved.position[chain]))
@@ -238,7 +238,7 @@ class Chains:
 
 def _are_finite(values: Tensor) -> Tensor:
     """Whether all values `[chains, ...]` of a chain are finite, `[chains]`."""
-    finite = torch.isfinite(values.sum(dim=-1))  # no term is infinite or NaN where a sum is finite
+    finite = torch.isfinite(values.sum(dim=-1))  # if a sum is finite, no term is infinite or NaN
     return finite if bool(finite.all()) else torch.isfinite(values).all(dim=-1)
 
 

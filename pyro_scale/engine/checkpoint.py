@@ -1,4 +1,4 @@
-"""Runs on disk: the state of the chains and the draws so far, enough to continue exactly.
+"""Checkpoints: the state of the chains and the draws so far, enough to continue exactly.
 
 A directory holds the latest two states of a run, `state-<number>`, and the draws kept between
 states, `draws-<number>`.  Each file is written as a whole or not at all.  Noise and batches are
@@ -25,7 +25,7 @@ from pyro_scale.engine.draws import Draws, Failure
 from pyro_scale.errors import ArgumentError, FileError, PyroScaleWarning
 from pyro_scale.storage import files
 
-#: States that are kept: if the latest is damaged, there is the one before.
+#: Number of states that are kept: if the latest is damaged, the one before remains.
 _KEPT = 2
 #: Names of our files; others in the directory are the user's.
 _NAME = re.compile(r"(?:state|draws)-(\d{1,9})")

@@ -1,6 +1,6 @@
 """Chooses the program that runs the steps: the fastest that the model allows.
 
-Here a step is traced and compiled, as a loop in C++ where possible.
+Steps are traced and compiled here, as a loop in C++ if possible.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def choose_program(
             depends on the call alone, not on what a cache holds.
         example: the first steps.
         before: name of the program that ran the steps of the resumed run; None for a new run.
-        say: shows what is going on.
+        say: shows the current activity.
 
     Warns:
         CompileWarning: the model cannot be compiled, or its steps cannot be put into a loop; it
-            says which operation is in the way, and the version of torch.
+            names the operation that prevents it, and the version of torch.
     """
     compile, eager = plan.compile, example.eager
     if compile == "auto":
@@ -216,7 +216,7 @@ def _as_function(
         return [*pytree.tree_leaves(moved), evaluation.log_joint]
 
     # make_fx knows tensors by identity: one that came twice, or that the model holds too,
-    # would silently be taken for the other
+    # would silently be confused with the other
     changing = [*leaves, *values.values(), noise, *whitening_tensors(engine)]
     return step, [
         *(leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in changing),

@@ -26,7 +26,7 @@ class Failure:
 
     Attributes:
         chain: number of the chain.
-        step: number of the step at which this was found.
+        step: number of the step at which this was detected.
         site: the first site whose value is not finite; the first of all sites for other causes.
         bad_batch: whether the step's batch contains NaN or infinite numbers.
         error: what the model raised at that step; None if nothing.

@@ -34,18 +34,19 @@ IS_FROZEN = (
     "compiled, it gives something else: what the model hands to NumPy or to lists on the way is "
     "frozen when it is compiled; keep to torch"
 )
-#: Programs are compared about so far from the state at which they were traced.
+#: Approximate distance between the state at which programs are traced and the state at which they
+#: are compared.
 _DISTANCE = 0.1
 #: Largest difference between a program and the step: relative to the change that the step makes
 #: (at least so many roundings of the coarsest site's dtype), and roundings of the state before it.
 _TOLERANCE, _COARSE, _ROUNDINGS = 1e-3, 16, 1e3
-#: The same in roundings, for a program that an earlier run compiled.  Refusing one that is right
+#: The same in roundings, for a program that an earlier run compiled.  Rejecting a correct program
 #: only costs the time of tracing the step again.
 _EARLIER_ROUNDINGS = 32
 
 
 class Kept(NamedTuple):
-    """What steps leave besides the state.
+    """Results of steps besides the state.
 
     Attributes:
         positions: of the draws that are kept, `[chains, kept, D]`.
@@ -222,7 +223,7 @@ def check(program: Program, example: Example) -> None:
     """Compares a program with the step that it was compiled from.
 
     Without noise, which would hide a small gradient, and at another state and batch than it was
-    traced at: what leaves torch on the way (NumPy, lists) is not traced, but frozen.
+    traced at: values that leave torch (NumPy, lists) are not traced, but frozen.
 
     Raises:
         RuntimeError: they differ by more than rounding, which a model may magnify.

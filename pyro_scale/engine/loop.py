@@ -105,7 +105,7 @@ def simulate(
 def _program(
     plan: StepPlan, chains: Chains, first: StepInputs, last: Checkpoint | None, progress: Progress
 ) -> Program:
-    """The program that runs the steps, of which `first` are the first."""
+    """The program that runs the steps; `first` are the inputs of the first block."""
     example = Example(plan.engine, plan.batches, chains.state, first)
     program = choose_program(plan, example, None if last is None else last.program, progress.say)
     progress.say(program.name)
@@ -120,7 +120,7 @@ def _chunking(plan: StepPlan, first: StepInputs, ends: Sequence[int]) -> Chunkin
 
 
 def _restore(last: Checkpoint, plan: StepPlan, chains: Chains, draws: Draws) -> None:
-    """Puts chains, batches and draws where a checkpoint left them."""
+    """Restores chains, batches and draws from a checkpoint."""
     chains.go_on_from(last.run_state._replace(state=last.state_like(chains.state)))
     plan.batches.seek(last.run_state.step, last.batches)
     kept = last.positions.shape[1]

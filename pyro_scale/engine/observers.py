@@ -1,4 +1,4 @@
-"""What happens around a run's blocks of steps besides moving the chains.
+"""Actions before and after a run's blocks of steps, besides moving the chains.
 
 The lengths of blocks are chosen, draws go to a sink, the kinetic temperature is measured, the model
 is inspected, checkpoints are written, the progress bar moves on, and the run ends early.

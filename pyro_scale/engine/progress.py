@@ -10,7 +10,7 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 from tqdm.notebook import tqdm_notebook
 
-#: Lines that a run writes into a log, about.
+#: Approximate number of lines that a run writes into a log.
 _LINES = 10
 _IN_A_NOTEBOOK = issubclass(tqdm, tqdm_notebook)
 
@@ -36,7 +36,7 @@ class Progress:
         self._bar = tqdm(total=total, desc=title, disable=not show, unit="step", **rarely)
 
     def say(self, what: str) -> None:
-        """Shows what is going on, after the title."""
+        """Shows a message after the title."""
         self._bar.set_description_str(f"{self._title}, {what}", refresh=not self._is_logged)
 
     def update(self, steps: int, value: float | None = None) -> None:
@@ -45,7 +45,7 @@ class Progress:
             self.show(f"{self._objective} {value:.5g}")
 
     def go_to(self, step: int) -> None:
-        """Moves to a step, if the bar is not there yet."""
+        """Moves to a step, if the bar has not reached it."""
         self._bar.update(max(0, step - self._bar.n))
 
     def show(self, what: str) -> None:

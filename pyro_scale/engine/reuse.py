@@ -61,7 +61,7 @@ def arrange(batches: Batches, by_column: bool) -> Batches:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A blueprint that keeps nobody's tensors alive.
+    """A blueprint that keeps no tensors of the user alive.
 
     Attributes:
         build, by_column: as in `Blueprint`.
@@ -76,7 +76,7 @@ class _Kept:
 
 
 class Earlier:
-    """Keeps the programs that an object compiled last, one for each kind of step.
+    """Keeps the latest programs that an object compiled, one for each kind of step.
 
     A program is used again if all shapes are the same and the tensors of data and model are the
     same objects, and have not been written to; references to them are weak.  Whatever else the
@@ -175,6 +175,6 @@ def _if_unchanged(
         small: the constant, if it is small enough to be kept.
     """
     tensor = origin()
-    if tensor is None:  # the model makes its like whenever it is run, or has another by now
+    if tensor is None:  # the model makes an equal tensor whenever it is run, or has replaced it
         return small
     return as_input(tensor) if mark(tensor) == then else None

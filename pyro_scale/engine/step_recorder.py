@@ -1,7 +1,7 @@
 """Records the last steps of a chain that became NaN or infinite, with all of their inputs.
 
 A step is a function of the chain's state, its batch, its noise and the kernel's values.  These are
-enough to take the step again, without the steps before it.
+enough to rerun the step, without the steps before it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class RecentSteps:
         self._blocks.clear()
 
     def replay(self, program: Program) -> list[PastStep]:
-        """The latest steps, taken again one by one."""
+        """Reruns the latest steps one by one."""
         past: deque[PastStep] = deque(maxlen=_NUM_BEFORE)
         for block, before in self._blocks:
             state = before

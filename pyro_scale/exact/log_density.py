@@ -90,7 +90,7 @@ class EagerFunction:
         return value, gradient
 
     def on(self, arguments: Arguments) -> EagerFunction:
-        """The same function of other rows."""
+        """The same function on other rows."""
         other = copy.copy(self)
         in_float64 = self.layout.dtype == torch.float64
         other._arguments = rows.map_rows(_widen, arguments) if in_float64 else arguments
@@ -118,7 +118,7 @@ class EagerFunction:
 
 
 class EarlierFunction:
-    """Keeps the machine code that a `NUTS` object compiled last.
+    """Keeps the latest machine code that a `NUTS` object compiled.
 
     It is used again for the very same data tensors, unless they have been written to, and only if
     it agrees with the model as it is now.
@@ -138,13 +138,13 @@ class EarlierFunction:
             self._native, self._facts = native, _facts(eager, arguments)
 
     def again(self, eager: EagerFunction, arguments: Arguments) -> NativeFunction | None:
-        """The kept machine code if it is that of this log density, else None."""
+        """The kept machine code if it computes this log density, else None."""
         native = self._native if self._facts == _facts(eager, arguments) else None
         return native if native and eager.agrees_with(native, _ROUNDING) else None
 
 
 def _facts(eager: EagerFunction, arguments: Arguments) -> Any:
-    """What must be equal for machine code to be used again."""
+    """Facts that must be equal for machine code to be reused."""
     return eager.layout, [mark(tensor) for tensor in rows.leaves(arguments)]
 
 
@@ -164,7 +164,7 @@ class LogDensity:
     program: str
 
     def on(self, arguments: Arguments) -> LogDensity:
-        """The same density of other rows, as many and with the same shapes and dtypes."""
+        """The same density on other rows of the same number, shapes and dtypes."""
         if isinstance(self.function, EagerFunction):
             return replace(self, function=self.function.on(arguments))
         leaves = rows.leaves(rows.map_rows(_widen, arguments))
@@ -272,7 +272,7 @@ def _coarsest_dtype(graph: Graph) -> torch.dtype:
 def _in_float64(log_posterior: LogPosterior) -> LogPosterior:
     """A copy of the model with its module in float64, before its preflight."""
     double = log_posterior.renew(log_posterior.num_data)
-    module = getattr(double.model, "__self__", double.model)  # a GP's model is a method
+    module = getattr(double.model, "__self__", double.model)  # the model of a GP is a method
     if isinstance(module, nn.Module):
         copied = copy.deepcopy(module).double()
         is_whole = module is double.model

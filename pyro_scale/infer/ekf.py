@@ -179,7 +179,8 @@ class EKF(Stepwise, Approximation):
         log_posterior = as_log_posterior(self.model, opened.num_data)
         ekf_filter = self._filter(log_posterior, opened, opened.first(), choose_seed(seed))
         count = log_posterior.num_data
-        if isinstance(opened, TensorData | IndexedData):  # the rows there are, whatever num_data is
+        # the rows in the data, whatever num_data is
+        if isinstance(opened, TensorData | IndexedData):
             count = num_rows_in(opened) or count
         total = -(-count // (opened.batch_size or count))
         if self._compile is True or (self._compile == "auto" and total >= _REPAID_AFTER):

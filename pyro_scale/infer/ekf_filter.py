@@ -38,7 +38,7 @@ from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.single_step import check_rows
 
-#: Numbers of the path that are kept: 256 MiB of float64.
+#: Most numbers of the path that are kept: 256 MiB of float64.
 PATH_NUMBERS = 2**25
 #: The most steps of a block, and bytes of its batches.  After a block, the progress bar moves and
 #: the run can be interrupted.
@@ -345,7 +345,7 @@ class Program:
 
     Attributes:
         example: a batch of that shape.
-        facts: what else the steps depend on.
+        facts: other values that the steps depend on.
         loop: over steps whose state is (mean and sd `[1, 2 D]`, which are kept; the precision's
             elements, `[1, ...]`).
         constants: what a step reads besides its arguments.

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def asks(question: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """A method of inference classes that calls the posterior's method of the same name."""
+    """Makes a method of inference classes that calls the posterior's method of the same name."""
 
     @functools.wraps(question)
     def answer(method: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -163,7 +163,7 @@ class Method:
                 setattr(cls, name, check_calls(vars(cls)[name], base))
 
     def __getattr__(self, name: str) -> Any:
-        """Says what to call instead of what other libraries look for."""
+        """Raises an error that names our counterpart of another library's attribute."""
         raise missing_attribute(self, name, OF_METHOD)
 
     def __repr__(self) -> str:
@@ -244,7 +244,7 @@ class Method:
             )
         namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}
         loaded: Any = object.__new__(type(name, (Loaded, kind), namespace))
-        Method.__init__(loaded, model)  # the kind's own __init__ makes what only a run needs
+        Method.__init__(loaded, model)  # the class's own __init__ creates what only a run needs
         loaded._last = Finished(posterior_of(path, contents, model))
         return cast(Self, loaded)
 
@@ -255,7 +255,7 @@ class Method:
         self._last = NotRun(type(self).__name__, self._not_run)
 
     def _open(self, data: Any, batch_size: int | None) -> Data:
-        """What a user passed as data, on the model's device."""
+        """The data that the user passed, opened on the model's device."""
         return open_data(data, batch_size, self._num_data, module_device(self.model))
 
     def _target(self, log_posterior: LogPosterior) -> LogPosterior:

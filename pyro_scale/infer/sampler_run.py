@@ -182,7 +182,7 @@ def _draws_of(
         **_method_facts(name, plan.kernel),
         **facts,
         **plan.choice,
-        # after the choice, as a run that was extended has a larger thinning than was chosen
+        # after the choice, as an extended run has a larger thinning than was chosen
         "num_samples": kept,
         "thinning": plan.steps.thinning,
         "whitened": int(plan.problem.engine.whitening is not None),
@@ -225,13 +225,14 @@ def _broken_chains(
 
 
 def _warn_of_run(trajectory: Trajectory, result: PosteriorDraws, choice: Choice | None) -> None:
-    """Warns of chains that exploded, of a verdict that is not yes, or of a short warm-up."""
+    """Warns of chains that exploded, of a report whose verdict is not "yes", or of a short
+    warm-up."""
     if explosion_message := explosion(result):
         warn(BiasWarning, explosion_message, code="exploded")
     elif choice is None:
         values, warmup_steps = _mean_values(trajectory), trajectory.plan.steps.warmup_steps
         warn_of_short_warmup(trajectory.problem, result, values, warmup_steps)
-    elif "report" in result.attrs and result.attrs.get("temperature") != 0:  # not meant to be cold
+    elif "report" in result.attrs and result.attrs.get("temperature") != 0:  # not an optimizer
         verdict = Report.from_json(result.attrs["report"])
         if verdict.verdict != "yes":
             warn(

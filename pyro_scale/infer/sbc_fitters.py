@@ -1,4 +1,4 @@
-"""How `sbc` fits a method to many data sets: by one program if possible, else one by one."""
+"""Fits a method to many data sets for `sbc`: by one program if possible, else one by one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from pyro_scale.tuning.policy import GEOMETRY, SIMULATIONS, WARM_UP
 def fitter_for(
     inference: Method, problem: Problem, stack: Stack, settings: Mapping[str, Any]
 ) -> Fitter:
-    """How the method is fitted to many data sets: stacked if possible, else one by one.
+    """The function that fits the method to many data sets: stacked if possible, else one by one.
 
     Args:
         inference: the method, with its settings.

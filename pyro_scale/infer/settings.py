@@ -37,10 +37,11 @@ def settings_of(
     starts: bool,
     compile: bool | Literal["auto"],
 ) -> tuple[Kernel, Settings]:
-    """(The kernel, with placeholders for hyperparameters that are to be chosen; the settings).
+    """Makes (the kernel, with placeholders for hyperparameters that are to be chosen; the
+    settings).
 
     Args:
-        sampler: the sampler that is made; gives its name and kernel class.
+        sampler: provides its name and kernel class.
         hyperparameters: those that the user passed.
         precondition: as for `Sampler`, like the others, except for `starts`.
         starts: whether the chains' starts are to be chosen.
@@ -76,7 +77,7 @@ def settings_of(
         has_anchor = False
     defaults["lr"] = 1.0  # until it is chosen
     kernel = kernel_class(**hyperparameters | {argument: defaults[argument] for argument in chosen})
-    if coordinates is None:  # then "auto" friction is the kernel's default
+    if coordinates is None:  # here, "auto" friction means the kernel's default
         chosen.discard("friction")
     return kernel, Settings(
         name=name,

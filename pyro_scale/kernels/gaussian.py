@@ -161,7 +161,7 @@ def _sum(transition: Tensor, start: Tensor) -> Tensor:
 
 
 def _sum_of_pairs(transition: Tensor, start: Tensor) -> Tensor:
-    """The same for a position and a momentum, in closed form: large networks have hundreds of
+    """The sum for a position and a momentum, in closed form: large networks have hundreds of
     thousands of modes.
 
     By Cayley and Hamilton S is a combination of Q, B Q + Q B' and B Q B', with B = 1 - A and Q the

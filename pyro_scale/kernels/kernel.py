@@ -1,4 +1,4 @@
-"""What a kernel is: hyperparameters and two pure functions.
+"""The interface of kernels: hyperparameters and two pure functions.
 
 A kernel moves one chain by one step.  It consists of arithmetic on vectors, so that it can be
 vmapped over chains and compiled.  It has no step counter, no device and no randomness of its own,
@@ -74,7 +74,7 @@ class Kernel(Hyperparameters):
     #: Whether proposals are accepted or rejected, so that draws have no bias at any step size.  A
     #: step then uses all rows, and the state counts the `accepted` proposals.
     adjusted: ClassVar[bool] = False
-    #: What theory predicts about the method; None if nothing.
+    #: Predictions of theory about the method; None if there are none.
     theory: ClassVar[Theory | None] = None
 
     def _columns(self, steps: range) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ class Kernel(Hyperparameters):
 
 
 class Linearized(NamedTuple):
-    """The kernel to which one that adapts converges on a Gaussian, in units where its metric is 1.
+    """The limit of an adaptive kernel on a Gaussian, in units where its metric is 1.
 
     Attributes:
         kernel: a kernel that does not adapt.

@@ -85,7 +85,7 @@ def _links(optimizer: GradientTransformation) -> list[GradientTransformation | S
 
 
 def _code(optimizer: GradientTransformation) -> Any:
-    """Code of an optimizer's update, which tells the function of TorchOpt that made it."""
+    """Code of an optimizer's update, which identifies the function of TorchOpt that made it."""
     return getattr(optimizer.update, "__code__", None)
 
 

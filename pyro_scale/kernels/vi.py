@@ -173,5 +173,5 @@ class FullRank(VI):
 
     @staticmethod
     def factor(spread: Tensor) -> Tensor:
-        """L, from its form with a diagonal of logs."""
+        """L, from the spread, which has logs on the diagonal."""
         return spread.tril(-1) + torch.diag(torch.exp(spread.diagonal()))

@@ -25,7 +25,7 @@ def floating(**tensors: Tensor) -> None:
 
 
 def finite(**tensors: Tensor) -> None:
-    """Checks that arguments are not empty, and neither NaN nor infinite."""
+    """Checks that arguments are not empty, and contain neither NaN nor infinite values."""
     for name, value in tensors.items():
         if value.numel() == 0:
             raise ArgumentError(f"{name} is empty, {shape(value)}: pass at least one row")

@@ -22,8 +22,8 @@ def ksd(draws: Tensor, scores: Tensor) -> Tensor:
 
     This V-statistic is never negative.  For n exact draws its mean is (E|s|^2 + d) / n, which is
     2 d / n for N(0, I); values well above that are not noise.  Distances are in the units of the
-    draws: if scales differ, whiten first, `ksd(draws / sd, scores * sd)`.  Modes without a draw go
-    unnoticed.  It takes time n^2 d, and memory for blocks of the pairs.
+    draws: if scales differ, whiten first, `ksd(draws / sd, scores * sd)`.  Modes without a draw are
+        not detected.  It takes time n^2 d, and memory for blocks of the pairs.
 
     Args:
         draws: `[n, d]`.

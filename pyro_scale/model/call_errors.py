@@ -1,7 +1,7 @@
-"""What is wrong with a call: what is passed is not a model, or the model cannot take it.
+"""Explains failed calls: the object is not a model, or the arguments do not fit the model.
 
-The cause of a failed call is found by trying: what a message blames was left out, unpacked or
-converted, and then the model ran.
+Causes are tested: a message blames an argument only if the model runs once that argument is left
+out, unpacked or converted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _THREE_LINES = """
 
 
 def check_model(model: Any) -> None:
-    """Raises for what cannot be a model, whatever it is called with.
+    """Raises for an object that cannot be a model, whatever its arguments.
 
     Raises:
         ArgumentError: it is not callable, or it is a class or a guide.
@@ -74,7 +74,7 @@ def check_model(model: Any) -> None:
 def explain_first_call(
     model: Callable[..., Any], arguments: Arguments, error: Exception, init: InitFunction
 ) -> PyroScaleError | None:
-    """The error to raise in place of what a model's first call raised; None if no cause is found.
+    """The error that explains why a model's first call failed; None if no cause is found.
 
     Args:
         model: the user's.
@@ -94,7 +94,7 @@ def explain_first_call(
             "steps are compiled by the library"
         )
     if isinstance(error, PyroScaleError) and error.__cause__ is None:
-        return None  # with a cause, it passes on an error of torch
+        return None  # with a cause set, it passes on torch's error
     return _signature_error(model, arguments, error) or _dtype_error(model, arguments, error, init)
 
 
@@ -105,7 +105,8 @@ def explain_later_call(
     error: Exception,
     init: InitFunction,
 ) -> PyroScaleError | None:
-    """As `explain_first_call`, for a later call; `example` is a batch that the model has run on."""
+    """The error that explains why a later call failed; `example` is a batch on which the model
+    ran."""
     if misfit := _signature_error(model, arguments, error):
         return misfit
     dtypes = {name: leaf.dtype for name, leaf in rows.named_rows(example)}
@@ -118,8 +119,8 @@ def explain_later_call(
 
 
 def _is_network(model: nn.Module, arguments: Arguments, init: InitFunction) -> bool:
-    """Whether a module is a network: it has no sites but weights. It is called with all arguments,
-    or with as many of the first ones as it takes."""
+    """Whether a module is a plain network: its only sites are weights. To test this, it is called
+    with all arguments, or with the first ones if it takes fewer."""
     for count in range(len(arguments), 0, -1):
         part: Arguments = (
             dict(islice(arguments.items(), count))
@@ -167,7 +168,7 @@ def _holds_rows(value: Any) -> bool:
 
 
 def _only_argument(arguments: Arguments) -> Arguments | None:
-    """The content of a single argument that is a container of rows; None of other arguments."""
+    """The content of the only argument if that is a container of rows; otherwise None."""
     values = _values(arguments)
     if len(values) != 1 or not _holds_rows(values[0]):
         return None
@@ -195,7 +196,7 @@ def _signature_error(
 
 
 def argument_name(model: Callable[..., Any], arguments: Arguments, place: str) -> str:
-    """The name that a model has for an argument, from its place among `rows.named_leaves`."""
+    """The model's name for an argument, from its place in `rows.named_leaves`."""
     if isinstance(arguments, dict):
         return place.replace("'", "", 2)
     number, bracket, tail = place.partition("[")
@@ -212,10 +213,10 @@ def argument_name(model: Callable[..., Any], arguments: Arguments, place: str) -
 def _dtype_error(
     model: Callable[..., Any], arguments: Arguments, error: Exception, init: InitFunction
 ) -> DataError | None:
-    """The error about arguments of the wrong dtype; None unless the model runs once they are
-    converted. Arguments as for `explain_first_call`."""
+    """The error about arguments of the wrong dtype; None if converting them does not make the model
+    run. Arguments as for `explain_first_call`."""
     failed = Recorder()
-    # a matrix that cannot be factorized: more digits may repair that, but are not the cause
+    # a matrix that cannot be factorized: higher precision may help, but the dtype is not the cause
     is_numerical = isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
     if is_numerical or _runs(model, arguments, init, failed):
         return None
@@ -245,8 +246,8 @@ def _dtype_error(
 
 
 def _conversions(model: Callable[..., Any], leaves: list[Any]) -> Iterator[dict[int, torch.dtype]]:
-    """Conversions to try, each as the place of a leaf -> its new dtype: of a single leaf first,
-    then of all leaves in floating point, then of all."""
+    """Conversions to try, as dicts from a leaf's place to its new dtype: first single leaves, then
+    all floating-point leaves, then all leaves."""
     module = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
     weights = module.parameters() if isinstance(module, nn.Module) else ()
     of_weights = [weight.dtype for weight in weights if weight.dtype in _CASTS]
@@ -262,7 +263,8 @@ def _conversions(model: Callable[..., Any], leaves: list[Any]) -> Iterator[dict[
 
 
 def _failing_site(recorder: Recorder) -> str:
-    """The first site whose density cannot be evaluated, otherwise the last one, in quotes."""
+    """Quoted name of the first site whose density cannot be evaluated; if there is none, of the
+    last site."""
     for site in recorder.sites.values():
         if not _has_density(site):
             return f"'{site.name}'"
@@ -283,7 +285,7 @@ def _runs(
     init: InitFunction,
     recorder: Recorder | None = None,
 ) -> bool:
-    """Whether a model runs on these arguments as for the first time, its densities included."""
+    """Whether a first run of the model on these arguments succeeds, densities included."""
     recorder = recorder or Recorder()
     try:
         with exclusive, own_generator(), torch.no_grad(), InitMessenger(init):

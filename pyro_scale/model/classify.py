@@ -35,12 +35,13 @@ from pyro_scale.model.terms import Term, aligned_scale, terms_of
 
 @dataclass(frozen=True)
 class Probe:
-    """A run of the model on other rows than the batch's, or on some of them.
+    """A run of the model on different rows: some of the batch's, or others.
 
     Attributes:
         sites: of the run.
         terms: of the run.
-        origin: for each of its rows, the row of the batch that it is, `[b]`; -1 for another.
+        origin: index in the batch of each of the run's rows, `[b]`; -1 for rows that are not in the
+            batch.
     """
 
     sites: Mapping[str, Site]
@@ -49,11 +50,11 @@ class Probe:
 
     @classmethod
     def from_sites(cls, sites: Mapping[str, Site], origin: Tensor) -> Probe:
-        """The probe of a run, by its sites."""
+        """The probe with the terms of a run's sites."""
         return cls(sites, terms_of(sites), origin)
 
     def shared_rows(self, of_batch: Tensor, of_probe: Tensor) -> tuple[Tensor, Tensor]:
-        """The values of the rows that both runs have: (in the batch, in the probe)."""
+        """Values of the rows that both runs share: (from the batch, from the probe)."""
         is_shared = self.origin >= 0
         return of_batch[self.origin[is_shared]], of_probe[is_shared]
 
@@ -67,9 +68,9 @@ class Comparison:
         probes: the same model on other rows; none if it runs on the whole data only.
         batch_size: B.
         num_data: N.
-        own_plate: the plate whose rows the model draws by itself, if it does.
-        shifted: the run on the batch and the probes once more, at other latent values, at which
-            the rows may change what they do not change at the first.
+        own_plate: the plate that the model subsamples by itself, if there is one.
+        shifted: a second comparison at other latent values: a dependence on the rows may be
+            invisible at the first values.
     """
 
     terms: Mapping[str, Term]
@@ -83,7 +84,7 @@ class Comparison:
         """The rules of all terms.
 
         Raises:
-            PlateError: it is ambiguous how often a term is to be counted.
+            PlateError: the factor of a term is ambiguous.
         """
         return Scaling(self.num_data, {name: self.rule(term) for name, term in self.terms.items()})
 
@@ -111,7 +112,7 @@ class Comparison:
     # ------------------------------------------------------------------ the rows of a term
 
     def _find_rows(self, term: Term) -> Rule | None:
-        """Where a term's rows are: their dimension, after `to_event` is undone if need be."""
+        """Finds the row dimension of a term, with `to_event` undone as far as necessary."""
         for depth in range(term.max_depth + 1):
             dim = self._row_dim(term, depth)
             if dim is not None:
@@ -119,12 +120,12 @@ class Comparison:
         return None
 
     def _row_dim(self, term: Term, depth: int) -> int | None:
-        """The dimension, from the right, whose size follows the number of rows: it has one value
-        for every row, or a fixed number fewer in all runs."""
+        """The row dimension, counted from the right: its size is the number of rows in every run,
+        or smaller by the same number in all runs."""
         if self.own_plate is not None:
             return next((f.dim for f in term.plates if f.name == self.own_plate), None)
         shape = term.unwrap(depth).shape
-        if not self.probes:  # the whole data or nothing: the factor is 1 whatever is a row
+        if not self.probes:  # the whole data or nothing: the factor is 1 in any case
             sized = {i - len(shape) for i, n in enumerate(shape) if n == self.batch_size}
             return sized.pop() if len(sized) == 1 else None
         following = set()
@@ -143,12 +144,12 @@ class Comparison:
             return None
         dim = following.pop()
         sizes = [probe.terms[term.name].unwrap(depth).shape[dim] for probe in self.probes]
-        missing = self.batch_size - shape[dim]  # such as the first, in a regression on the last row
+        missing = self.batch_size - shape[dim]  # such as the first, in a regression on lags
         return dim if missing >= 0 and sizes == [n - missing for n in self._sizes[1:]] else None
 
     @property
     def _sizes(self) -> list[int]:
-        """Rows of the batch and of each probe."""
+        """Number of rows of the batch and of every probe."""
         return [self.batch_size, *(len(probe.origin) for probe in self.probes)]
 
     def _has_all_rows(self, term: Term, rows: Rule) -> bool:
@@ -156,7 +157,7 @@ class Comparison:
         return self.own_plate is not None or size == self.batch_size
 
     def _rows_match(self, term: Term, rows: Rule) -> bool:
-        """Whether a row's value is the same whichever rows are with it."""
+        """Whether a row's value does not depend on the other rows."""
         dtype, pairs = self._dtype(term), self._row_pairs(term, rows)
         return all(close(mine, theirs, dtype=dtype) for _, mine, theirs in pairs)
 
@@ -210,7 +211,7 @@ class Comparison:
     # ------------------------------------------------------------------ terms that count N/B times
 
     def _scaled_rule(self, term: Term, rows: Rule) -> Rule:
-        """The rule of a likelihood term, with who multiplies it by N/B: Pyro or this library."""
+        """The rule of a likelihood term, which Pyro or this library multiplies by N/B."""
         plate = self._scaling_plate(term)
         keeps_scale = self._keeps_scale(term, rows)
         if not keeps_scale and plate is not None:
@@ -230,7 +231,7 @@ class Comparison:
         return Rule(rows.role, rows.dim, rows.depth, keeps_scale, False, pyro, ours, why)
 
     def _scaling_plate(self, term: Term) -> str | None:
-        """The plate that makes Pyro multiply the term by N/B, if one does."""
+        """The plate for which Pyro multiplies the term by N/B; None if Pyro does not."""
         if self.own_plate is not None:
             return None
         for run in self._runs(term):
@@ -248,8 +249,8 @@ class Comparison:
         return None
 
     def _keeps_scale(self, term: Term, rows: Rule) -> bool:
-        """Whether the `poutine.scale` around a term is a weight that is kept (True) or N/B written
-        by hand (False)."""
+        """Whether the `poutine.scale` around a term is the user's weight and kept (True), or a
+        handwritten N/B and replaced (False)."""
         scales = [run.scale for run in self._runs(term)]
         if all(not isinstance(scale, Tensor) or scale.numel() == 1 for scale in scales):
             numbers = [float(scale) for scale in scales]
@@ -278,8 +279,8 @@ class Comparison:
     # ------------------------------------------------------------------ joint densities of rows
 
     def _joint_rule(self, term: Term, rows: Rule | None) -> Rule:
-        """The rule of a term that depends on all rows, which has a value for each if `rows` is
-        not None."""
+        """The rule of a term that depends on all rows together; if `rows` is not None, it has one
+        value for every row."""
         if self.batch_size != self.num_data:
             raise PlateError(self._why_joint(term, rows))
         why = "a joint density of all rows; the whole data only"
@@ -300,15 +301,15 @@ class Comparison:
         return joint_message(term.name, "neither", self.num_data)
 
     def _changed_rows(self, term: Term, rows: Rule) -> list[tuple[bool, Tensor]]:
-        """For each half of the batch: (whether it is the second, which of its rows change). None
-        where probes are not halves, or rows are missing in the term."""
+        """For each half of the batch: (whether it is the second half, which of its rows change).
+        None if probes are not halves, or the term lacks rows."""
         if self.own_plate is not None or self.batch_size == 1 or not self._has_all_rows(term, rows):
             return []
         dtype = self._dtype(term)
         return [
             (int(probe.origin[0]) != 0, ~are_close(mine, theirs, dtype=dtype))
             for probe, mine, theirs in self._row_pairs(term, rows)
-            if len(probe.origin) != self.batch_size  # which is the batch backwards
+            if len(probe.origin) != self.batch_size  # this probe is the batch in reverse order
         ]
 
 
@@ -340,14 +341,14 @@ def _same_totals(runs: Sequence[Term]) -> bool:
 def close(
     a: Tensor, b: Tensor, roundings: float | None = None, dtype: torch.dtype | None = None
 ) -> bool:
-    """Whether all elements are equal to rounding: see `are_close`."""
+    """Whether all elements are equal up to rounding, by `are_close`."""
     return a.shape == b.shape and bool(are_close(a, b, roundings, dtype).all())
 
 
 def are_close(
     a: Tensor, b: Tensor, roundings: float | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Whether elements of two tensors are equal to rounding, one by one.
+    """Whether elements of two tensors are equal up to rounding, elementwise.
 
     Args:
         a: a tensor.

@@ -24,13 +24,13 @@ from pyro_scale.model.terms import terms_of
 _MOST_CHARACTERS = 300
 #: Steps to either side for slopes by finite differences.
 _STEPS = 1e-1, 1e-2, 1e-3
-#: A slope counts where two steps agree to this relative error,
+#: A slope counts if two steps agree to this relative error,
 _AGREEMENT = 0.05
-#: and where it is this many rounding errors away from 0.
+#: and if it is at least this many rounding errors from 0.
 _ROUNDINGS = 100.0
-#: Groups of latents that are moved one after another, at most.
+#: The most groups of latents that are moved separately.
 _GROUPS = 8
-#: The distance by which a latent is moved, unconstrained, to see what depends on it.
+#: Distance by which a latent is moved in unconstrained space, to see which terms depend on it.
 _MOVE = 0.5
 
 
@@ -61,7 +61,7 @@ def find_broken_site(
     try:
         run = log_posterior.run(params, arguments, indices, recorder, validate)
         terms = terms_of(run.sites)
-    except Exception as error:  # of whatever kind the user's model raises
+    except Exception as error:  # the user's model may raise anything
         sites = log_posterior.model_info.sites
         left = [n for n, s in sites.items() if s.kind != "subsample" and n not in evaluated]
         return next(iter(left or evaluated), None), error_in_short(error)
@@ -83,7 +83,7 @@ def error_in_short(error: Exception) -> str:
 
 
 class _DensityRecorder(Recorder):
-    """A recorder that evaluates every site's log density where it meets the site.
+    """A recorder that evaluates every site's log density as soon as the site is recorded.
 
     Args:
         evaluated: the names of sites whose log density could be evaluated are added to it.
@@ -118,8 +118,9 @@ def cut_gradients(
         arguments: one batch.
 
     Returns:
-        Site -> these latents, by name. A site is left out where its slope cannot be found: at steps
-        and kinks, with too little precision, where the model does not run at other params.
+        Dict from a site's name to the names of these latents. A site is left out if its slope
+        cannot be computed: at steps and kinks, in too low a precision, or if the model does not run
+        at other params.
     """
     cut: dict[str, list[str]] = {}
     try:
@@ -179,7 +180,7 @@ def _sloping_sites(
         if not sides and all(torch.equal(side[name], term) for name, term in terms.items()):
             return []  # nothing depends on them
         if any(bool(slopes[name][way != 0].any()) for name, way in direction.items()):
-            return []  # a kink, at which torch's gradient is one of many
+            return []  # a kink: torch returns one of many subgradients
         sides.append(side)
     ups, downs = sides[::2], sides[1::2]
     return [
@@ -193,15 +194,15 @@ def _sloping_sites(
 
 
 def _direction(slope: Tensor) -> Tensor:
-    """Steps of one sign and several sizes where a gradient is 0, so that both sums and differences
-    of elements change."""
+    """A direction that is positive, with several sizes, where a gradient is 0, so that sums and
+    differences of elements both change."""
     turns = torch.arange(slope.numel(), device=slope.device, dtype=slope.dtype)
     return torch.where(slope == 0, (1 + torch.cos(2 * turns) / 2).reshape(slope.shape), 0.0)
 
 
 def _has_slope(sides: list[tuple[float, float]], eps: float) -> bool:
-    """Whether two successive steps agree about a slope that is not 0, from the values (up, down) at
-    each of `_STEPS`."""
+    """Whether two successive steps of `_STEPS` give the same nonzero slope, from the values (up,
+    down) of every step."""
     slopes = [(up - down) / (2 * step) for step, (up, down) in zip(_STEPS, sides, strict=True)]
     errors = [
         eps * max(abs(up), abs(down)) / step for step, (up, down) in zip(_STEPS, sides, strict=True)
@@ -245,7 +246,7 @@ def _is_improper(site: Site) -> bool:
 def centered_latents(
     log_posterior: LogPosterior, params: Params, arguments: Arguments
 ) -> dict[str, list[str]]:
-    """Latents whose prior's scale depends on other latents -> these others, by name.
+    """Dict from latents whose prior scale depends on other latents to the names of these others.
 
     With little data such a pair makes a funnel, which no step size fits (Betancourt and Girolami,
     Hamiltonian Monte Carlo for hierarchical models, 2015).
@@ -264,7 +265,7 @@ def centered_latents(
             moved_scales = _scales(run.sites, latents).items()
             return [name for name, scale in moved_scales if not torch.equal(scale, scales[name])]
 
-        # each by another length, so that no two cancel
+        # by different lengths, so that no two changes cancel
         moves = {name: _MOVE * (1 + place / len(latents)) for place, name in enumerate(latents)}
         parents: dict[str, list[str]] = {}
         if changed_by({name: params[name] + move for name, move in moves.items()}):

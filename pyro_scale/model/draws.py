@@ -1,4 +1,4 @@
-"""Draws from distributions for which torch's own samplers are slow, or which they refuse."""
+"""Draws from distributions whose torch samplers are slow or raise errors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MULTINOMIAL = dist.Multinomial, torch.distributions.Multinomial
 
 
 def draw(fn: Any, observed: Tensor | None = None) -> Tensor | None:
-    """A draw from a family for which this is faster than torch, or whose totals differ by row; None
-    for other families.
+    """A draw from a family that torch draws more slowly, or whose totals differ by row; None for
+    other families.
 
     Uses torch's generator. Bernoulli and Categorical compare one uniform number with the
     distribution function; it has 24 bits at least, so probabilities are right to 6e-8.
 
     Args:
-        fn: a distribution; the draw is one of all of it, `batch_shape + event_shape`.
+        fn: a distribution; the draw has its shape, `batch_shape + event_shape`.
         observed: observed counts, if there are any: a `Multinomial` takes its totals from them,
             as its density does.
     """
@@ -35,7 +35,7 @@ def draw(fn: Any, observed: Tensor | None = None) -> Tensor | None:
         if type(fn) in _CATEGORICAL:
             probs = class_probs(fn)
             below = probs.cumsum(-1, dtype=_at_least_single(probs))
-            place = _uniform(below[..., -1]) * below[..., -1]  # the last is 1 but for rounding
+            place = _uniform(below[..., -1]) * below[..., -1]  # the last is 1 up to rounding
             return (place[..., None] >= below[..., :-1]).sum(-1)
         if type(fn) is dist.DirichletMultinomial:
             totals = fn.total_count if observed is None else _totals(fn, observed)

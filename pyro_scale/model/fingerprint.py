@@ -23,12 +23,12 @@ def model_fingerprint(
     indices: Tensor | None = None,
     where: str = "at the start",
 ) -> dict[str, float]:
-    """Log prior and log likelihood of a batch, without N/B, at params and at a point near them, by
-    their description in words; NaN where they cannot be evaluated.
+    """Log prior and log likelihood of a batch, without N/B, at params and at a nearby point, in a
+    dict whose keys describe them in words; NaN where they cannot be evaluated.
 
-    Params are often where much of a model does not show: at weights of zero, covariates have no
-    effect. Each element of the second point moves by another number, so that a change in the order
-    of elements shows too.
+    The second point is needed since params are often at special values: with weights of zero,
+    covariates have no effect. Its elements move by different distances, so that a different order
+    of elements is detected, too.
 
     Args:
         log_posterior: the model.
@@ -57,8 +57,8 @@ def model_fingerprint(
 def first_difference(
     old: Mapping[str, float], new: Mapping[str, float], tolerance: float
 ) -> str | None:
-    """The first number that differs between two fingerprints, in words; None if all agree to
-    rounding: other machines, devices and numbers of threads add up in another order.
+    """The first number that differs between two fingerprints, in words; None if all agree up to
+    rounding: machines, devices and numbers of threads differ in the order of sums.
 
     Args:
         old: the fingerprint then.

@@ -1,4 +1,4 @@
-"""Takes the part out of a log posterior that depends on the rows alone, such as a frozen network.
+"""Separates the part of a log posterior that depends on the rows alone, such as a frozen network.
 
 The log posterior is recorded as a graph of tensor operations on params and rows, and the part that
 does not depend on the params is cut off. The cut goes through tensors that have one entry for every
@@ -58,7 +58,8 @@ class FrozenBase:
             return tuple(self.base(*rows.leaves(arguments)))
 
     def __call__(self, params: Params, batch: Any, indices: Tensor | None = None) -> Evaluation:
-        """As `LogPosterior.__call__`, on a batch of features in place of rows."""
+        """The log joint as `LogPosterior.__call__` returns it, from a batch of features instead of
+        rows."""
         return Evaluation(*self.head(*(params[name] for name in self.names), *batch))
 
     def grad(
@@ -81,7 +82,7 @@ class FrozenBase:
 
 
 class NoBase(Exception):
-    """The reason why a log posterior is left in one part."""
+    """Raised with the reason why a log posterior cannot be separated."""
 
 
 def frozen_base(
@@ -90,14 +91,14 @@ def frozen_base(
     arguments: Arguments,
     others: Sequence[Arguments] = (),
 ) -> FrozenBase:
-    """Takes the frozen base out of a log posterior.
+    """Separates the frozen base of a log posterior.
 
     Args:
         log_posterior: a model with weights that are fixed.
         params: any.
         arguments: a batch.
         others: batches of its size, on which the two parts are compared with the log posterior:
-            a number that the graph holds may have been computed from the first batch.
+            a constant in the graph may have been computed from the first batch.
 
     Raises:
         NoBase: there is no work to save, or the model cannot be recorded or cut.
@@ -109,7 +110,7 @@ def frozen_base(
     try:
         graph = _record(log_posterior, params, arguments)
         is_feature = _find_features(graph, len(params), arguments, size)
-    except Exception as error:  # of the model, of make_fx
+    except Exception as error:  # errors of the model or of make_fx
         raise_if_from_handler(error)
         raise NoBase(f"the model cannot be recorded ({error_in_short(error)})") from error
     cut = _features_of_head(graph, is_feature)
@@ -126,7 +127,7 @@ def frozen_base(
 
 
 def _record(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> fx.GraphModule:
-    """The log posterior as a graph: of the params, then of the rows."""
+    """The log posterior as a graph, whose inputs are the params, then the rows."""
 
     def evaluate(*flat: Tensor) -> tuple[Tensor, ...]:
         leaves = iter(flat)
@@ -148,7 +149,8 @@ def _find_features(
     they have an entry for every row, which depends on that row alone."""
     placeholders = graph.graph.find_nodes(op="placeholder")[num_params:]
     inputs = dict(zip(placeholders, rows.leaves(arguments), strict=True))
-    order = torch.arange(size - 1, -1, -1) // 2  # rows in other company and at other places
+    # the same rows among other rows and at other places
+    order = torch.arange(size - 1, -1, -1) // 2
     with torch.no_grad():
         values = _evaluate(graph, inputs)
         reordered = _evaluate(graph, {node: leaf[order] for node, leaf in inputs.items()})
@@ -178,7 +180,7 @@ def _features_of_head(graph: fx.GraphModule, is_feature: Mapping[fx.Node, bool])
     """The features from which the head is computed, in the graph's order. A node that depends on
     the rows and is no feature belongs to the head."""
     cut, uncut = set[fx.Node](), set[fx.Node]()
-    for node in reversed(graph.graph.nodes):  # users of a node come before it
+    for node in reversed(graph.graph.nodes):  # in this order, users of a node come before it
         if node not in is_feature or node in uncut:
             cut |= {n for n in node.all_input_nodes if is_feature.get(n)}
             uncut |= {n for n in node.all_input_nodes if not is_feature.get(n)}
@@ -201,7 +203,7 @@ def _subgraph(
 
 
 def _is_work(node: fx.Node) -> bool:
-    """Whether a node is a matrix product, a convolution, attention."""
+    """Whether a node is expensive: a matrix product, a convolution or attention."""
     return getattr(node.target, "overloadpacket", None) in flop_registry
 
 
@@ -218,7 +220,7 @@ def _compare(
         try:
             slope, value = parts.plain_grad(moved, parts.features(batch))
             expected, full = log_posterior.plain_grad(moved, batch)
-        except Exception as error:  # of operations, on tensors of other sizes
+        except Exception as error:  # errors of operations on tensors of other sizes
             raise_if_from_handler(error)
             raise NoBase("sizes inside of the model change from batch to batch") from error
         pairs = [*zip(value, full, strict=True), *((slope[n], expected[n]) for n in expected)]
@@ -230,7 +232,7 @@ def _compare(
 
 
 class _HiddenUse(TorchFunctionMode):
-    """Notices operations under `torch.no_grad` on tensors with a gradient."""
+    """Detects operations under `torch.no_grad` on tensors that require a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +251,8 @@ def _check_gradients(log_posterior: LogPosterior, params: Params, arguments: Arg
     """Raises for a model that uses params under no_grad, which is not in a graph."""
     with torch.enable_grad():
         leaves = {n: value.detach().requires_grad_() for n, value in params.items()}
-        views = {n: value.view_as(value) for n, value in leaves.items()}  # which have a history
+        # views have an autograd history
+        views = {n: value.view_as(value) for n, value in leaves.items()}
         with _HiddenUse() as use:
             log_posterior(views, arguments)
     if use.is_found:
@@ -257,8 +260,8 @@ def _check_gradients(log_posterior: LogPosterior, params: Params, arguments: Arg
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal, to the rounding of sums in another order; infinite and NaN at
-    the same places."""
+    """Whether two tensors are equal, to the rounding of sums in another order; with infinities and
+    NaN at the same places."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():

@@ -25,11 +25,12 @@ def describe(path: str, module: nn.Module) -> str:
 
 
 class ModuleTrace:
-    """The modules whose forward ran.
+    """Records the modules whose forward ran.
 
     Attributes:
         modules: in the order of their calls, outermost first.
-        drew: the innermost module whose forward moved torch's generator; the first one.
+        drew: the first module whose forward advanced torch's generator; of nested ones, the
+            innermost.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class ModuleTrace:
 
 @contextmanager
 def trace_modules() -> Iterator[ModuleTrace]:
-    """Lists the modules whose forward runs, and checks each before it does.
+    """Records the modules whose forward runs, and checks them beforehand.
 
     Raises:
         ModelError: a module whose rows would depend on each other or on chance, or one that wrote
@@ -139,7 +140,8 @@ def forbid_writes(model: Callable[..., Any], arguments: Arguments) -> Iterator[A
     versions = {
         name: (value, value._version)
         for name, value in _held_values(model).items()
-        if isinstance(value, Tensor) and not value.is_inference()  # which count no versions
+        # inference tensors have no version counter
+        if isinstance(value, Tensor) and not value.is_inference()
     }
     yield copies
     written = [f"'{name}'" for name, (value, old) in versions.items() if value._version != old]
@@ -164,11 +166,11 @@ def _are_same(copy: Tensor, original: Tensor) -> bool:
 
 
 def _held_values(model: Any) -> dict[str, Any]:
-    """What a model reads besides its arguments, by name. Left out are a module's weights and
+    """Values that a model reads besides its arguments, by name. Left out are a module's weights and
     buffers: `trace_modules` finds those that a forward changes."""
     if isinstance(model, functools.partial):
         held = {f"argument {place}": value for place, value in enumerate(model.args)}
-        for inner in (model.func, *model.args):  # a handler binds the model that it is around
+        for inner in (model.func, *model.args):  # a handler binds the model that it wraps
             held = {**(_held_values(inner) if callable(inner) else {}), **held}
         return {**held, **model.keywords}
     if inspect.ismethod(model):

@@ -50,8 +50,8 @@ from pyro_scale.model.sites import Point, Site, points_of_store
 from pyro_scale.model.transforms import is_real
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
-#: How many starts of a chain are tried: if half of all starts break a model, 20 of them all do
-#: once in a million times.
+#: How many starts of a chain are tried. If half of all starts break a model, all 20 break it once
+#: in a million times.
 MOST_STARTS = 20
 
 Params = Mapping[str, Tensor]
@@ -59,8 +59,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _explains_errors(method: F) -> F:
-    """Decorates a method of params and a batch: where it fails because the batch does not fit the
-    model, it raises an error that says so."""
+    """Decorates a method that takes params and a batch. If the method fails because the batch does
+    not fit the model, the error says so."""
 
     @functools.wraps(method)
     def call(self: LogPosterior, params: Params, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,10 +85,11 @@ class LogPosterior:
 
     Args:
         model: a Pyro model or a `PyroModule`.
-        num_data: N, the rows of the whole data set; may be left out where a plate says it.
+        num_data: N, the rows of the whole data set; not needed if a plate declares it.
 
     Attributes:
-        gaussian_prior: the Gaussian of `with_gaussian_prior`, if it has replaced the prior.
+        gaussian_prior: the Gaussian that `with_gaussian_prior` has put in place of the prior;
+            otherwise None.
 
     Raises:
         ModelError, SiteError, PlateError: on the first batch, what is wrong with the model.
@@ -128,7 +129,7 @@ class LogPosterior:
             fn: `fn(params, batch)`, the log posterior per datum (mean log likelihood plus log
                 prior over N), a scalar; it is multiplied by N.
                 The batch is a tuple by position or a dict by name, as for a model's arguments.
-            params: unconstrained tensors, where every chain starts unless it is told otherwise.
+            params: unconstrained tensors, where every chain starts by default.
             num_data: N.
 
         Examples:
@@ -150,8 +151,8 @@ class LogPosterior:
         """The log joint at unconstrained params, estimated from a batch.
 
         Args:
-            params: unconstrained tensors by site; `pyro.param` sites may be among them, and keep
-                their value where they are not.
+            params: unconstrained tensors by site; may include `pyro.param` sites; those left out
+                keep their value.
             batch: the model's arguments, a tuple by position or a dict by name.
             indices: the rows `[B]` to take, for a model that subsamples by itself; drawn from
                 torch's generator if left out.
@@ -162,7 +163,7 @@ class LogPosterior:
         return self.evaluate(run.sites, self.batch_size(arguments))
 
     def evaluate(self, sites: Mapping[str, Site], batch_size: int) -> Evaluation:
-        """The log joint of a run on a batch of this size, from the run's sites."""
+        """The log joint from the sites of a run on a batch of this size."""
         return self.model_info.scaling.evaluate(sites, batch_size, self._prior)
 
     def grad(
@@ -176,7 +177,7 @@ class LogPosterior:
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
         """As `grad`, by `torch.autograd` instead of `torch.func`: for models with an
-        `autograd.Function` that functorch refuses. It does not go through `torch.vmap`."""
+        `autograd.Function` that functorch does not support. It does not work under `torch.vmap`."""
         self.prepare(rows.as_arguments(batch))
         return derivatives.plain_gradient(lambda p: self(p, batch, indices), params)
 
@@ -190,8 +191,8 @@ class LogPosterior:
     def log_likelihood(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Each row's log likelihood by data site, `[B]`: without N/B, with the user's scale. Where
-        rows depend on each other, a row's is conditional on the others."""
+        """Each row's log likelihood by data site, `[B]`: without N/B, with the user's scale. If
+        rows depend on each other, a row's log likelihood is conditional on the others."""
         arguments = rows.as_arguments(batch)
         sites = self.run(params, arguments, indices).sites
         return self.model_info.scaling.log_likelihood(sites, self.batch_size(arguments))
@@ -251,11 +252,11 @@ class LogPosterior:
         return self.run(params, arguments, indices, partial(Simulator, drawn=drawn))
 
     def run_as_first(self, arguments: Arguments) -> Recorder:
-        """Runs the model at the latent values of its first run, as the preflight does: on copies,
-        its modules checked, with params as they are now.
+        """Runs the model at the latent values of its first run and the current params, with the
+        preflight's guards: arguments are copied, modules are checked.
 
         Raises:
-            ModelError: a module is not fit, or the model writes to its arguments.
+            ModelError: a module cannot be used, or the model writes to its arguments.
         """
         info = self.model_info
         with (
@@ -289,7 +290,8 @@ class LogPosterior:
         """The model's arguments: a tuple if all are passed by position, otherwise a dict by name.
 
         Raises:
-            CallError: the model takes no such arguments, or takes them one by one.
+            CallError: the arguments do not match the model's signature; or rows are wrapped in a
+                tuple, list or dict, unlike in the first batch.
         """
         signature = inspect.signature(getattr(self.model, "forward", self.model))
         try:
@@ -334,7 +336,7 @@ class LogPosterior:
                 for weights of bayesianized modules the module's values (chain 0) or
                 `reset_parameters()`.
             values: constrained values that go before the initialization.
-            attempt: which draw, if the ones before it were of no use.
+            attempt: number of the draw, if earlier draws were unusable.
         """
         init = init or self.default_init(chain)
         if values:
@@ -363,19 +365,20 @@ class LogPosterior:
         with own_generator(derived_seed(seed, 0, Purpose.INIT)), without_vmap_warnings():
             try:
                 return torch.vmap(draw, randomness="different")(places)
-            except (RuntimeError, NotImplementedError):  # a model that vmap refuses
+            except (RuntimeError, NotImplementedError):  # a model that vmap does not support
                 drawn = [draw(place) for place in places]
         return {name: torch.stack([values[name] for values in drawn]) for name in self.latents}
 
     def constrain(self, params: Params) -> dict[str, Tensor]:
-        """Unconstrained params -> the sites' own values (and those of params among them)."""
+        """Maps unconstrained params to the sites' constrained values, `pyro.param` sites included
+        if passed."""
         run = self.run(params, self.model_info.example, self.first_indices())
         latents = {s.name: s.value for s in run.sites.values() if s.kind == "latent"}
         points = {n: p.constrain(params[n]) for n, p in self.points.items() if n in params}
         return latents | points
 
     def unconstrain(self, values: Params) -> dict[str, Tensor]:
-        """The sites' own values, all of them, -> unconstrained params."""
+        """Maps the constrained values of all latent sites to unconstrained params."""
         for name in self.latents:
             if name not in values:
                 raise ArgumentError(f"unconstrain: no value for site '{name}'")
@@ -405,7 +408,7 @@ class LogPosterior:
                 with torch.no_grad():
                     module.get_parameter(path).copy_(point.unconstrain(value))
             else:
-                with exclusive:  # runs put another one in its place
+                with exclusive:  # runs replace it by another tensor
                     store = pyro.get_param_store()
                     store.setdefault(name, value, constraint=point.constraint)
                     store[name] = value
@@ -420,7 +423,7 @@ class LogPosterior:
         A start where the log density is not finite is drawn again, as Pyro does.
 
         Returns:
-            What `start` would give for chain 0, where it has just been drawn.
+            The start of chain 0 if the model has just been examined; None on later batches.
         """
         init = init or self.default_init(0)
         for attempt in range(MOST_STARTS):
@@ -431,14 +434,15 @@ class LogPosterior:
                 own_generator(derived_seed(seed, 0, Purpose.INIT, attempt)),
                 contextlib.nullcontext() if is_last else contextlib.suppress(NotFiniteStartError),
             ):
-                if self._model_info is None:  # of another thread
+                if self._model_info is None:  # by another thread
                     info = self._examine_or_explain(arguments, init)
                     self._model_info = info
                     return None if attempt else unconstrained_values(info.sites)
         return None
 
     def _examine_or_explain(self, arguments: Arguments, init: InitFunction) -> ModelInfo:
-        """The preflight; raises what is wrong with the call, if that is why it fails."""
+        """The preflight's result. If the preflight fails because of the call, the error explains
+        the call."""
         try:
             return self._examine(self._program, arguments, init, self._num_data)
         except NotFiniteStartError:
@@ -450,7 +454,8 @@ class LogPosterior:
             raise explained from error
 
     def _explain(self, batch: Any, error: Exception) -> PyroScaleError | None:
-        """The error to raise if a call failed because of its batch; None if not."""
+        """The error for a call that failed because of its batch; None if the batch is not the
+        cause."""
         if self._model_info is None or isinstance(error, PyroScaleError):
             return None
         init = init_to_value(values=self.values)
@@ -513,7 +518,8 @@ class LogPosterior:
     # ------------------------------------------------------------------ variants
 
     def renew(self, num_data: int | None) -> LogPosterior:
-        """A copy that has not seen a batch; `num_data` counts if this one was passed none."""
+        """A copy that has not been examined. `num_data` is used only if this log posterior has
+        none."""
         other = copy.copy(self)
         other._num_data = self._num_data or num_data
         other._program, other._model_info = Program(self.model), None
@@ -543,12 +549,13 @@ class LogPosterior:
         return other
 
     def without_jacobian(self) -> LogPosterior:
-        """The density of the sites' own values, as a function of unconstrained params: its mode
-        does not depend on how the values are transformed."""
+        """A copy without the Jacobians: the density of the constrained values, as a function of
+        unconstrained params. Its mode does not depend on the transforms."""
         return self._with_prior(partial(_without_log_dets, self._prior))
 
     def with_jacobian(self) -> LogPosterior:
-        """The density of unconstrained params: the inverse of `without_jacobian`."""
+        """A copy with the Jacobians: the density of unconstrained params. The inverse of
+        `without_jacobian`."""
         prior = self._prior
         if not (isinstance(prior, partial) and prior.func is _without_log_dets):
             return self
@@ -561,7 +568,7 @@ class LogPosterior:
 
 
 def unconstrained_values(sites: Mapping[str, Site]) -> dict[str, Tensor]:
-    """The latents' unconstrained values in a run, copied."""
+    """Copies of the latents' unconstrained values in a run."""
     return {name: value.detach().clone() for name, value in _unconstrained(sites).items()}
 
 

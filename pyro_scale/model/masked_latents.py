@@ -45,8 +45,8 @@ class Kept(NamedTuple):
 
 
 def element_mask(site: Site) -> Tensor | None:
-    """The product of a site's masks, in the batch shape of `base_distribution`: True where they
-    keep an element; None if none of them is a tensor."""
+    """The product of a site's masks, in the batch shape of `base_distribution`: True for elements
+    that are kept; None if no mask is a tensor."""
     fn: Any = site.fn
     shape = base_distribution(fn).batch_shape
     masks = [(site.mask, len(fn.batch_shape))]
@@ -60,14 +60,14 @@ def element_mask(site: Site) -> Tensor | None:
 
 
 def without_nan(site: Site) -> Site:
-    """The site with a possible value wherever a mask leaves out NaN: the gradient of a log density
-    at NaN is NaN, even if it is multiplied by 0."""
+    """The site with NaN under a mask replaced by a possible value: the gradient of a log density at
+    NaN is NaN, even if it is multiplied by 0."""
     mask, event = element_mask(site), len(base_distribution(site.fn).event_shape)
     if mask is None or not site.value.is_floating_point():
         return site
     left_out = ~align(mask, event) & site.value.isnan()
     possible = torch.zeros_like(site.value)
-    with contextlib.suppress(NotImplementedError):  # a support without a transform, as of counts
+    with contextlib.suppress(NotImplementedError):  # a support without a transform: counts
         possible = transform_to(site.fn.support)(possible)
     return replace(site, value=torch.where(left_out, possible, site.value))
 
@@ -84,8 +84,8 @@ def leave_out(sites: dict[str, Site], kept: Mapping[str, Kept]) -> None:
 
 
 def put_together(fn: Any, kept: Kept, unconstrained: Tensor) -> tuple[Tensor, Tensor]:
-    """(A latent's value, log |d value / d params|) from its params `[k, ...]`; elements that are
-    not params get the value at the origin of unconstrained space."""
+    """Computes (a latent's value, log |d value / d params|) from its params `[k, ...]`. Elements
+    that are not params get the value at the origin of unconstrained space."""
     base, event = base_distribution(fn), unconstrained.shape[1:]
     transform = bijection(base.support)
     blank = unconstrained.new_zeros((kept.shape.numel(), *event))
@@ -98,7 +98,7 @@ def put_together(fn: Any, kept: Kept, unconstrained: Tensor) -> tuple[Tensor, Te
 
 
 def take_apart(fn: Any, kept: Kept, value: Tensor) -> Tensor:
-    """A latent's params `[k, ...]` from its value: the inverse of `put_together`."""
+    """A latent's params `[k, ...]`, from its value: the inverse of `put_together`."""
     unconstrained = bijection(base_distribution(fn).support).inv(value)
     event = unconstrained.shape[len(kept.shape) :]
     return unconstrained.reshape(kept.shape.numel(), *event)[kept.places]

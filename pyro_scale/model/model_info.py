@@ -1,4 +1,4 @@
-"""The result of the preflight, and how its parts follow from the runs."""
+"""The result of the preflight, and functions that compute its parts from the runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PER_DATUM = "log posterior per datum, times N"
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is known of a model after its preflight.
+    """Facts about a model, found by the preflight.
 
     Attributes:
         sites: every site of the run on the first batch.
@@ -112,7 +112,8 @@ def steady_sites(
 def row_axes(
     sites: Mapping[str, Site], probes: Sequence[Probe], size: int, own_plate: str | None
 ) -> dict[str, int]:
-    """The axis, from the right, along which each deterministic site follows the batch."""
+    """By deterministic site whose size depends on the batch: the rows' axis, counted from the
+    right."""
     axes = {}
     steady = steady_sites(sites, probes, ())
     for name, site in sites.items():
@@ -121,7 +122,7 @@ def row_axes(
         shape = site.value.shape
         shapes = [probe.sites[name].value.shape for probe in probes if name in probe.sites]
         for axis in range(len(shape)):
-            # a model that subsamples by itself always has B rows: there the size must do
+            # a model that subsamples by itself always has B rows: only the size tells
             follows = own_plate is not None or any(other[axis] != size for other in shapes)
             if shape[axis] == size and follows:
                 axes[name] = axis - len(shape)
@@ -130,7 +131,7 @@ def row_axes(
 
 
 def model_warnings(info: ModelInfo) -> list[str]:
-    """Sentences about what may be a mistake, though the library can run it.
+    """Warnings about possible mistakes in a model that can be run.
 
     A constant scale that equals N/B may have been meant as N/B. Rows that no site follows may have
     been forgotten. A mask that leaves out everything may be inverted.

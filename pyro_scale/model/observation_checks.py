@@ -23,7 +23,7 @@ from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import Recorder
 from pyro_scale.model.sites import Site, layers, points_of_store
 
-#: Distributions of counts out of a total, whose density is constant where that is 0.
+#: Distributions of counts out of a total: their density is constant if the total is 0.
 _COUNTS_OF_TOTALS = (
     dist.Binomial,
     dist.BetaBinomial,
@@ -89,8 +89,9 @@ def _likely_observation(sites: Mapping[str, Site], count: int | None) -> Site | 
 def _missing_argument(
     program: Program, arguments: Arguments, sites: Mapping[str, Site], name: str
 ) -> str | None:
-    """The argument that is None and would observe a site: the site is observed when the model is
-    run with the site's value as this argument."""
+    """Name of the argument that is None and should hold a site's observations. It is found by
+    running the model with the site's value as the argument; None if the site is not observed
+    then."""
     model: Any = program.model
     while isinstance(model, functools.partial) and isinstance(next(iter(model.args), 0), Messenger):
         model = model.args[1]  # poutine.condition(model, ...) and its like
@@ -115,7 +116,7 @@ def check_something_counts(runs: Iterable[Mapping[str, Site]]) -> None:
     """Checks, in runs that cover all rows, that masks do not leave out everything observed.
 
     Raises:
-        ModelError: they do; it names a site and what leaves it out.
+        ModelError: they do; all are left out; the message names a site and the reason.
     """
     last = None
     for sites in runs:
@@ -134,7 +135,7 @@ def check_something_counts(runs: Iterable[Mapping[str, Site]]) -> None:
 
 
 def why_left_out(site: Site) -> str:
-    """The reason, in words, why no element of an observed site counts; "" where one does."""
+    """The reason, in words, why no element of an observed site counts; "" if any element does."""
     masks, totals = [site.mask], None
     for fn in layers(site.fn):
         masks.append(getattr(fn, "_mask", None))
@@ -178,7 +179,7 @@ def inside_support(site: Site) -> Tensor:
     """Whether each observed value is in the support of its distribution, or masked out."""
     try:  # some constraints do not broadcast by themselves
         shape = torch.broadcast_shapes(site.value.shape, site.shape)
-    except RuntimeError:  # the density will say so
+    except RuntimeError:  # evaluating the density raises the error
         return torch.as_tensor(True)
     inside = site.fn.support.check(site.value.expand(shape))
     for mask in (site.mask, getattr(site.fn, "_mask", None)):
@@ -206,7 +207,8 @@ def outside_support(site: Site, where: str = "") -> str:
 
 
 def _check_event_shape(site: Site) -> None:
-    """Raises where values meet an event of one element, so that each row is compared with all."""
+    """Raises if values broadcast against an event of one element, so that each row is compared with
+    all."""
     fn, shape = site.fn, site.value.shape
     count = math.prod(shape[: max(0, len(shape) - len(fn.event_shape))])
     pairs = zip(reversed(fn.event_shape), reversed(shape), strict=False)

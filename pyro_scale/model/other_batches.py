@@ -1,9 +1,9 @@
-"""Checks on other batches the rules that were found on the first one.
+"""Checks the scaling rules, which were found on the first batch, on other batches.
 
-The rows of the first batch may be alike: labels of one class, or a series that begins with zeros.
-Then quantities that a model computes from a batch (a mean, class weights, a lag, a count of events)
-do not show. So the rules are checked on batches from all over the data, and on some that a run
-draws.
+The rows of the first batch may be similar: labels of one class, or a series that begins with zeros.
+Then the first batch does not reveal quantities that the model computes from a batch, such as a
+mean, class weights, a lag or a count of events. So the rules are checked on batches spread over the
+data, and on some that a run would draw.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pyro_scale.model.scaling import Rule, dependence_message, rows_of
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import Term, terms_of
 
-#: Draws from the prior at which batches are checked, besides a start.
+#: Number of prior draws at which batches are checked, in addition to a start.
 _PRIOR_DRAWS = 2
-#: Evaluations at params a few roundings apart, which measure how much rounding changes a value.
+#: Number of evaluations at params a few roundings apart, which measure the effect of rounding.
 _NEARBY = 4
-#: The tolerance, in multiples of what rounding changes, and in roundings of a total.
+#: The tolerance, in multiples of the measured effect of rounding, and in roundings of a total.
 _ROUNDINGS = 64
 
 
@@ -47,7 +47,7 @@ def check_batches(
         log_posterior: the model, after its preflight on the first batch.
         start: unconstrained params.
         first: that batch.
-        others: batches of as many rows, and their indices for a model that subsamples by itself.
+        others: batches of the same size, with their indices for a model that subsamples by itself.
 
     Raises:
         PlateError: a row's log density depends on the other rows of its batch, or a term that was
@@ -56,7 +56,8 @@ def check_batches(
     if not is_checked(log_posterior.model_info):
         return
     points: list[Params] = [start]
-    with contextlib.suppress(Exception):  # a prior that cannot be drawn from, or not here
+    # a prior that cannot be sampled, in general or in this setting
+    with contextlib.suppress(Exception):
         drawn = log_posterior.prior_draws(first, _PRIOR_DRAWS, seed=0)
         points += [{n: v[i] for n, v in drawn.items()} for i in range(_PRIOR_DRAWS)]
     for params in points:
@@ -65,8 +66,8 @@ def check_batches(
 
 
 def is_checked(info: ModelInfo) -> bool:
-    """Whether other batches are checked: if a batch is a part of the data, and the model runs on
-    other combinations of rows."""
+    """Whether other batches can be checked: a batch is a part of the data, and the model runs on
+    any combination of rows."""
     is_part = info.batch_size < info.scaling.num_data
     return is_part and not info.whole_only and not info.is_function
 
@@ -78,10 +79,10 @@ def check_batch(
     indices: Tensor | None,
     first: Arguments,
 ) -> None:
-    """Checks the rules on one batch: each row's log density among other rows, and that constants
-    are those of the first batch.
+    """Checks on one batch that every row's log density is the same in the batch's halves, and that
+    constant terms equal those of the first batch.
 
-    Rows whose log density is not finite are passed over, and params at which the model fails.
+    Rows whose log density is not finite are skipped, and so are params at which the model fails.
 
     Raises:
         PlateError: see `check_batches`.
@@ -95,7 +96,7 @@ def check_batch(
     for name, rule in log_posterior.model_info.scaling.rules.items():
         versions = [run[name] for run in (full, *runs) if run is not None and name in run]
         if len(versions) < len(runs) + 1 or rule.whole_data:
-            continue  # which evaluating it says
+            continue  # evaluating such a term raises an error
         if rule.role != "rows" and reference is not None and name in reference:
             versions.append(reference[name])
         mine, *others = (_values(term, rule) for term in versions)
@@ -125,13 +126,13 @@ def check_batch(
 
 
 class _Part(NamedTuple):
-    """Rows of a batch among other rows, or fewer.
+    """Rows of a batch in another combination.
 
     Attributes:
         arguments: the model's.
         indices: of the rows, for a model that subsamples by itself.
-        rows: places in the batch of rows that are in the part.
-        places: their places in the part.
+        rows: places in the batch of the batch's rows in this part.
+        places: the same rows' places in the part.
     """
 
     arguments: Arguments
@@ -143,8 +144,9 @@ class _Part(NamedTuple):
 def _parts(
     info: ModelInfo, batch: Arguments, indices: Tensor | None, first: Arguments
 ) -> list[_Part]:
-    """The batch's rows without each other: its two halves. A model that subsamples by itself gets
-    each half together with other rows, and a single row is put before the first batch."""
+    """The batch's two halves, so that rows are evaluated without each other. A model that
+    subsamples by itself gets each half together with other rows, and a single row is put before the
+    first batch."""
     if indices is not None:
         size, total = len(indices), info.scaling.num_data
         others, half = (indices + total // 2) % total, size // 2
@@ -164,14 +166,14 @@ def _parts(
 def _terms(
     log_posterior: LogPosterior, params: Params, batch: Arguments, indices: Tensor | None
 ) -> Mapping[str, Term] | None:
-    """The terms at params; None where the model fails, as it may at a draw from the prior."""
+    """The terms at params; None if the model fails, which is allowed at prior draws."""
     with contextlib.suppress(Exception), own_generator(), torch.no_grad():
         return terms_of(log_posterior.run(params, batch, indices).sites)
     return None
 
 
 def _values(term: Term, rule: Rule) -> Tensor:
-    """A term's log likelihood of each row, `[B]`, or its total if it is not of rows."""
+    """Log likelihood of each row, `[B]`, of a term with rows; the total of any other term."""
     return rows_of(term, rule) if rule.role == "rows" else (term.log_prob * term.scale).sum()
 
 
@@ -188,8 +190,9 @@ def _rounding(
     name: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The tolerance for each row's log density, or for a constant: a multiple of what a few
-    roundings of the params change, so that cancellation and ill-conditioned matrices count."""
+    """The tolerance for each row's log density, or for a constant: a multiple of its change when
+    the params change by a few roundings, which accounts for cancellation and ill-conditioned
+    matrices."""
     rule, source = log_posterior.model_info.scaling.rules[name], torch.Generator()
     eps = 8 * float(torch.finfo(dtype).eps)
 
@@ -223,7 +226,7 @@ def _exceeds(a: Tensor, b: Tensor, place: slice, rounding: Tensor) -> Tensor:
 
 
 def check_supports(log_posterior: LogPosterior, params: Params, chunks: Iterable[Any]) -> None:
-    """Checks that observed values are in their supports; all rows in one pass.
+    """Checks that observed values are in their supports, for all rows in one pass.
 
     Supports that depend on a latent are left to the density, which is infinite there.
 
@@ -246,7 +249,7 @@ def check_supports(log_posterior: LogPosterior, params: Params, chunks: Iterable
             for name in info.validated & sites.keys():
                 if sites[name].kind == "observed" and not bool(inside_support(sites[name]).all()):
                     others: Mapping[str, Site] | None = None
-                    with contextlib.suppress(Exception):  # the model may fail elsewhere
+                    with contextlib.suppress(Exception):  # the model may fail on other rows
                         others = log_posterior.run(shifted, chunk.arguments, chunk.indices).sites
                     support = sites[name].fn.support
                     if others is None or same_support(support, others[name].fn.support):
@@ -271,10 +274,10 @@ def same_support(one: Any, other: Any) -> bool:
 
 
 def _first_outside(rule: Rule | None, site: Site, begin: int) -> str:
-    """The row and the value of the first observed value outside its support, in words.
+    """Describes the first observed value outside its support: its row and value, in words.
 
     Args:
-        rule: of the site, if it has one.
+        rule: the site's, or None.
         site: of a run on a chunk of the data.
         begin: the place in the data of the chunk's first row.
     """

@@ -1,4 +1,4 @@
-"""What plates say about N: which one subsamples by itself, and how many rows there are in all."""
+"""What plates say about N: which plate subsamples by itself, and how many rows the data have."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def data_plate_size(sites: Mapping[str, Site]) -> int:
 
 
 def declared_size(runs: Iterable[Mapping[str, Site]]) -> int | None:
-    """N as a plate around the batch declares it, in one of these runs; None if none does."""
+    """N as declared by a plate around the batch, in any of these runs; None if no plate declares
+    it."""
     for sites in runs:
         for site in sites.values():
             for frame in site.plates:
@@ -88,7 +89,7 @@ def check_plate_size(
     """Raises if a run failed because a plate has another size than the batch.
 
     Args:
-        sites: of the run, as far as it came.
+        sites: of the run, up to the error.
         count: the rows of the batch.
         num_data: N, if it was passed.
         error: what the run raised.

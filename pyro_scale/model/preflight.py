@@ -39,7 +39,7 @@ from pyro_scale.model.scaling import Rule, Scaling
 from pyro_scale.model.sites import Site, points_of_store
 from pyro_scale.model.terms import Term, terms_of
 
-#: Layers of networks; any network has one of them.
+#: Layers that identify networks: any network has one of them.
 _LAYERS = nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention
 
 
@@ -111,8 +111,8 @@ def examine_model(
 def examine_function(
     program: Program, arguments: Arguments, init: InitFunction, num_data: int | None
 ) -> ModelInfo:
-    """The preflight of `program.function_model`, in which nothing is scaled; arguments as for
-    `examine_model`."""
+    """The preflight of a function that returns the log posterior per datum
+    (`program.function_model`), where nothing is scaled. Arguments as for `examine_model`."""
     num_data = num_data or 1
     with own_generator(), torch.no_grad(), trace_modules():
         first = _first_run(program, arguments, init, None, num_data)
@@ -143,7 +143,7 @@ def _first_run(
     count: int | None,
     num_data: int | None,
 ) -> Recorder:
-    """Runs the model with latents from an initialization; says what is wrong where it fails."""
+    """Runs the model with latents from an initialization; explains the error if it fails."""
     recorder = Recorder(store=points_of_store())
     try:
         with InitMessenger(init):
@@ -206,8 +206,8 @@ class _ValidatedRun(NamedTuple):
     Attributes:
         recorder: of the run.
         drew: whether it drew from torch's generator.
-        module: the module that did, in words.
-        error: of validation, if it failed; the run is one without validation, then.
+        module: the module that drew, in words.
+        error: of validation, if it failed; `recorder` is then of a run without validation.
     """
 
     recorder: Recorder
@@ -246,8 +246,8 @@ def _validated_run(rerun: Rerun, arguments: Arguments) -> _ValidatedRun:
 
 
 def _sites_to_validate(second: _ValidatedRun) -> set[str]:
-    """The sites whose values are checked against their support: not those whose distribution, or
-    all of whose library, has validation switched off by the user."""
+    """The sites whose values are checked against their support: all for which the user has not
+    switched off validation, in the distribution or in its library."""
     if not (pyro.infer.util.is_validation_enabled() and Distribution._validate_args):
         return set()
     sites = second.recorder.sites.values()
@@ -261,7 +261,7 @@ def _check_second_run(
     rerun: Rerun,
     arguments: Arguments,
 ) -> dict[str, Term]:
-    """Checks the sites of the second run, and that it gives what the first does. Returns its
+    """Checks the second run's sites, and that its terms equal the first run's. Returns the
     terms."""
     sites = second.recorder.sites
     site_checks.check_names(sites)

@@ -1,4 +1,4 @@
-"""Pyro models as programs: how they are run, and models made from functions and unobserved rows."""
+"""Runs Pyro models; makes models of functions and of unobserved rows."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Program:
 
         Args:
             arguments: the model's.
-            recorder: what latents, points and indices come from.
+            recorder: provides latents, points and indices.
             validate: whether with Pyro's validation.
         """
         swapped = {
             name: point.unconstrained
             for name, point in recorder.given_points.items()
-            # the recorder answers for a PyroParam; only plain weights are read past it
+            # the recorder handles PyroParams; only plain weights bypass it
             if name in self.owners and not self.owners[name][1].endswith("_unconstrained")
         }
         with (
@@ -90,7 +90,8 @@ class Program:
         for name, value in weights.items():
             module, path = self.owners[name]
             values[f"{places[id(module)]}.{path}"] = value
-        with warnings.catch_warnings():  # of pyro.module, about tensors that are no parameters
+        # a warning of pyro.module about tensors that are no parameters
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*was not registered in the param store")
             call_with(_Root(self.model, modules), values, (arguments,))
 
@@ -122,10 +123,11 @@ def _restored_if_interrupted() -> Iterator[None]:
 @contextmanager
 def _hidden_from_other_recorders() -> Iterator[None]:
     """Hides a run from the recorder of an outer run, for models that evaluate another log
-    posterior: its sites are in the value that it returns, and not the outer model's."""
+    posterior: the inner sites only affect the value that is returned, and are not sites of the
+    outer model."""
     handlers, dims = list(_PYRO_STACK), list(_DIM_ALLOCATOR._stack)
     is_nested = any(isinstance(handler, Recorder) for handler in handlers)
-    if is_nested:  # the last handler may say where the latents of this run start
+    if is_nested:  # the last handler may be this run's initialization
         init = [handler for handler in handlers[-1:] if isinstance(handler, InitMessenger)]
         _PYRO_STACK[:], _DIM_ALLOCATOR._stack[:] = init, []
     try:
@@ -173,8 +175,8 @@ def call_with(
 def _named_ids(module: nn.Module, *, every_path: bool) -> Iterator[tuple[str, int]]:
     """(Name, id) of every weight and buffer, read past a `PyroModule`'s attributes, which draw.
 
-    A weight that several modules share comes once for each of them. A module that is held at
-    several places comes once, or, with `every_path`, once for each place.
+    A weight that several modules share is yielded once for each module. A module that is held at
+    several places is yielded once, or, with `every_path`, once for each place.
     """
     for path, part in module.named_modules(remove_duplicate=not every_path):
         for name, value in [*part._parameters.items(), *part._buffers.items()]:
@@ -226,7 +228,7 @@ def function_model(
 
 
 def observe_draws(program: Program, arguments: Arguments) -> tuple[Program, Arguments]:
-    """A model of rows that are not observed yet, with observations drawn from the prior.
+    """Makes a model for unobserved rows, with observations drawn from the prior.
 
     Returns:
         (A model that takes the observations beside its arguments; these arguments). The

@@ -40,7 +40,7 @@ from pyro_scale.model.sites import (
 )
 from pyro_scale.model.transforms import bijection, is_real
 
-#: Dimensions of a torch tensor, with some left for the arithmetic on them.
+#: Most dimensions of a tensor in torch, minus a few that arithmetic needs.
 _MOST_DIMS = 60
 
 
@@ -77,18 +77,18 @@ class Recorder(Messenger):
     Args:
         latents: unconstrained values; without them, latents come from outer handlers (an
             initialization) or from their priors.
-        points: values of `pyro.param` sites; other such sites take theirs from their modules, from
-            `store`, or from the param statement.
-        indices: what subsampling plates take, by the plate's name; other such plates take
-            their first rows, since the batch that is passed in is the subsample.
-        enum_dim: the first free dimension for enumerated sites; without it they are sampled.
+        points: values of `pyro.param` sites; other such sites take their values from their modules,
+            from `store`, or from the param statement.
+        indices: of the rows that subsampling plates take, by the plate's name. Other subsampling
+            plates take their first rows, since the batch that is passed in is the subsample.
+        enum_dim: the first free dimension for enumerated sites; None to sample these sites.
         store: the points in Pyro's param store.
         kept: for latents with elements that masks leave out, the elements that are params.
 
     Attributes:
         sites: every sample site of the run, by name.
         points: every param site of the run that is estimated, by name.
-        drawn: sites whose values a `Simulator` drew.
+        drawn: names of the sites whose values a `Simulator` drew.
     """
 
     def __init__(
@@ -181,7 +181,8 @@ class Recorder(Messenger):
         site_shape = fn.batch_shape + fn.event_shape
         if value.shape != site_shape and not self._enum_dims:
             raise LatentShapeChanged.from_shapes(name, value.shape, site_shape)
-        if log_det is None and is_real(fn.support):  # the identity: nothing to add up
+        # the identity transform: its log determinant is 0
+        if log_det is None and is_real(fn.support):
             log_det = unconstrained.new_zeros(())
         elif log_det is None:
             log_det = transform.log_abs_det_jacobian(unconstrained, value).sum()
@@ -193,7 +194,8 @@ class Recorder(Messenger):
         return name in self._kept and not len(self._kept[name].places)
 
     def _put_together(self, msg: Any, unconstrained: Tensor) -> tuple[Tensor, Tensor]:
-        """(A latent's value, log |d value / d params|), where masks leave out elements."""
+        """Computes (the value, log |d value / d params|) of a latent with elements that masks leave
+        out."""
         name, fn, kept = msg["name"], msg["fn"], self._kept[msg["name"]]
         if base_distribution(fn).batch_shape != kept.shape:
             value_shape = kept.shape + unconstrained.shape[1:]
@@ -260,16 +262,16 @@ class Recorder(Messenger):
         if point.parameter is None or point.parameter.requires_grad:
             self.points[name] = point
         value: Any = point.constrain(point.unconstrained)
-        value = value.view_as(value)  # what is set on it must not be set on the caller's tensor
+        value = value.view_as(value)  # attributes set on it must not reach the caller's tensor
         value.unconstrained = lambda: point.unconstrained
         msg["value"], msg["done"] = value, True
 
     def _find_param(self, msg: Any) -> Point:
-        """The point of a param statement that has not been met before."""
+        """The point of a param statement that is met for the first time."""
         name, declared = msg["name"], msg["args"][1] if len(msg["args"]) > 1 else None
         if isinstance(declared, nn.Parameter):
             return Point(name, constraints.real, declared.detach(), declared)
-        scope = points_of_store()  # a PyroParam has just put its own tensor there
+        scope = points_of_store()  # a PyroParam has just put its own tensor into the store
         if name in scope:
             return scope[name]
         if name in self._store:

@@ -1,4 +1,4 @@
-"""Runs a model again at the latent values of its first run: on other rows, at shifted values."""
+"""Runs a model again, on other rows, at the latent values of its first run or at shifted ones."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Rerun:
         self, arguments: Arguments, plate: str, size: int, num_data: int
     ) -> list[Probe]:
         """The probes of a model that subsamples by itself: its rows in another order, and half of
-        them together with others."""
+        its rows together with other rows."""
         order, half = torch.arange(size), size // 2
         orders = [order.flip(0), torch.cat([order[:half], (order[half:] + size) % num_data])]
         runs = [self.run(arguments, {plate: indices}) for indices in orders]
@@ -110,7 +110,7 @@ class Rerun:
                 probes.append(Probe.from_sites(run.sites, part))
             except Exception as error:
                 raise_if_from_handler(error)
-                if num_data in (None, size):  # the whole data, so that the factor is 1 anyway
+                if num_data in (None, size):  # the whole data: the factor is 1 anyway
                     return []
                 if isinstance(error, LatentShapeChanged):
                     raise _local_latent_error(error, size) from None
@@ -128,10 +128,8 @@ class Rerun:
         return probes
 
     def _advice(self, arguments: Arguments, part: Tensor, size: int, num_data: int | None) -> str:
-        """What to do about a part of a batch on which the model fails.
-
-        Two more runs tell why: on copies of the part's rows, as many as the batch has, and on the
-        batch twice.
+        """Advice for a model that fails on a part of a batch. Two more runs find the reason: one on
+        copies of the part's rows that fill a whole batch, one on the batch twice.
         """
 
         def runs_on(places: Tensor) -> bool:
@@ -157,14 +155,14 @@ class Rerun:
 def probe_shifted(
     rerun: Rerun, arguments: Arguments, size: int, num_data: int | None
 ) -> list[Probe]:
-    """The batch, then its probes, at a second set of latent values; none where the model cannot be
+    """The batch, then its probes, at a second set of latent values; empty if the model cannot be
     evaluated there."""
     try:
         sites = rerun.shifted().run(arguments).sites
         probes = rerun.shifted().probe_rows(arguments, size, num_data)
         full = Probe.from_sites(sites, torch.arange(size))
         check_terms(full.terms)
-    except Exception as error:  # the values may be impossible: then there is nothing to compare
+    except Exception as error:  # the values may be impossible: then the comparison is skipped
         raise_if_from_handler(error)
         return []
     if any(probe.terms.keys() != full.terms.keys() for probe in probes):
@@ -207,7 +205,7 @@ def find_kept(program: Program, first: Recorder, arguments: Arguments) -> dict[s
 
 
 def _local_latent_error(error: LatentShapeChanged, size: int) -> SiteError:
-    """The error about a latent for every row, if that is why its shape changed."""
+    """The error about a latent with one value for every row, if that explains its changed shape."""
     pairs = zip(error.value_shape, error.site_shape, strict=False)
     follows = [n for n, m in pairs if n != m]
     if len(error.value_shape) == len(error.site_shape) and follows == [size]:

@@ -45,9 +45,11 @@ class Rule:
     """How one term enters the log joint.
 
     Attributes:
-        role: a latent's density, rows of the data, or a global term that counts once.
+        role: what the term is: a latent's density, rows of the data, or a global term that counts
+            once.
         dim: the rows' dimension, from the right, of the term unwrapped `depth` times. A term that
-            needs the whole data may have one too: a row's value is conditional on the others.
+            needs the whole data may have a row dimension, too: a row's value is then conditional on
+            the others.
         depth: how many `to_event` are undone to find the rows.
         keeps_scale: False if the user's scale is N/B written by hand, which is replaced.
         whole_data: whether the term is a joint density of all rows, so that B = N is required.
@@ -84,7 +86,7 @@ class Scaling:
         Args:
             sites: of the run.
             batch_size: B.
-            prior: what takes the place of the model's log prior, if anything does.
+            prior: a function that replaces the model's log prior; None keeps it.
         """
         terms = terms_of(sites)
         self._check(terms, batch_size)
@@ -121,8 +123,8 @@ class Scaling:
         return self.rows(_terms_among(sites, names), batch_size)
 
     def log_likelihood(self, sites: Mapping[str, Site], batch_size: int) -> dict[str, Tensor]:
-        """As `rows_of_run`, and the rows of terms that need the whole data, each conditional on
-        the others."""
+        """As `rows_of_run`, and includes terms that need the whole data, whose rows are conditional
+        on the others."""
         terms = _terms_among(sites, {n for n, rule in self.rules.items() if rule.dim is not None})
         conditional = {
             name: rows_of(term, rule)
@@ -146,8 +148,8 @@ class Scaling:
 
 
 def _terms_among(sites: Mapping[str, Site], names: Collection[str]) -> dict[str, Term]:
-    """The terms of these sites; of all where a site is enumerated, and terms span several. Leaves
-    out a network's priors, which take longer than its rows."""
+    """The terms of these sites; of all where a site is enumerated, and terms span several. A
+    network's priors are left out, since they take longer than its rows."""
     if all(site.enum_dim is None for site in sites.values()):
         sites = {name: site for name, site in sites.items() if name in names}
     return terms_of(sites)
@@ -162,7 +164,7 @@ def rows_of(term: Term, rule: Rule) -> Tensor:
 
 
 def sum_but(log_prob: Tensor, dim: int | None) -> Tensor:
-    """The sum over all dimensions but one, which is counted from the right."""
+    """Sums over all dimensions except `dim`, which is counted from the right."""
     assert dim is not None
     keep = log_prob.dim() + dim
     others = [i for i in range(log_prob.dim()) if i != keep]
@@ -174,7 +176,7 @@ def joint_message(name: str, parts: Literal["sum", "mean", "neither"], num_data:
 
     Args:
         name: the site's.
-        parts: how the value follows from those of the batch's halves.
+        parts: how the value is related to the values of the batch's halves.
         num_data: N.
     """
     by_row = f"one value per row, inside the data's plate ({_ESCAPE.format(num_data=num_data)})"
@@ -221,6 +223,6 @@ def dependence_message(name: str, changes: Sequence[tuple[bool, Tensor]]) -> str
 
 
 def _reach(changed: Tensor) -> int:
-    """The number of rows up to the last that changed: 0 if none has."""
+    """The number of rows up to the last one that changed; 0 if no row changed."""
     places = torch.nonzero(changed)
     return int(places.max()) + 1 if len(places) else 0

@@ -1,6 +1,6 @@
 """Checks of a model's sites: names, latents, masks, log densities.
 
-`observation_checks` has those of observed values.
+Checks of observed values are in `observation_checks`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.sites import Site, plate_scale, without_imputation
 from pyro_scale.model.terms import Term
 
-#: What to try where the log density is not finite, and the data are.
+#: Advice if the log density is not finite although the data are.
 FINITE_DATA = (
     "no argument of the model is NaN or infinite there: start elsewhere (init_strategy=), or scale "
     "the data"
@@ -33,7 +33,7 @@ class NotFiniteStartError(SiteError):
 
 
 def check_names(sites: Mapping[str, Site]) -> None:
-    """Raises for names that ArviZ's dimensions have, or that cannot be names of files."""
+    """Raises for names that collide with ArviZ's dimensions, or cannot be file names."""
     names = {*sites, *(frame.name for site in sites.values() for frame in site.plates)}
     for name in sorted({"chain", "draw"} & names):
         raise SiteError(
@@ -138,7 +138,7 @@ def check_imputations(sites: Mapping[str, Site]) -> None:
 def check_local_latents(
     sites: Mapping[str, Site], own_plate: str | None, others: Sequence[Mapping[str, Site]]
 ) -> None:
-    """Raises for latents of which there is one for every row.
+    """Raises for latents with one value for every row.
 
     Args:
         sites: of a run on the batch.
@@ -167,7 +167,7 @@ def check_local_latents(
 
 
 def local_message(name: str, where: str) -> str:
-    """The message about a latent of which there is one for every row."""
+    """The message about a latent with one value for every row."""
     instead = without_imputation(name)
     if instead:
         return (
@@ -232,7 +232,8 @@ def check_no_random_draws(
 
 
 def first_differing_term(terms: Mapping[str, Term], others: Mapping[str, Term]) -> str | None:
-    """The first of a run's terms that another run lacks, or has with another value; or None."""
+    """Name of the first term of a run that is missing or different in another run; None if all
+    agree."""
     for name, term in terms.items():
         if name not in others or not close(term.log_prob, others[name].log_prob, roundings=64):
             return name

@@ -65,7 +65,7 @@ class Point:
         name: the param site's name.
         constraint: its support.
         unconstrained: its value when the model was first run.
-        parameter: the module's own, unconstrained tensor; None if it belongs to no module.
+        parameter: the module's unconstrained parameter; None if the point belongs to no module.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Point:
         return value
 
     def unconstrain(self, value: Tensor) -> Tensor:
-        """The unconstrained value of one in the support."""
+        """The unconstrained value, from one in the support."""
         unconstrained: Tensor = transform_to(self.constraint).inv(value)
         return unconstrained
 

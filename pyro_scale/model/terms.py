@@ -1,6 +1,6 @@
 """The log joint density as a sum of terms: one for each site, with enumerated sites summed out.
 
-A term keeps its batch dimensions, so that rows can be told from the rest when it is scaled.
+A term keeps its batch dimensions, so that rows can be identified when it is scaled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Term:
 
     def unwrap(self, depth: int) -> Tensor:
         """The log density with `depth` layers of `to_event` undone: more dimensions, same sum."""
-        if depth == 0 or self.site is None:  # which has no layers to undo
+        if depth == 0 or self.site is None:  # enumerated terms have no layers to undo
             return self.log_prob
         return _log_prob(self.site, depth)
 
@@ -88,7 +88,7 @@ def unwrap(fn: Any, depth: int) -> Any:
 
 def _log_prob(site: Site, depth: int) -> Tensor:
     fn = unwrap(site.fn, depth)
-    with exclusive, pyro.validation_enabled(False):  # of distributions that this one makes
+    with exclusive, pyro.validation_enabled(False):  # for distributions that this one creates
         log_prob = fn.log_prob(site.value)
     if site.kind == "enumerated":  # without its mask, so that it sums to one
         return log_prob

@@ -12,7 +12,7 @@ from torch.distributions import Transform, biject_to, constraints
 
 
 class _Triangular(Transform):
-    """A map from vectors to triangular matrices, whose elements it takes row by row.
+    """A map from vectors to triangular matrices, which are filled row by row.
 
     Attributes:
         has_diagonal: whether the vector has elements for the diagonal.
@@ -33,7 +33,7 @@ class _Triangular(Transform):
         return torch.Size((*shape[:-2], n * (n - 1) // 2 + n * self.has_diagonal))
 
     def _order(self, size: int) -> int:
-        """n, of the matrix for a vector of this size."""
+        """The number n of the matrix's rows, from the size of the vector."""
         return int(((8 * size + 1) ** 0.5 - 1) / 2 + 0.5) + (not self.has_diagonal)
 
     def _indices(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:

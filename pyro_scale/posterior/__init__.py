@@ -1,1 +1,1 @@
-"""What a run leaves: draws and Gaussians, predictions, ArviZ, files."""
+"""Results of a run: draws and Gaussians, predictions, ArviZ, files."""

@@ -1,4 +1,4 @@
-"""Reading rows after a run, with the rows shared out among ranks."""
+"""Reads rows after a run, shared out among ranks."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Readers:
         return self.ranks.share
 
     def map(self, function: Callable[[Chunk], T], chunks: Iterable[Chunk]) -> list[tuple[T, Chunk]]:
-        """(The function's value of a chunk, the chunk without its rows), of all chunks in order, on
-        every rank.
+        """(The function's value, the chunk without its rows) for all chunks in order, on every
+        rank.
 
         Each chunk has its own seed, so that draws on different ranks are independent.
 
@@ -104,5 +104,6 @@ def readers_of(
         shape = list(result.positions.shape)
         facts = {name: repr(value) for name, value in arguments.items()}
         check_same_call(ranks, {**facts, "data": rows, "draws": shape}, what)
-        seed = choose_seed(None) if draws else None  # on all, so that their generators stay alike
+        # on all ranks, so that their generators stay the same
+        seed = choose_seed(None) if draws else None
         yield Readers(ranks, device, ranks.of_first(seed, "the choice of a seed"))

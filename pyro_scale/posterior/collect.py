@@ -1,4 +1,4 @@
-"""From a finished run to its draws: statistics of each draw, and the facts of the run."""
+"""Collects the draws of a finished run, with statistics of each draw and the facts of the run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def collect(
     online = None if sink is None else sink.totals
     if sink is not None:
         positions: Positions = sink.positions(draws)
-        if online is None:  # of draws in a store, some may be missing at the end
+        if online is None:  # in a store, some draws may be missing at the end
             draws = draws.first(positions.shape[1])
     elif len(finished) == len(draws.positions):
         positions = draws.positions  # without a copy

@@ -20,8 +20,8 @@ _MAX_LISTED = 20
 
 
 def check_like_run(log_posterior: LogPosterior, data: Data | None, *batches: object) -> None:
-    """Checks for arguments that a model would silently misread: one row for many, or one column
-    for another.
+    """Checks for arguments that a model would silently misread: a single row taken for many, or a
+    wrong column.
 
     Sizes are not checked, because a model may take images or sequences of any size.
 
@@ -83,7 +83,8 @@ def _are_words(names: list[Any]) -> bool:
 
 
 def _check_dimensions(name: str, leaf: Any, trailing: list[int]) -> None:
-    """Checks that an argument is rows of the run's shape, except for sizes."""
+    """Checks that an argument has as many dimensions as in the run; sizes may differ. `trailing` is
+    the shape of a row in the run."""
     shape = list(leaf.shape if isinstance(leaf, Tensor) else np.shape(leaf))
     if len(shape) == 1 + len(trailing):
         return

@@ -104,7 +104,7 @@ class PartToMoments:
         chains: numbers of the chains.
 
     Attributes:
-        moments: those of all draws but the ones that wait for a full block.
+        moments: of all draws except those pending until a block is full.
         kept: the draws that are kept, `[chains, n, D]`.
     """
 
@@ -130,7 +130,7 @@ class PartToMoments:
             self._accumulate(self._run.chunk)
 
     def close(self) -> None:
-        """Accumulates the draws that wait."""
+        """Accumulates the pending draws."""
         if self._waiting.shape[1]:
             self._accumulate(self._waiting.shape[1])
 
@@ -145,6 +145,6 @@ class PartToMoments:
         self.moments.online.go_on_from(state["sums"])
 
     def _accumulate(self, count: int) -> None:
-        """Accumulates the first `count` draws that wait."""
+        """Accumulates the first `count` pending draws."""
         block, self._waiting = self._waiting[:, :count], self._waiting[:, count:].clone()
         self.moments.add(finite_samples(self._run.starts, block))

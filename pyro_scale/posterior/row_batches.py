@@ -206,7 +206,7 @@ def _axes_of_batches(
         _RowsDepend: a batch by itself has other values than as part of two batches.
     """
     rules = result.log_posterior.model_info.scaling.rules
-    last = (num_rows - 1) // size * size  # where the last batch starts
+    last = (num_rows - 1) // size * size  # the start of the last batch
     axes: dict[str, int] = {}
     for start in dict.fromkeys((0, last - size)):
         count = min(2 * size, num_rows - start)

@@ -24,12 +24,12 @@ from pyro_scale.storage.files import FilePath
 from pyro_scale.storage.lazy_draws import StoredPositions
 from pyro_scale.storage.zarr_store import POSTERIOR, UNCONSTRAINED, DrawStore, Field, writing_into
 
-#: Bytes of all chains' draws that wait in memory to be written.
+#: Most bytes of all chains' draws that are pending in memory.
 _WAITING_BYTES = 2**25
 #: Bytes and draws of a file, at most.  Larger files would be hardly faster, and malloc would keep
 #: the memory of their buffers.
 _FILE_BYTES, _MOST_DRAWS = 2**21, 2**14
-#: Draws wait at most this long to be written: seconds, or this multiple of the time a write takes.
+#: Draws are pending for at most this long: seconds, or this multiple of the time a write takes.
 _WAIT_SECONDS, _WAIT_TIMES = 5.0, 20
 #: Bytes of a site's name: a file has this name with `_dim_0` appended.
 _LONGEST_NAME = 200

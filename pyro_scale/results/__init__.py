@@ -1,1 +1,2 @@
-"""What can be asked after a run: the posterior as a value."""
+"""The result of a run: the posterior as a value, with its summaries, diagnostics and
+predictions."""

@@ -18,7 +18,7 @@ from pyro_scale.errors import CallError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: What methods without checkpoints offer instead.
+#: Advice for methods without checkpoints.
 _KEPT = (
     "save(path), which keeps the results; another run starts from them by the constructor's "
     "init_strategy=load(path, model)"

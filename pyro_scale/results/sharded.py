@@ -44,7 +44,7 @@ class ShardedPosterior(Posterior):
         state = draws.state
         self.positions = draws.positions[0] if has_draws else state.position.detach().cpu()
         self.log_joint = draws.log_joint[0]
-        self._sds: Tensor | None = None  # of a Gaussian whose mean is the only position
+        self._sds: Tensor | None = None  # of a fit: its position is a Gaussian's mean
         kernel = problem.engine.kernel
         if isinstance(kernel, IVON):
             values = kernel.at(max(0, draws.num_steps - 1), problem.log_posterior.num_data)
@@ -72,7 +72,7 @@ class ShardedPosterior(Posterior):
 
     @property
     def size(self) -> str:
-        """What the posterior is of, in words."""
+        """The kind of model, in words, in place of N and the number of draws."""
         return "on a sharded network"
 
     @property

@@ -1,1 +1,1 @@
-"""A run: the model understood and chains at their starts, then the steps, then what goes on."""
+"""A run: its problem (model, data, starts), its plan, the execution of its steps, checkpoints."""

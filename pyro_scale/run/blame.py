@@ -86,7 +86,7 @@ def broken_sites(
     for failure in draws.failures:
         steps = draws.last_steps.get(failure.chain)
         site = None
-        with contextlib.suppress(Exception):  # which would hide the chain's own error
+        with contextlib.suppress(Exception):  # its error would hide the chain's own error
             site = _broken_site(problem, steps[-1], batch) if steps else None
         if site is not None:
             broken[failure.chain] = site

@@ -1,4 +1,5 @@
-"""Draws of the chains of several processes, combined; checks that these are on the same run."""
+"""Combines the draws of several processes' chains; checks that all processes work on the same
+run."""
 
 from __future__ import annotations
 
@@ -73,10 +74,8 @@ def _batches_after(trajectory: Trajectory, chains: range) -> Batches:
 
 
 def align(trajectory: Trajectory) -> Trajectory:
-    """The trajectory up to the last step that all ranks have reached, with the error that ended
-    one of them, on all.
-
-    A rank whose chains have all stopped is not waited for.
+    """The trajectory up to the last step that all ranks have reached; if an error ended one rank,
+    all ranks have it. A rank whose chains have all stopped does not limit the others.
     """
     draws, ranks = trajectory.draws, trajectory.problem.ranks
     if ranks.is_alone:

@@ -77,7 +77,7 @@ class RunConfig:
         return facts
 
 
-#: Steps of all chains, beyond which a run is refused; and the least seconds of a step.
+#: Most steps of all chains, beyond which a run raises an error; and the least seconds of a step.
 _MOST_STEPS, _SECONDS_A_STEP = 10**12, 1e-6
 
 

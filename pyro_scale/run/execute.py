@@ -1,4 +1,4 @@
-"""Executes a plan; does so again where a chain diverges or draws are too dependent."""
+"""Executes a plan, and again if a chain diverges or draws are too dependent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def execute(
         name: of the method.
         may_halve: whether the step size was chosen.
         budget: of the run.
-        journal: the run's checkpoints: where to write them, and what to go on from.
+        journal: the run's checkpoints: where to write them, and where to resume.
         facts: of the run, for its checkpoints.
         sinks: where draws go instead of memory.
 

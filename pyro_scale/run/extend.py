@@ -50,7 +50,7 @@ def _are_enough(kept: Tensor) -> bool:
 
 
 def cut_short(trajectory: Trajectory) -> Trajectory:
-    """The trajectory without room for the draws that are missing, if it ended early."""
+    """The trajectory cut to the draws that it has, if it ended early."""
     draws = trajectory.draws
     kept = trajectory.plan.steps.kept_before(draws.num_steps)
     if draws.num_steps >= trajectory.plan.steps.total or not draws.positions.shape[2]:

@@ -36,7 +36,7 @@ class Part(NamedTuple):
     Attributes:
         path: the directory of its checkpoints; None if it is not written.
         chains: the chains' numbers.
-        last: the checkpoint that it goes on from; None at the beginning.
+        last: the checkpoint that it continues from; None at the beginning.
     """
 
     path: Path | None
@@ -48,7 +48,7 @@ class Sinks(Protocol):
     """Takes the draws of all parts of this process, if they do not stay in memory."""
 
     def begin(self, parts: Sequence[Part]) -> Sequence[Sink]:
-        """A sink for each part, positioned where the part goes on.  All processes have to call
+        """A sink for each part, positioned where the part continues.  All processes have to call
         this."""
         ...
 

@@ -51,8 +51,8 @@ class Problem:
         features: inputs of the engine's density in place of `data`, after a frozen base was run.
         base: how a network's frozen base is run, in words.
         chooses_batches: whether the library chooses the batch size.
-        ranks: the processes that chains, or rows of batches, are shared out among.
-        understood: an earlier preflight of the same model and data that this one repeats.
+        ranks: the processes among which chains, or rows of batches, are shared out.
+        understood: an earlier preflight of the same model and data, which this run reuses.
         shards: this rank's parts of weights, by site, if a network is sharded over ranks.
     """
 
@@ -133,7 +133,8 @@ class Problem:
         """
         source, chains = self.features or self.data, chains or range(num_chains)
         seed, shared = self.seed, self.ranks.rows
-        if shared is not None and not self.has_all_rows:  # or ranks would draw the same places
+        # otherwise ranks would draw the same places
+        if shared is not None and not self.has_all_rows:
             seed = derived_seed(seed, shared.rank, Purpose.BATCHES)
         if share:
             return SharedBatches(source.batches(seed, 1, sampling), len(chains))
@@ -245,7 +246,7 @@ def _warn_of_cut_gradients(
 
 
 def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]) -> None:
-    """Checks rows from all over the data, and not of the first batch alone.
+    """Checks rows from all over the data, not only those of the first batch.
 
     Raises:
         SiteError: an observed value is outside of its support; it names the row.

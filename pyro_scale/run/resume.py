@@ -49,12 +49,12 @@ _LOG = logging.getLogger("pyro_scale")
 
 @dataclass(frozen=True)
 class Journal:
-    """The checkpoints of a run: where they are written, and those that the run goes on from.
+    """The checkpoints of a run: where they are written, and those from which the run continues.
 
     Attributes:
         path: the directory; None if the run is not written.
         every: seconds from one checkpoint to the next.
-        saved: the checkpoints to go on from, one for each part; empty for a new run.
+        saved: the checkpoints to continue from, one for each part; empty for a new run.
         ranks: the processes of the run.
     """
 
@@ -73,7 +73,7 @@ class Journal:
     ) -> Journal:
         """The journal of a run with these arguments.
 
-        A process that torchrun has restarted goes on from the checkpoints in the directory.
+        A process that torchrun has restarted continues from the checkpoints in the directory.
 
         Args:
             checkpoint: as `run` takes it.
@@ -83,7 +83,7 @@ class Journal:
 
         Raises:
             ArgumentError: not a path, a negative time, two directories, or one with another run.
-            FileError: there is no intact checkpoint to go on from.
+            FileError: there is no intact checkpoint to continue from.
         """
         path, resumes = choose_directory(checkpoint, every, resume)
         saved = tuple(read_parts(path)) if path is not None and resumes else ()
@@ -91,11 +91,13 @@ class Journal:
 
     @property
     def last(self) -> Checkpoint | None:
-        """The furthest of the saved checkpoints; all have the same facts."""
+        """The saved checkpoint of the most advanced part. Any part's `facts` will do, as they are
+        the same for all."""
         return max(self.saved, key=progress).last if self.saved else None
 
     def parts(self, problem: Problem) -> list[Part]:
-        """The parts of this process's chains: where each is written, and what it goes on from."""
+        """The parts of this process's chains: where each is written, and its checkpoint to continue
+        from."""
         chains, num_chains = tuple(problem.chains), len(problem.positions)
         if self.path is None:
             return [Part(None, chains, None)]
@@ -120,12 +122,13 @@ class Journal:
             drop_others(self.path, [name for names in by_rank for name in names])
 
     def seed(self, seed: int | None) -> int | None:
-        """The seed that the user passed, if any; otherwise that of the run to go on with."""
+        """The seed that the user passed; otherwise that of the run that is resumed, if there is
+        one."""
         return self.last.facts["seed"] if seed is None and self.last is not None else seed
 
     @property
     def halvings(self) -> int:
-        """How many times the run to go on with has halved its step size."""
+        """How many times the run that is resumed has halved its step size."""
         return 0 if self.last is None else int(self.last.facts["halvings"])
 
     def check_same_run(self, facts: Mapping[str, Any], num_samples: int) -> None:
@@ -168,7 +171,7 @@ class Journal:
             yield writer
 
     def goes_on_from(self, part: Part, halvings: int) -> Checkpoint | None:
-        """The checkpoint that a part goes on from, if it is of the same step size."""
+        """The checkpoint that a part continues from, if it is of the same step size."""
         last = part.last
         return last if last is not None and last.facts["halvings"] == halvings else None
 
@@ -176,9 +179,8 @@ class Journal:
 def choose_directory(
     checkpoint: FilePath | None, every: float, resume: FilePath | None
 ) -> tuple[Path | None, bool]:
-    """(The directory that a run is written to, whether the run goes on from what is in it).
-
-    A process that torchrun has restarted goes on with what is in `checkpoint`.
+    """(The directory to which a run is written, whether the run resumes from it). A process that
+    torchrun has restarted resumes from `checkpoint`.
 
     Args:
         checkpoint: as `run` takes it.
@@ -212,7 +214,7 @@ def check_same_run(
     kept: int,
     num_samples: int,
 ) -> None:
-    """Checks that a checkpoint is of the run that is to go on from it.
+    """Checks that a checkpoint is of the same run as the one that is to continue from it.
 
     Args:
         path: of the checkpoint's directory.

@@ -31,7 +31,7 @@ from pyro_scale.run.sharded.chain import run_chain
 
 
 class Trajectory(NamedTuple):
-    """The steps that a plan has led to.
+    """The result of executing a plan.
 
     Attributes:
         plan: that was executed.
@@ -65,7 +65,7 @@ class RunPlan:
         progress: whether a bar is shown.
         earlier: programs that the same object has compiled before.
         choice: what was chosen and why, in words and numbers.
-        extends: whether the run goes on at twice the thinning while draws are too dependent.
+        extends: whether the run continues at twice the thinning while draws are too dependent.
         finished: the chains that reached the end, once they have.
     """
 
@@ -132,7 +132,7 @@ class RunPlan:
             bar: the progress bar, if there is one already.
             chains: the numbers of the chains to move; by default this process's.
             noise: of the steps; by default that of the seed.
-            how: where to go on from and where draws go; see `simulate`.
+            how: the state to continue from, and where draws go; see `simulate`.
         """
         problem = with_frozen_features(self.problem)
         ranks, num_chains = problem.ranks, len(problem.positions)
@@ -176,7 +176,7 @@ def on_own_rows(problem: Problem, batches: Batches) -> tuple[Engine, Batches]:
     if rows is None:
         return engine, batches
     density = DataParallel(engine.density, rows.weight(problem.batch_size), rows.group)
-    # vmap knows no sum over processes
+    # vmap does not support sums over processes
     engine = dataclasses.replace(engine, density=density, vectorized=False)
     return engine, batches.of_rows(problem.part)
 

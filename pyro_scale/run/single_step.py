@@ -93,7 +93,7 @@ class Stepping:
         columns = StepInputs(count, values, noise, batches.take(count, count + 1))
         steps = Steps(num_samples=1, warmup_steps=count)
         draws = Draws.allocate(problem.positions, steps)
-        chains.recent.forget()  # their batches were others
+        chains.recent.forget()  # earlier steps had other batches
         chains.move(eager(problem.engine, batches), batches, columns, steps, draws)
         draws.failures, draws.last_steps = list(chains.failures), chains.last_steps
         draws.state, draws.num_steps = chains.state, count + 1

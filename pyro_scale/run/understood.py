@@ -42,7 +42,7 @@ class Understood:
 
     @classmethod
     def from_preflight(cls, log_posterior: LogPosterior, data: Data) -> Self | None:
-        """The preflight to keep; None if changes of the data would not be noticed.
+        """The preflight to keep; None if changes of the data would not be detected.
 
         Args:
             log_posterior: after its preflight and checks.

@@ -39,7 +39,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 #: Version of the format of what follows the header.
 _FORMAT = 3
-#: How an error message about a file without a header goes on.
+#: End of the error message about a file without a header.
 _EXPECTED: dict[Kind, str] = {
     "results": "a file of Pyro Scale's does: pass one that save(path) wrote",
     "checkpoint": "a part of a checkpoint does",
@@ -290,6 +290,7 @@ def store_errors(path: Path, action: str) -> Iterator[None]:
         raise
     except (OSError, RuntimeError, KeyError, TypeError, ValueError, IndexError) as error:
         reason = getattr(error, "strerror", None) or error
-        if isinstance(error, KeyError) and not path.exists():  # it was removed while it was open
+        # the store was removed while it was open
+        if isinstance(error, KeyError) and not path.exists():
             reason = "the store is gone: put it back, or begin again"
         raise FileError(f"the draws in '{path}' cannot be {action} ({reason})") from error

@@ -1,4 +1,4 @@
-"""What a sampler lets be chosen, and what was chosen."""
+"""The settings that tuning may choose, and the choices that it made."""
 
 from __future__ import annotations
 

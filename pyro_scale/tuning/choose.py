@@ -60,7 +60,7 @@ def choose(
     simulate: Simulate,
     budget: Budget,
 ) -> Choice:
-    """Chooses what is not set, and warms the chains up.
+    """Chooses the settings that the user has left open, and warms the chains up.
 
     Args:
         problem: chains at the user's or the library's starts.

@@ -69,7 +69,7 @@ class _End(NamedTuple):
         position: [D].
         precision: absolute diagonal of the Hessian there, in nats, [D].
         value: log joint there, in nats.
-        is_mode: whether every element is close to its mode, as its own curvature has it.
+        is_mode: whether every element is close to its mode, judged by its own curvature.
     """
 
     position: Tensor

@@ -1,4 +1,4 @@
-"""How much minibatches heat chains, and what prevents it: a shorter step, control variates of
+"""How much minibatches heat chains, and how to prevent it: a shorter step, control variates of
 second order, or larger batches, whichever takes the fewest gradients of rows."""
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def find_modes_of_many_rows(
             """The mode given more rows, and the passes through all rows that it took."""
             position, passes = mode.gaussian.mean.to(starts), 0
             if refines:
-                # at the root of twice the nats, in sds, so many nats are left
+                # a gain of n nats is a squared distance of 2 n sds
                 position, end, passes = _refine(whole, mode, position, temperature, 2 * near)
                 if end is not None:
                     return end, passes
@@ -92,7 +92,7 @@ def find_modes_of_many_rows(
 
         ascents, passes = run_searches(follow, followed, limits, starts.device, passes)
         if not any(ascent.is_mode for ascent in ascents):
-            # the ways up lead into a funnel, and their ends do not represent the posterior
+            # the search paths lead into a funnel, and their ends do not represent the posterior
             before = torch.stack([mode.gaussian.mean.to(starts) for mode in followed])
             places = torch.cat([before, places_on_the_way(ascents)])
             passes += len(places) * density.passes * num_rows / num_data

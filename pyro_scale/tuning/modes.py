@@ -35,7 +35,7 @@ class SearchLimits:
 
     Attributes:
         passes: most passes through the data of each search.  If the log joint rises without end,
-            the path until then is enough for a Gaussian on the way up.
+            the path up to this limit is enough for a Gaussian along it.
         check: called with the passes of all searches so far; ends the searches by raising.
         ranks: the processes.
     """
@@ -139,8 +139,8 @@ def find_modes(
     """Searches for modes of log joint / temperature by Newton's method from every start.
 
     If there is no mode (a funnel, an improper posterior), or its Gaussian is far from the
-    posterior, the Gaussian of the best point on the ways up replaces it, by the evidence lower
-    bound: Pathfinder (Zhang, Carpenter, Gelman and Vehtari, JMLR 2022) with Hessians.
+    posterior, the Gaussian with the best evidence lower bound along the search paths replaces it:
+    Pathfinder (Zhang, Carpenter, Gelman and Vehtari, JMLR 2022) with Hessians.
 
     Args:
         density: log density of all rows, or of rows that represent them.
@@ -224,8 +224,9 @@ def run_searches(
 def _search(
     density: FullDataDensity, most: float, start: Tensor, limits: SearchLimits
 ) -> tuple[Ascent, int]:
-    """The way up from a start, and the passes that it took.  If it leads to no mode, the search is
-    repeated from closer to 0: far out, derivatives of a steep log density drown in rounding."""
+    """The search path from a start, and the passes that the search took.  If there is no mode at
+    its end, the search is repeated from closer to 0: far from 0, rounding hides the derivatives of
+    a steep log density."""
     ascents, passes = list[Ascent](), 0
     for shrinkage in SEARCH.shrinkages:
         steps = min(MOST_STEPS, (most - passes) / density.passes)
@@ -240,7 +241,7 @@ def _search(
 
 
 def mode_at(ascent: Ascent, temperature: float, searches: tuple[int, ...]) -> Mode:
-    """The mode where an ascent ended."""
+    """The mode at the end of a search."""
     gaussian = gaussian_at(ascent.position, ascent.precision, temperature)
     constant = len(ascent.position) / 2 * math.log(2 * math.pi)
     evidence = ascent.value / temperature + float(gaussian.log_det) / 2 + constant
@@ -340,7 +341,7 @@ def _bound(
 
 
 def places_on_the_way(ascents: Sequence[Ascent]) -> Tensor:
-    """Points on the ways up, evenly spread, `[places, D]`."""
+    """Points along the search paths, evenly spread, `[places, D]`."""
     path = torch.cat([ascent.path for ascent in ascents])
     return path[torch.linspace(0, len(path) - 1, SEARCH.path_places).round().long().unique()]
 

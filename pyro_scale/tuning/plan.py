@@ -28,7 +28,7 @@ from pyro_scale.tuning.training import is_network, train
 def plan_run(
     problem: Problem, config: RunConfig, settings: Settings, earlier: Earlier, budget: Budget
 ) -> tuple[RunPlan, Choice | None]:
-    """Chooses what is not set, by a warm-up if that is needed.
+    """Chooses the settings that the user has left open, by a warm-up if that is needed.
 
     Args:
         problem: chains at the user's or the library's starts.
@@ -38,10 +38,10 @@ def plan_run(
         budget: of the run.
 
     Returns:
-        The plan of the run; what a warm-up has chosen, None if there was none.
+        The plan of the run; the choices of the warm-up, None without a warm-up.
 
     Raises:
-        ArgumentError: what is to be chosen cannot be chosen for this model, or within the budget.
+        ArgumentError: a setting cannot be chosen for this model, or within the budget.
     """
     begun, steps = time.perf_counter(), config.steps
     anchor = resolve_anchor(problem, settings.control_variates)

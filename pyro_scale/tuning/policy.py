@@ -1,4 +1,4 @@
-"""The numbers that tuning and calibration decide by, grouped by purpose, with a reason each.
+"""The thresholds and limits of tuning and calibration, grouped by purpose, with a reason for each.
 
 Modules read the instances below each class.  A test passes a smaller one where a function takes it,
 or replaces the instance in the module that reads it.  The `SINGLE_*` instances are for calibration,
@@ -18,9 +18,9 @@ class Search:
     #: Searches: one for each chain, within these bounds.
     fewest: int = 4
     most: int = 8
-    #: Places that are compared for a start, of the prior and further out.
+    #: Places that are compared for a start: prior draws, and places further out.
     places: int = 128
-    #: The same, for a model that is evaluated at one place at a time.
+    #: The number of these places for a model that is evaluated at one place at a time.
     places_one_by_one: int = 16
     #: Places that are evaluated at once.
     at_once: int = 32
@@ -35,17 +35,17 @@ class Search:
     #: Modes closer than this are one: in sds, and in nats of evidence.
     same_sds: float = 3.0
     same_nats: float = 2.0
-    #: Modes closer than this are one however their evidence differs: that of many dimensions
-    #: changes by nats within a fraction of an sd.
+    #: Modes closer than this are one, whatever their evidence: in many dimensions, evidence changes
+    #: by nats within a fraction of an sd.
     surely_same_sds: float = 0.5
-    #: Nats of evidence below the best mode at which a mode holds none of the posterior.
+    #: Nats of evidence below the best mode, beyond which a mode's posterior mass is negligible.
     negligible_nats: float = 10.0
     #: Curvatures below this fraction of the largest are set to it: flat directions.
     flattest: float = 1e-10
-    #: Nats per dimension by which the posterior may differ from the mode's Gaussian before a
-    #: Gaussian on the way up is tried.
+    #: Nats per dimension by which the posterior may differ from the mode's Gaussian. Beyond that,
+    #: Gaussians along the search path are tried.
     gap_nats: float = 0.5
-    #: Points on the way up whose Gaussians are compared, and draws of each.
+    #: Points on the search path whose Gaussians are compared, and draws of each Gaussian.
     path_places: int = 24
     path_draws: int = 64
 
@@ -71,7 +71,7 @@ class Geometry:
 
     #: Dimensions up to which chains are whitened by a matrix, and curvature is held as one.
     dense: int = 500
-    #: The same in calibration, where each chain has a matrix of its own.
+    #: The same limit in calibration, where every chain has its own matrix.
     dense_single: int = 100
     #: Chains start this many sds of the mode's Gaussian away, as R-hat needs overdispersed starts.
     dispersion: float = 2.0
@@ -80,11 +80,12 @@ class Geometry:
     deep: float = 10.0
     #: Times that a start is moved halfway to the mode; a negligible distance is left then.
     halvings: int = 40
-    #: Rows whose curvature is looked at often: at most, and at least.
+    #: Rows in the density for frequent evaluations of the curvature: at most, and at least.
     most_rows: int = 20_000
     least_rows: int = 2_000
-    #: Rows times dimensions of such a look, as a Hessian passes through the rows once a dimension;
-    #: and of a look at some of more rows, which give the curvature away from the mode.
+    #: Most rows times dimensions of such an evaluation, as a Hessian passes through the rows once
+    #: for each dimension; and the same limit if these rows are a sample of more, which gives the
+    #: curvature away from the mode.
     work: tuple[int, int] = 2**20, 2**16
 
     def depth(self, size: int) -> float:
@@ -105,9 +106,9 @@ class WarmUp:
     draws: int = 256
     #: Fraction of a window that is left out, as chains still move to where they settle.
     left_out: float = 0.25
-    #: Windows agree where no direction's sd changes by more than this factor beyond chance.
+    #: Windows agree if no direction's sd changes by more than this factor beyond chance,
     most_change: float = 1.25
-    #: And where R-hat is below this.
+    #: and if R-hat is below this.
     most_r_hat: float = 1.1
     #: The fraction of groups that must agree, or have settled, to end a stage.
     most_groups: float = 0.75
@@ -115,11 +116,11 @@ class WarmUp:
     largest_change: float = 3.0
     #: Dimensions above which a window has too few draws for a covariance.
     matrix: int = 128
-    #: Times that broken chains start again at half the step size.
+    #: How often broken chains restart at half the step size.
     halvings: int = 8
-    #: Draws at which the curvature is looked at after a window.
+    #: Draws at which the curvature is evaluated after a window.
     looks: int = 32
-    #: The same from so many dimensions on: a look costs as many gradients.
+    #: The same from this many dimensions on: the curvature then costs as many gradients.
     wide: int = 64
     looks_if_wide: int = 8
     #: Fraction of these draws at which the step size must be well inside the stable range.
@@ -136,7 +137,7 @@ class WarmUp:
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """Errors that a run may have: it is tuned for them, and judged by them."""
+    """Tolerated errors of a run, by which it is tuned and judged."""
 
     #: Of a mean, in posterior sds.
     mean: float = 0.1
@@ -167,7 +168,7 @@ class Pilots:
     #: Factors on a step size that is too long: at least, and at most.
     shorter: float = 0.4
     longer: float = 0.8
-    #: Factor where the coupled paths part: the step is too long in the stiffest direction.
+    #: Factor if the coupled paths part: the step is too long in the stiffest direction.
     if_vague: float = 0.7
     #: Times that a pilot is repeated at twice the length because its bias is not known.
     lengthenings: int = 2
@@ -196,11 +197,12 @@ class Acceptance:
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Noise of minibatches: what it may do to chains, and from how many rows it is estimated."""
+    """Noise of minibatches: its tolerated effects on chains, and the rows from which it is
+    estimated."""
 
     #: Relative rise of the temperature that is allowed, in the direction where it is largest.
     most_heat: float = 0.04
-    #: The same where a larger batch would remove it.
+    #: The same if a larger batch would remove the heat.
     little_heat: float = 0.01
     #: Rows of a batch, at least, where the library chooses them.
     fewest_rows: int = 64
@@ -211,10 +213,11 @@ class Noise:
     #: Distance of such a chain from the center, in sds: in the run, and at overdispersed starts.
     far: float = 3.0
     far_at_first: float = 6.0
-    #: Places at which the noise of all rows is looked at.
+    #: Places at which the noise of all rows is evaluated.
     places: int = 64
-    #: A row's gradient is used from so many sds on, along its own direction: nearer to the center,
-    #: what control variates leave of it is mostly rounding.
+    #: Least distance from the center, in sds along the gradient's direction, at which a row's
+    #: gradient is used: nearer to the center, what control variates leave of the gradient is mostly
+    #: rounding.
     near: float = 0.3
     #: Rows that estimate the noise at one place, or where the model takes no single rows.
     rows: int = 4096
@@ -239,7 +242,8 @@ class StepSize:
     most_dimensions: int = 1000
     #: Fraction of the stable range that is used, as posteriors are not quite Gaussian.
     safety: float = 0.5
-    #: Draws of the Gaussian at which the posterior is looked at, and rows whose gradients are.
+    #: Draws of the Gaussian at which the posterior is evaluated, and rows whose gradients are
+    #: computed.
     draws: int = 4
     rows: int = 2048
     #: Fraction of its exact variance to which a thermostat may cool a direction: predictions below
@@ -265,10 +269,11 @@ class Training:
     network_batch: int = 128
     #: Rows times weights up to which chains of a network take all rows at each step.
     few_numbers: int = 2**22
-    #: Epochs between two looks at the loss, and steps at least; training takes four of these.
+    #: Epochs between two checks of the loss, and the least steps between them; training takes at
+    #: least four of these intervals.
     epochs: int = 5
     steps: int = 50
-    #: Looks after which training ends even if the loss still falls.
+    #: Checks after which training ends even if the loss still falls.
     most_looks: int = 60
     #: Standard errors beyond which a change of the loss is significant.
     errors: float = 2.0
@@ -282,7 +287,7 @@ class Training:
     #: friction is too small to remove the heat of steeper places.
     safety: float = 0.5
     safety_whitened: float = 0.25
-    #: Draws of warm-up at which the curvature is looked at, per chain.
+    #: Draws of warm-up at which the curvature is evaluated, per chain.
     looks: int = 4
     #: Steps from the first draw to the last, per step of warm-up.
     length: int = 3
@@ -319,7 +324,7 @@ WARM_UP = WarmUp()
 SINGLE_WARM_UP = WarmUp(looks=2, looks_if_wide=2, steepest=1.0)
 TOLERANCE = Tolerance()
 PILOTS = Pilots()
-#: The standard errors of one chain are too rough to tell a bias that is not known.
+#: The standard errors of one chain are too rough to decide whether a bias is known.
 SINGLE_PILOTS = Pilots(most=4, if_vague=1.0, lengthenings=0)
 ACCEPTANCE = Acceptance()
 SINGLE_ACCEPTANCE = Acceptance(most=6, draws=256, times=30.0, settled=1.3)

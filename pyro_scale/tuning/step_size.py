@@ -1,11 +1,12 @@
-"""What is chosen if chains move in params: control variates and subtracted noise at the mode, and
-the step size with the least predicted error.
+"""Tuning for chains that move in params: control variates and subtracted noise at the mode, and the
+step size with the least predicted error.
 
 This is for `precondition=None`, which hyperparameters by site imply, and for kernels that have a
 preconditioner (pSGLD).  The posterior is approximated by a Gaussian at its mode (Laplace), on which
 a kernel's behavior is known exactly (`kernels/gaussian.py`): the bias by the step and by
-minibatches, the memory of the start, and the Monte Carlo error of averages over the run.  Short
-steps have long memories and large Monte Carlo errors; long steps are biased.
+minibatches, the slow decay of the start's influence, and the Monte Carlo error of averages over the
+run.  With short steps, the start has a long influence and Monte Carlo errors are large; long steps
+are biased.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def tune(
     steps: Steps,
     sampling: Sampling,
 ) -> tuple[Problem, dict[str, str]]:
-    """Chooses what is not set, at the mode.
+    """Chooses the settings that the user has left open, at the mode.
 
     Args:
         problem: chains at their starts.
@@ -264,7 +265,7 @@ def _error(problem: Problem, modes: Modes, lr: Tensor, steps: Steps, epoch: int 
     kernel, values, noise = _linearize(problem, lr, modes.noise)
     chain = GaussianChain.from_kernel(kernel, values, modes.precision)
     num_steps, num_chains = steps.total - steps.warmup_steps, len(modes.starts)
-    if problem.engine.known_noise is not None:  # what cannot be subtracted heats
+    if problem.engine.known_noise is not None:  # noise that cannot be subtracted heats the chains
         added = theory.added_temperature(values, noise)
         noise = noise * ((added - values["temperature"]) / added).clamp(min=0).nan_to_num()
     exact = values["temperature"] / modes.precision

@@ -1,4 +1,4 @@
-"""Warm-up in windows, each of which gives chains the geometry of its draws.
+"""Warm-up in windows: after each window, chains get the geometry of its draws.
 
 As in Stan's warm-up, but for all chains of a group together, the covariance of a window's draws
 becomes the geometry of the next window, until a window's draws have the geometry that it was run

@@ -42,10 +42,10 @@ def bayesianize(
     layers puts the chosen weights. `init_to_module` starts all chains at the module's values:
     use it for pretrained networks and their adapters.
 
-    The copy is in the network's mode, train or eval, and has copies of its buffers. Call `.eval()`
-    on either if there is dropout or BatchNorm: in train mode, both raise an error when the model
-    first sees data. BatchNorm in train mode makes the likelihood of a row depend on the other
-    rows of its batch; `replace_batchnorm` replaces it by a layer that does not.
+    The copy has the network's mode (train or eval) and copies of its buffers. Call `.eval()` on
+    either if there is dropout or BatchNorm: in train mode, both raise an error when the model first
+    sees data. BatchNorm in train mode makes the likelihood of a row depend on the other rows of its
+    batch; `replace_batchnorm` replaces it by a layer that does not.
 
     An Embedding's row at its `padding_idx` stays as it is: it has a prior like the others, but
     the network does not see its draws.
@@ -259,7 +259,7 @@ def _check_embedding(label: str, module: nn.Embedding | nn.EmbeddingBag) -> None
 def _copy_weights(net: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(net)
-    except Exception as error:  # whatever a module's own state raises
+    except Exception as error:  # a module's own attributes may raise anything
         innermost_first = list(net.named_modules())[::-1]  # the network itself is the last
         culprit = next(describe(p, m) for p, m in innermost_first if not _can_be_copied(m))
         raise ModelError(
@@ -278,7 +278,7 @@ def _can_be_copied(module: nn.Module) -> bool:
 
 def _padding_of(net: nn.Module, names: list[str]) -> dict[str, int]:
     """Chosen weights of Embeddings -> the row that stays as it is. Tied weights have none: at their
-    other place the row is a weight like any other, so that it has a gradient here as well."""
+    other place, the row is an ordinary weight, so it has a gradient here, too."""
     count = Counter(id(weight) for _, weight in net.named_parameters(remove_duplicate=False))
     paddings = {}
     for path, module in net.named_modules():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.model.guards import describe
 
-#: What may take BatchNorm's place.
+#: Layers that can replace BatchNorm.
 Normalization = Literal["group", "filter_response"]
 
 #: The most groups of channels (Wu and He 2018).
@@ -115,6 +115,6 @@ def _replacement(path: str, old: nn.modules.batchnorm._BatchNorm, by: Normalizat
 
 
 def _groups(channels: int) -> int:
-    """The largest number of groups of equal size for so many channels."""
+    """The largest allowed number of equal groups for this number of channels."""
     sizes = range(min(_FEWEST_CHANNELS, channels), channels + 1)
     return next(channels // n for n in sizes if channels % n == 0 and channels // n <= _MOST_GROUPS)

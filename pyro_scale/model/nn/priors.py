@@ -47,7 +47,8 @@ def priors_of(net: nn.Module, names: list[str], prior: WeightPrior) -> dict[str,
     """Each weight's prior, of its shape, dtype and device.
 
     Raises:
-        ArgumentError: `prior` is no prior, or what it gives for a weight does not fit it.
+        ArgumentError: `prior` is not a prior, or the distribution that it returns does not fit a
+            weight.
     """
     owners = {
         f"{path}.{name}".lstrip("."): module
@@ -70,7 +71,7 @@ def prior_of_shard(net: nn.Module, name: str, prior: WeightPrior, local: Tensor)
     """
     owner = net.get_submodule(name.rpartition(".")[0])
     weight = net.get_parameter(name)
-    # no process has all of the weight
+    # no process holds the whole weight
     like = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
     try:
         distribution = _distribution(owner, name, like, prior)
@@ -129,7 +130,7 @@ def _fan_in(owner: nn.Module, weight: Tensor) -> float:
     if isinstance(owner, nn.modules.conv._ConvTransposeNd):  # [in, out / groups, kernel]
         reached = weight[0, 0].numel() / math.prod(owner.stride)
         return max(1.0, weight.shape[0] // owner.groups * reached)
-    if type(owner).__name__ == "Conv1D":  # of Hugging Face: a linear layer's, transposed
+    if type(owner).__name__ == "Conv1D":  # Hugging Face's: a linear layer's weight, transposed
         return weight.shape[0]
     return weight[0].numel()
 

@@ -14,7 +14,7 @@ from pyro_scale.errors import ArgumentError
 #: A shell-style pattern of names, one of the network's modules or weights, or a class of modules.
 Choice = str | nn.Module | nn.Parameter | type[nn.Module]
 
-#: Names that a message shows at most.
+#: The most names that a message shows.
 _MOST_SHOWN = 8
 
 
@@ -29,8 +29,8 @@ def select(
 
     Args:
         net: the network.
-        include: what is included; all weights with `requires_grad` by default.
-        exclude: what is not; nothing by default.
+        include: choices to include; all weights with `requires_grad` by default.
+        exclude: choices to leave out; none by default.
 
     Raises:
         ArgumentError: no weight matches a choice, or no weight remains.

@@ -34,10 +34,10 @@ class ShardedModule(PyroModule):
 
     Each chosen weight is a site.  On each rank, the site's value is the rank's part of the weight,
     and its prior is the prior of that part.  A call writes the parts into the network and calls the
-    network; all ranks have to make it.  With gradients enabled, the parts stay in the network, as
-    the backward pass needs them; otherwise the former weights are restored.  `backward()` leaves
-    the likelihood's gradient in the network's parameters, where `fully_shard` puts it (see
-    `gradients`), and not in the sites' values.
+    network; all ranks have to call together.  With gradients enabled, the parts stay in the
+    network, as the backward pass needs them; otherwise the former weights are restored.
+    `backward()` leaves the likelihood's gradient in the network's parameters, where `fully_shard`
+    puts it (see `gradients`), and not in the sites' values.
 
     Args:
         net: the network, which is not copied.
@@ -49,7 +49,7 @@ class ShardedModule(PyroModule):
             same for all elements of a weight.
     """
 
-    #: All instances: without any, models need not be checked for calls of one.
+    #: All instances. If there are none, models need not be checked for calls of sharded networks.
     alive: ClassVar[weakref.WeakSet[ShardedModule]] = weakref.WeakSet()
     #: Whether calls end the model (`looking`), and whether they may have gradients (`stepping`).
     is_looked_for: ClassVar[bool] = False
@@ -126,7 +126,8 @@ class ShardedModule(PyroModule):
 
     @contextlib.contextmanager
     def _at(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Has these weights in the network; without gradients, only inside of the block."""
+        """Context in which the network has these weights. With gradients enabled, they stay there
+        afterwards."""
         before = None if torch.is_grad_enabled() else self.weights()
         self.write({name: value.detach() for name, value in values.items()})
         try:

@@ -1,1 +1,1 @@
-"""The chain of a network that is sharded over processes: each has a part of the state."""
+"""The chain of a network that is sharded over processes, each of which has a part of the state."""

@@ -32,7 +32,8 @@ from pyro_scale.run.resume import check_same_run
 from pyro_scale.run.sharded.chain import ShardedChain
 from pyro_scale.storage import files
 
-#: States that are kept: if the latest one is damaged, the one before is taken.
+#: Number of states that are kept: if the latest one is damaged, the run resumes from the one
+#: before.
 _KEPT = 2
 _FACTS = "facts"
 _NAME = re.compile(r"(state|draws)-(\d{1,9})")
@@ -45,10 +46,10 @@ class ShardedCheckpoints:
         path: the directory, which all ranks can read and write.
         every: seconds from one checkpoint to the next.
         ranks: the processes.
-        resumes: whether the run goes on from the latest checkpoint in the directory.
+        resumes: whether the run continues from the latest checkpoint in the directory.
 
     Raises:
-        FileError: there is no intact checkpoint to go on from, or the directory cannot be made.
+        FileError: there is no intact checkpoint to continue from, or the directory cannot be made.
     """
 
     def __init__(self, path: Path, every: float, ranks: Ranks, resumes: bool):
@@ -64,7 +65,7 @@ class ShardedCheckpoints:
         self._number, self.last = latest
 
     def _open(self, resumes: bool) -> tuple[int, dict[str, Any] | None] | FileError:
-        """(A number that no file has yet, the state to go on from), or the error to raise."""
+        """(A number that no file has yet, the state to continue from), or the error to raise."""
         try:
             self.directory.mkdir(exist_ok=True)
             names = list(self._files())
@@ -92,11 +93,11 @@ class ShardedCheckpoints:
 
     @property
     def seed(self) -> int | None:
-        """The seed of the run to go on with."""
+        """The seed of the run that is resumed."""
         return None if self.last is None else int(self.last["facts"]["seed"])
 
     def check_same_run(self, facts: Mapping[str, Any], num_samples: int) -> None:
-        """Takes the facts of the run, and checks that the checkpoint is of the same run.
+        """Stores the facts of the run, and checks that the checkpoint is of the same run.
 
         Raises:
             FileError: it lists what differs.
@@ -170,7 +171,7 @@ class ShardedCheckpoints:
 
         assert self._ranks.rows is not None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's own deprecations
+            warnings.simplefilter("ignore")  # torch warns of its own deprecations
             save(
                 _to_named(problem, tensors),
                 checkpoint_id=self.directory / name,

@@ -62,7 +62,7 @@ class ShardedDensity:
         Args:
             params: this rank's part of the position, by site.
             batch: this rank's rows of the batch.
-            indices: unused: models that subsample by themselves are refused.
+            indices: unused, as models that subsample by themselves are not supported.
 
         Raises:
             DataError: no rank has a row.
