@@ -106,7 +106,7 @@ class Campaign:
                 warn(
                     PyroScaleWarning,
                     f"interrupted: {kept} of {self.count} simulations are done; the same call "
-                    "with resume= goes on with them",
+                    "with resume= continues",
                 )
         facts |= {
             "seed": self.seed,
@@ -158,13 +158,13 @@ class Campaign:
         if self.predict_at is not None:
             names |= {f"{name} (predicted)" for name in self.truth.fitted.places}
         if names != set(earlier.ranks):
-            differs = "it is of another model, or of other quantities"
+            differs = "its model or its quantities differ"
         elif earlier.attrs.get("rows") != self._rows:
-            differs = "covariates, or the rows of predictive=, are other ones"
+            differs = "covariates, or the rows of predictive=, differ"
         elif line := first_difference(
             earlier.attrs.get("log_densities", {}), self._log_densities, _MACHINE_TOLERANCE
         ):
-            differs = f"the model, the simulator or the rows are other ones: {line}"
+            differs = f"the model, the simulator or the rows differ: {line}"
         elif quantity := self._quantity_that_differs(earlier, params):
             differs = f"'{quantity}' has other values at the same latents and data"
         else:

@@ -174,10 +174,10 @@ def to_clean(arguments: Arguments, begin: int = 0, among: str = " of the batch")
     return ""
 
 
-def other_columns(arguments: Arguments, known: Arguments) -> str:
+def other_columns(arguments: Arguments, expected: Arguments) -> str:
     """A message about the first argument whose rows have another shape than in the arguments
-    `known`; "" if there is none."""
-    shapes = {name: list(leaf.shape[1:]) for name, leaf in named_rows(known)}
+    `expected`; "" if there is none."""
+    shapes = {name: list(leaf.shape[1:]) for name, leaf in named_rows(expected)}
     for name, leaf in named_rows(arguments):
         if shapes.get(name, list(leaf.shape[1:])) != list(leaf.shape[1:]):
             return (

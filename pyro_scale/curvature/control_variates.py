@@ -152,6 +152,6 @@ class ControlVariates:
         """(Outputs of each site's rows, `[B, K]`; their Fisher information)."""
         assert self.curvature is not None
         sites = self.log_posterior.run(params, rows.as_arguments(batch), indices).sites
-        observed = [each.of_rows(sites) for each in self.curvature.observed]
-        outputs = [each.outputs(sites, each.row_values) for each in observed]
-        return outputs, [each.row_values.detach() for each in observed]
+        observed = [obs.of_rows(sites) for obs in self.curvature.observed]
+        outputs = [obs.outputs(sites, obs.row_values) for obs in observed]
+        return outputs, [obs.row_values.detach() for obs in observed]

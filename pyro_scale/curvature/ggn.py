@@ -242,7 +242,7 @@ class Curvature:
         if self.kind == "empirical_fisher":  # which uses the log likelihood as it is
             return []
         observations = self.observe(params, batch, indices).observations
-        return [each.note for each in observations if each.note is not None]
+        return [obs.note for obs in observations if obs.note is not None]
 
     def observe(
         self,

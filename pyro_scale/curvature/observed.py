@@ -81,7 +81,7 @@ class Block:
 
     def _factors(self, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(Each observation's part of `[b, K, ...]`, F times that part)."""
-        parts = outputs.split([each.width for each in self.observations], dim=1)
+        parts = outputs.split([obs.width for obs in self.observations], dim=1)
         for observation, part, values in zip(
             self.observations, parts, self.row_values, strict=True
         ):
@@ -109,32 +109,32 @@ class ObservedBatch:
     @property
     def width(self) -> int:
         """K, the number of outputs of a row."""
-        return sum(each.width for each in self.observations)
+        return sum(obs.width for obs in self.observations)
 
     @cached_property
     def outputs(self) -> Tensor:
         """All outputs of each row, `[B, K]`, with their graph."""
-        parts = [each.outputs(self.sites, each.row_values) for each in self.observations]
+        parts = [obs.outputs(self.sites, obs.row_values) for obs in self.observations]
         return torch.cat(parts, dim=1) if parts else torch.zeros(0, 0)
 
     def columns(self, start: int, stop: int) -> Tensor:
         """Columns of a factor L of each row's F = L L^T: `[stop - start, B, K]`."""
         parts, first = [], 0
-        for each in self.observations:
-            begin, end = max(start - first, 0), min(stop - first, each.width)
+        for obs in self.observations:
+            begin, end = max(start - first, 0), min(stop - first, obs.width)
             if begin < end:
-                columns = each.columns(begin, end)
-                after = self.width - first - each.width
+                columns = obs.columns(begin, end)
+                after = self.width - first - obs.width
                 parts.append(torch.nn.functional.pad(columns, (first, after)))
-            first += each.width
+            first += obs.width
         return torch.cat(parts)
 
     def times(self, outputs: Tensor) -> Tensor:
         """F of each row times `[B, K]`."""
-        parts = outputs.split([each.width for each in self.observations], dim=1)
+        parts = outputs.split([obs.width for obs in self.observations], dim=1)
         pairs = zip(self.observations, parts, strict=True)
         return torch.cat(
-            [each.times(p[..., None], each.row_values)[..., 0] for each, p in pairs], dim=1
+            [obs.times(p[..., None], obs.row_values)[..., 0] for obs, p in pairs], dim=1
         )
 
     def blocks(self) -> Iterator[Block]:
@@ -146,7 +146,7 @@ class ObservedBatch:
         if not self.observations:
             return
         inputs, layout = self.inputs, Layout.from_tensors(self.inputs.params)
-        row_values = [observation.row_values for observation in self.observations]
+        row_values = [obs.row_values for obs in self.observations]
         kept = [values[inputs.keep] for values in row_values]
         info = self.log_posterior.model_info
         if info.own_plate is not None or info.whole_only or not rows.count(inputs.arguments):
@@ -158,7 +158,7 @@ class ObservedBatch:
         while start < len(kept[0]):
             part = slice(start, start + size)
             batch = rows.take(rows.take(inputs.arguments, inputs.keep), part)
-            of_part = [each[part] for each in kept]
+            of_part = [values[part] for values in kept]
             try:
                 jacobian = compute(batch, of_part)
             except Exception as error:  # a model may fail in any way on one row, or under vmap
@@ -176,7 +176,7 @@ class ObservedBatch:
         mapped = rows.vmap_dims(single, 0)
 
         def of_row(params: Params, row: Arguments, row_values: Sequence[Tensor]) -> Tensor:
-            return self._outputs_at(params, row, [each[None] for each in row_values])[0]
+            return self._outputs_at(params, row, [values[None] for values in row_values])[0]
 
         each_row = torch.vmap(torch.func.jacrev(of_row), in_dims=(None, mapped, 0))
         with torch.no_grad():
@@ -197,7 +197,7 @@ class ObservedBatch:
         inputs = self.inputs
         sites = self.log_posterior.run({**params, **inputs.held}, arguments, inputs.indices).sites
         pairs = zip(self.observations, row_values, strict=True)
-        return torch.cat([each.outputs(sites, of_rows) for each, of_rows in pairs], dim=1)
+        return torch.cat([obs.outputs(sites, of_rows) for obs, of_rows in pairs], dim=1)
 
     def _flat(self, jacobian: Mapping[str, Tensor]) -> Tensor:
         """A Jacobian by param, `[b, K, *shape]`, as `[b, K, D]`."""

@@ -215,5 +215,5 @@ def _rows_of(
         seed += torch.rand(outputs.shape, generator=random).to(outputs)
     seeds = torch.cat([seed[None], weights[..., None] * seed])
     gradients = dict(zip(nodes, gradients_at(nodes, outputs, seeds), strict=True))
-    plain = {node: each[0] for node, each in gradients.items()}
-    return plain, {n: find_rows(each[0], each[1:], weights) for n, each in gradients.items()}
+    plain = {node: values[0] for node, values in gradients.items()}
+    return plain, {n: find_rows(values[0], values[1:], weights) for n, values in gradients.items()}

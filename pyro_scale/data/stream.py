@@ -146,7 +146,7 @@ class DealtBatches:
         states is read again from the epoch's beginning.
         """
         size = self.data.batch_size or 1
-        first, passed, left, taken, state = position or (0, 0, [], 0, None)
+        first, passed, left, num_dealt, state = position or (0, 0, [], 0, None)
         for epoch in itertools.count(first):
             place, begin = -1, 0 if state is None else passed
             batches = self.data.with_states(self.seed, epoch, state)
@@ -156,12 +156,12 @@ class DealtBatches:
                 joined = rows.concatenate([*left, batch]) if left else batch
                 total = rows.count(joined) or 0
                 starts = range(0, total - size + 1, size)
-                for count, start in enumerate(starts[taken:], taken + 1):
+                for count, start in enumerate(starts[num_dealt:], num_dealt + 1):
                     piece = rows.take(joined, slice(start, start + size))
                     yield piece, (epoch, place, left, count, before)
                 over = total % size
                 left = [rows.take(joined, slice(total - over, total))] if over else []
-                taken = 0
+                num_dealt = 0
             if place < 0:
                 again = "pass a DataLoader, not a generator"
                 if isinstance(self.data.loader, torch_data.DataLoader):

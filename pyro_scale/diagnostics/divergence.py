@@ -158,9 +158,7 @@ def explosion(result: PosteriorDraws) -> str | None:
         finding = f"site '{site}' has reached {distance:.2g} in unconstrained space"
     elif runaway is not None:
         site, heat = runaway
-        finding = (
-            f"site '{site}' has grown ever hotter, to {heat:.2g} times the temperature asked for"
-        )
+        finding = f"site '{site}' has become ever hotter, to {heat:.2g} times the temperature set"
     else:
         return None
     lr, log_joint = (result.sample_stats.get(name) for name in ("lr", "lp"))
@@ -172,12 +170,12 @@ def explosion(result: PosteriorDraws) -> str | None:
         float((log_joint[:, 0] - log_joint[:, -1]).max()) < EXPLOSION.fallen * result.layout.size
     ):
         advice = (
-            "The log joint is no lower there than where chains came from, so the posterior may not "
-            f"end: give site '{site}' a proper prior, or a tighter one"
+            "The log joint is no lower there than where chains came from, so the posterior may be "
+            f"improper: give site '{site}' a proper prior, or a tighter one"
         )
     return (
-        f"the chains have exploded: {finding}, and no number that is made of the draws means "
-        f"anything. {advice}"
+        f"the chains have exploded: {finding}, so all results from the draws are meaningless. "
+        f"{advice}"
     )
 
 

@@ -94,7 +94,7 @@ def psis(
     rows = num_rows or rows_for(log_posterior, len(fit.places), draws, evaluations)
     if rows is None:
         raise ArgumentError(
-            f"psis: {draws:,} draws at {log_posterior.num_data:,} rows are too dear; pass num_rows="
+            f"psis: {draws:,} draws at {log_posterior.num_data:,} rows are too many; pass num_rows="
         )
     positions, sums = torch.cat(list(drawn.blocks())), sums or sums_at(fit, drawn, ALONE)
     if rows >= log_posterior.num_data or not is_row_wise(log_posterior):

@@ -128,7 +128,7 @@ def _diagnose(
     """The site that is to blame and the reason, for the first step that is not sound."""
     at, failed = f"at step {broken.number}", contents["site"]
     if broken.is_sound:
-        return failed, "the steps are finite when they are taken again"
+        return failed, "the steps are finite when they are rerun"
     has_gradient = broken.error is None and bool(torch.isfinite(broken.gradient).all())
     is_evaluated = has_gradient and math.isfinite(broken.log_joint)
     blamed, finding, validated = None, "", ""
@@ -138,8 +138,8 @@ def _diagnose(
         if bad is not None:
             reason = f"the batch holds NaN or infinite numbers in argument {bad} {at}"
             return blamed or failed, reason + validated
-    taken = [step for step in steps if step.number <= broken.number]
-    if (runaway := _find_runaway(contents, layout, taken)) is not None:
+    until_broken = [step for step in steps if step.number <= broken.number]
+    if (runaway := _find_runaway(contents, layout, until_broken)) is not None:
         return runaway
     if not bool(torch.isfinite(broken.position).all()):
         site = _first_not_finite(layout, broken.position)

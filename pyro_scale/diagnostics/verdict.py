@@ -147,7 +147,7 @@ def _check_mixing(
         if are_apart(result, name, r_hat):
             advice = APART
         if chains < 2:
-            verdict, advice = "unknown", "num_chains=4: one chain alone cannot tell"
+            verdict, advice = "unknown", "num_chains=4: a single chain cannot show it"
         elif not r_hat <= MIXING.disagree or not ess >= too_few:
             # of few draws, it may be chance
             verdict = "no" if chains * draws >= MIXING.many_draws else "unknown"
@@ -192,7 +192,9 @@ def _check_divergences(result: PosteriorDraws) -> list[Finding]:
 def _check_predictions(result: PosteriorDraws) -> list[Finding]:
     """Whether a network's chains agree in their predictions for some training rows.  Its weights
     have equivalent modes."""
-    advice = "nothing, if an ensemble will do; a larger warmup_steps= and thinning="
+    advice = (
+        "nothing, if an ensemble is enough; for a posterior, larger warmup_steps= and thinning="
+    )
     arguments = None if result.data is None else result.data.first()
     is_short = result.num_chains < 2 or result.positions.shape[1] < MIXING.fewest_per_chain
     if is_short or arguments is None:

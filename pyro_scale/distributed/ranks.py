@@ -280,11 +280,11 @@ class Ranks:
         self._meet(what)
         return self.tell(value, what)
 
-    def in_turn(self, own: Sequence[T], what: str, device: torch.device) -> list[T]:
+    def in_turn(self, items: Sequence[T], what: str, device: torch.device) -> list[T]:
         """The items of all ranks in their original order, from each rank's `share` of them.
 
         Args:
-            own: this rank's items, pytrees of tensors.
+            items: this rank's items, pytrees of tensors.
             what: their name in error messages.
             device: of the returned tensors.
 
@@ -292,11 +292,11 @@ class Ranks:
             RankError: another rank has failed, or makes another call.
         """
         if self.is_alone:
-            return list(own)
-        by_rank = self.of_all(_to_device(list(own), torch.device("cpu")), what)
+            return list(items)
+        by_rank = self.of_all(_to_device(list(items), torch.device("cpu")), what)
         rounds = range(max(map(len, by_rank)))
-        items = [part[turn] for turn in rounds for part in by_rank if turn < len(part)]
-        return [_to_device(item, device) for item in items]
+        ordered = [part[turn] for turn in rounds for part in by_rank if turn < len(part)]
+        return [_to_device(item, device) for item in ordered]
 
     # messages without a check that all ranks are well, for ranks that serve rank 0 (sums.py)
 
@@ -388,7 +388,7 @@ class Ranks:
             missing = [rank for rank in range(self.world) if not _comes(store, f"{place}/{rank}")]
             who = f"rank {' or '.join(map(str, missing))}" if missing else "a rank"
             raise RankError(
-                f"{who} has not come to {what}: it has died, or the process group's timeout was "
+                f"{who} has not reached {what}: it has died, or the process group's timeout was "
                 f"too short; see its own output ({error})"
             ) from error
 

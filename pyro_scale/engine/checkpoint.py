@@ -247,12 +247,12 @@ def read(path: files.FilePath) -> Checkpoint:
         if damages:
             warn(
                 PyroScaleWarning,
-                f"the latest checkpoint is not whole ({'; '.join(damages)}): the one before it is "
+                f"the latest checkpoint is damaged ({'; '.join(damages)}): the one before it is "
                 "taken",
             )
         return checkpoint
     raise FileError(
-        f"resume='{path}' holds no whole checkpoint: {'; '.join(damages)}", code="resume"
+        f"resume='{path}' holds no intact checkpoint: {'; '.join(damages)}", code="resume"
     )
 
 

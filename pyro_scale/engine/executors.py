@@ -31,8 +31,8 @@ from pyro_scale.engine.step import Engine
 
 #: Why a program computes something else than the step.
 IS_FROZEN = (
-    "compiled, it gives something else: what the model hands to NumPy or to lists on the way is "
-    "frozen when it is compiled; keep to torch"
+    "compiled, it gives other values: values that the model passes through NumPy or lists are "
+    "frozen when it is compiled; use torch operations only"
 )
 #: Approximate distance between the state at which programs are traced and the state at which they
 #: are compared.

@@ -88,7 +88,7 @@ def coverage(draws: Tensor, y: Tensor, level: float | Tensor = 0.9) -> Tensor:
         raise ArgumentError(f"level={level}: pass probabilities in (0, 1)")
     if (_position(levels, len(draws)) < 1).any():
         raise ArgumentError(
-            f"level={level}: {len(draws)} draws tell levels up to "
+            f"level={level}: {len(draws)} draws resolve levels up to "
             f"{1 - 2 / (len(draws) + 1):.3g}: pass more draws, or a lower level"
         )
     lower, upper = central(draws, levels.flatten())

@@ -75,11 +75,11 @@ def check_subsampling(sites: Mapping[str, Site], own_plate: str | None, batch_si
     for site in sites.values():
         if site.kind != "subsample" or site.name == own_plate:
             continue
-        taken = site.fn.subsample_size
-        if taken not in (None, site.fn.size, batch_size):
+        num_rows = site.fn.subsample_size
+        if num_rows not in (None, site.fn.size, batch_size):
             raise PlateError(
-                f"plate '{site.name}' takes {taken} of {site.fn.size} at random; only the data's "
-                "plate may subsample"
+                f"plate '{site.name}' takes {num_rows} of {site.fn.size} at random; only the "
+                "data's plate may subsample"
             )
 
 

@@ -306,8 +306,8 @@ def _check_draws(level: float, count: int) -> None:
     """
     if 1 - 2 / (count + 1) < round(level, 6) - 1e-9:
         raise ArgumentError(
-            f"interval={level}: {count} draws tell levels up to {1 - 2 / (count + 1):.3g}: pass a "
-            "lower level, or keep more draws (of a model with one observed site, a few are enough)"
+            f"interval={level}: {count} draws resolve levels up to {1 - 2 / (count + 1):.3g}: pass "
+            "a lower level, or keep more draws (with one observed site, a few are enough)"
         )
 
 

@@ -163,13 +163,13 @@ def epochs(
         The epoch whose permutations `orders` now holds, that of the last index.
     """
     rows, end, place = orders.shape[1], first + out.shape[1], first
-    whole = rows // mirrored * mirrored if mirrored else rows
-    period = 2 * whole if mirrored else whole
+    length = rows // mirrored * mirrored if mirrored else rows
+    period = 2 * length if mirrored else length
     while place < end:
         if held != place // period:
             held = place // period
             permutations(streams, held, orders)
-        epoch = orders[:, :whole]
+        epoch = orders[:, :length]
         if mirrored:
             backwards = epoch.unflatten(1, (-1, mirrored)).flip(1).flatten(1)
             epoch = torch.cat([epoch, backwards], 1)

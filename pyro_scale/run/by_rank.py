@@ -127,8 +127,8 @@ def check_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
         RankError: it names the first rank whose facts differ from rank 0's, and these.
     """
     by_rank = ranks.of_all(dict(facts), "the facts of the run")
-    for rank, own in enumerate(by_rank):
-        lines = differences_of_runs(by_rank[0], own)
+    for rank, facts_of_rank in enumerate(by_rank):
+        lines = differences_of_runs(by_rank[0], facts_of_rank)
         if lines:
             raise RankError(
                 f"rank {rank} is on another run than rank 0 ({'; '.join(lines)}): pass the same "
@@ -167,10 +167,10 @@ def join(parts: Sequence[tuple[Sequence[int], Draws]], chains: Sequence[int]) ->
     places = [[place[chain] for chain in numbers] for numbers, _ in parts]
 
     def combine(*leaves: Tensor) -> Tensor:
-        whole = leaves[0].new_empty(len(chains), *leaves[0].shape[1:])
+        combined = leaves[0].new_empty(len(chains), *leaves[0].shape[1:])
         for target, leaf in zip(places, leaves, strict=True):
-            whole[target] = leaf.to(whole.device)
-        return whole
+            combined[target] = leaf.to(combined.device)
+        return combined
 
     kinetic = [draws.kinetic for draws in cut if draws.kinetic is not None]
     failures = [

@@ -99,11 +99,11 @@ def check_length(num_draws: int, num_chains: int, steps: int) -> None:
             f"{num_chains} x {steps:,} steps take {days:,.0f} days or more, at a microsecond each: "
             "pass a smaller thinning, warmup_steps or num_samples"
         )
-    needed, there = num_draws * (1 + num_chains) * 8, bytes_of(torch.device("cpu")) // 2
-    if needed > there:
+    needed, available = num_draws * (1 + num_chains) * 8, bytes_of(torch.device("cpu")) // 2
+    if needed > available:
         raise ArgumentError(
             f"num_samples={num_draws:,}: log joints of so many draws take {in_words(needed)} of "
-            f"memory, and {in_words(there)} are for them: pass fewer, and a larger thinning",
+            f"memory, and {in_words(available)} are available: pass fewer, and a larger thinning",
             code="memory",
         )
 
@@ -122,12 +122,12 @@ def check_memory(positions: Tensor, num_draws: int, budget: int | None) -> None:
     if budget is not None:
         budget = as_count("memory_budget", budget, hint=" of bytes")
     needed = num_draws * positions.numel() * positions.element_size()
-    there = budget or bytes_of(torch.device("cpu")) // 2
-    if needed > there:
+    available = budget or bytes_of(torch.device("cpu")) // 2
+    if needed > available:
         chains, size = positions.shape
         raise ArgumentError(
             f"num_samples={num_draws:,}: draws of {chains} x {size:,} numbers each would take "
-            f"{in_words(needed)} of memory, and {in_words(there)} are for them: pass "
+            f"{in_words(needed)} of memory, and {in_words(available)} are available: pass "
             "store='draws.zarr' to write them to disk, store=False to keep summaries only, a "
             "larger thinning, or memory_budget=",
             code="memory",

@@ -283,9 +283,9 @@ def identity_of(
         fitted: numbers by name that must be the same up to rounding.
     """
     layout = problem.engine.layout
-    whole = {name: shard.shape for name, shard in problem.shards.items()}
+    full_shapes = {name: shard.shape for name, shard in problem.shards.items()}
     sites = {
-        name: f"{list(whole.get(name, shape))} {dtype_name(dtype)}"
+        name: f"{list(full_shapes.get(name, shape))} {dtype_name(dtype)}"
         for name, shape, dtype in zip(layout.names, layout.shapes, layout.dtypes, strict=True)
     }
     facts: dict[str, Any] = _facts_of_rows(problem) if problem.has_all_rows else _OF_EACH_RANK

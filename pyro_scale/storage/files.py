@@ -139,7 +139,7 @@ def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
         raise
     except Exception as error:  # another version of torch may have written it
         raise FileError(
-            f"'{target}' is whole, but torch {torch.__version__} cannot read it "
+            f"'{target}' is intact, but torch {torch.__version__} cannot read it "
             f"({type(error).__name__}): read it with the version that wrote it"
         ) from error
 

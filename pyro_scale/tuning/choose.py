@@ -78,15 +78,15 @@ def choose(
     chooses_lr, sampling, num_samples = settings.chooses_lr, config.sampling, config.num_samples
     _check_budget(budget, with_fewest_rows(problem), num_samples, chooses_lr)
     num_data, most_rows = problem.log_posterior.num_data, problem.data.batch_size
-    whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    full_data = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
     modes, density, cooled, tried, passes = None, None, None, None, dict[str, float]()
     if settings.precondition is not None:
-        problem, modes, density = with_geometry(problem, settings, whole, budget.of_tuning)
+        problem, modes, density = with_geometry(problem, settings, full_data, budget.of_tuning)
         passes["modes"] = 0 if modes is None else modes.evaluations
-        problem = with_anchor(problem, anchor, whole)
+        problem = with_anchor(problem, anchor, full_data)
         problem = _for_whitened(problem, settings)
         if chooses_lr:
-            cooled = cool(problem, sampling, whole, NOISE.far_at_first)
+            cooled = cool(problem, sampling, full_data, NOISE.far_at_first)
             problem, passes["noise"] = cooled.problem, cooled.passes
         if settings.subtract_noise:
             problem = with_known_noise(problem, center_of(problem), sampling)
@@ -104,7 +104,7 @@ def choose(
     kernel, adjusts = problem.engine.kernel, chooses_lr and problem.engine.kernel.adjusted
     if adjusts:  # a chain that rejects all proposals would stay where it starts
         problem = _for_whitened(problem.with_engine(kernel=without_adjustment(kernel)), settings)
-    group = OneGroup(problem, simulate, density if chooses_lr else None, whole)
+    group = OneGroup(problem, simulate, density if chooses_lr else None, full_data)
     try:
         limits = limit(WARM_UP.first_window, reserve=_steps_of_pilots(chooses_lr))
         group, window = warm_up(group, limits, WARM_UP)
@@ -123,7 +123,7 @@ def choose(
         if cooled is not None and problem.data.batch_size is not None:
             longest = longest_whitened_lr(problem.engine.kernel)
             problem = problem.with_lr(min(longest, float(window.stable_lr)))
-            cooled = _cool_again(cooled, problem, anchor, most_rows, sampling, whole)
+            cooled = _cool_again(cooled, problem, anchor, most_rows, sampling, full_data)
             problem = cooled.problem
             passes["noise"] += cooled.passes
         theory = problem.engine.kernel.theory
@@ -157,7 +157,7 @@ def _cool_again(
     anchor: bool | Tensor,
     most_rows: int | None,
     sampling: Sampling,
-    whole: FullDataDensity,
+    full_data: FullDataDensity,
 ) -> Cooled:
     """Cools the chains after warm-up, whose geometry changes the noise of minibatches.
 
@@ -167,15 +167,15 @@ def _cool_again(
         anchor: of control variates; True to move it to the new center.
         most_rows: the largest batch size that the library may choose.
         sampling: how rows are drawn.
-        whole: log density of all rows.
+        full_data: log density of all rows.
     """
     if stays_cool(cooled, problem):
         return cooled._replace(problem=problem, passes=0.0)
     if problem.chooses_batches:
         problem = problem.in_batches_of(most_rows)
     if anchor is True:
-        problem = with_anchor(problem, True, whole)
-    return cool(problem, sampling, whole, NOISE.far)
+        problem = with_anchor(problem, True, full_data)
+    return cool(problem, sampling, full_data, NOISE.far)
 
 
 def _for_whitened(problem: Problem, settings: Settings) -> Problem:
@@ -255,10 +255,10 @@ def _explain(
     engine, reasons = problem.engine, dict[str, str]()
     whitening, lr = engine.whitening, lr_in_words(engine.kernel)
     if modes is not None:
-        stand_in = "a Gaussian on the way up, as there is no mode or its Gaussian does not fit"
+        stand_in = "a Gaussian fitted along the search path, as no mode has one that fits"
         reasons["start"] = (
-            f"draws at twice the sd around {'the mode' if modes.are_modes else stand_in}, which "
-            f"{modes.searches} searches found"
+            f"around {'the mode' if modes.are_modes else stand_in} ({modes.searches} searches), "
+            "overdispersed by 2"
         )
     if whitening is not None:
         form = _WORDS[type(whitening)]
@@ -277,16 +277,16 @@ def _explain(
     elif tried.acceptance is not None:
         reasons["step size"] = (
             f"{lr} in whitened coordinates: {float(tried.acceptance):.0%} of proposals were "
-            f"accepted (about {ACCEPTANCE.target:.0%} are to be)"
+            f"accepted (target: about {ACCEPTANCE.target:.0%})"
         )
     elif tried.bias is None:
         reasons["step size"] = f"{lr}; its bias could not be measured"
     else:
         reasons["step size"] = (
-            f"{lr}{' in whitened coordinates' if whitening is not None else ''}: by a "
-            "coupled run at half of it, the bias is "
+            f"{lr}{' in whitened coordinates' if whitening is not None else ''}; bias, "
+            "estimated by halving the step size: at most "
             f"{float(tried.bias.mean.abs().max()):.2g} sds in means and "
-            f"{100 * float(tried.bias.log_sd.abs().max()):.2g}% in sds at most"
+            f"{100 * float(tried.bias.log_sd.abs().max()):.2g}% in sds"
         )
-    reasons["thinning"] = f"{thinning} steps from one draw to the next, about as many as they need"
+    reasons["thinning"] = f"{thinning} steps from one draw to the next: nearly independent draws"
     return reasons

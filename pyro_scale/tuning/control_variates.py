@@ -16,21 +16,21 @@ from pyro_scale.errors import ModelError, SiteError
 from pyro_scale.run.problem import Problem
 
 
-def with_anchor(problem: Problem, anchor: bool | Tensor, whole: FullDataDensity) -> Problem:
+def with_anchor(problem: Problem, anchor: bool | Tensor, full_data: FullDataDensity) -> Problem:
     """The problem with control variates, if there are minibatches.  Control variates that have a
     curvature get the curvature at the new anchor.
 
     Args:
         problem: in whitened coordinates.
         anchor: a position [D]; True for the center of the geometry; False for no control variates.
-        whole: log density of all rows.
+        full_data: log density of all rows.
     """
     if problem.data.batch_size is None or anchor is False:
         return problem
     before, position = problem.engine.density, center_of(problem) if anchor is True else anchor
-    problem = with_control_variates(problem, whole, position)
+    problem = with_control_variates(problem, full_data, position)
     if isinstance(before, ControlVariates) and before.curvature is not None:
-        return with_curvature(problem, whole) or problem
+        return with_curvature(problem, full_data) or problem
     return problem
 
 
@@ -41,10 +41,10 @@ def center_of(problem: Problem) -> Tensor:
     return whitening.tensors[0]
 
 
-def with_control_variates(problem: Problem, whole: FullDataDensity, anchor: Tensor) -> Problem:
+def with_control_variates(problem: Problem, full_data: FullDataDensity, anchor: Tensor) -> Problem:
     """The problem with control variates of first order at an anchor, [D]."""
     log_posterior, layout = problem.log_posterior, problem.engine.layout
-    _, gradient = whole.grad(anchor)
+    _, gradient = full_data.grad(anchor)
     total = {
         name: part * log_posterior.num_data for name, part in layout.unflatten(gradient).items()
     }
@@ -53,13 +53,13 @@ def with_control_variates(problem: Problem, whole: FullDataDensity, anchor: Tens
     )
 
 
-def with_curvature(problem: Problem, whole: FullDataDensity) -> Problem | None:
+def with_curvature(problem: Problem, full_data: FullDataDensity) -> Problem | None:
     """The problem with control variates of second order, at the anchor of those of first order.
     None if the model does not give the likelihood's curvature on single batches."""
     log_posterior, first = problem.log_posterior, problem.data.first()
     first_order = problem.engine.density
     assert isinstance(first_order, ControlVariates)
-    anchor, names = first_order.anchor, whole.layout.names
+    anchor, names = first_order.anchor, full_data.layout.names
     if log_posterior.model_info.own_plate is not None:
         return None
     try:
@@ -67,8 +67,8 @@ def with_curvature(problem: Problem, whole: FullDataDensity) -> Problem | None:
         exact = tuple(one for one in observations if isinstance(one, Exact))
         if len(exact) < len(observations):
             return None
-        position = whole.layout.flatten(anchor)
-        total = expand(whole, CurvatureSpec(position, names, "ggn"), dense=True).precision
+        position = full_data.layout.flatten(anchor)
+        total = expand(full_data, CurvatureSpec(position, names, "ggn"), dense=True).precision
         total = total - prior_precision(log_posterior, anchor, first, None, dense=True)
         curved = dataclasses.replace(first_order, curvature=AnchorCurvature(total, exact))
         curved.grad(anchor, first)

@@ -34,14 +34,14 @@ _Form: TypeAlias = Literal["dense", "kron", "low_rank", "diag", "fit"]
 
 
 def with_geometry(
-    problem: Problem, settings: Settings, whole: FullDataDensity, budget: Budget
+    problem: Problem, settings: Settings, full_data: FullDataDensity, budget: Budget
 ) -> tuple[Problem, Modes | None, FullDataDensity]:
     """Finds modes, and starts chains around them in whitened coordinates.
 
     Args:
         problem: chains at the user's or the library's starts.
         settings: of the sampler.
-        whole: log density of all rows.
+        full_data: log density of all rows.
         budget: of the run.
 
     Returns:
@@ -51,16 +51,16 @@ def with_geometry(
     Raises:
         ArgumentError: there is nowhere to start, or the time is over before a start is found.
     """
-    size = whole.layout.size
+    size = full_data.layout.size
     affordable, few = (max(GEOMETRY.least_rows, work // size) for work in GEOMETRY.work)
-    density, num_data = whole, problem.log_posterior.num_data
+    density, num_data = full_data, problem.log_posterior.num_data
     if num_data > min(GEOMETRY.most_rows, affordable):
-        density = whole.of_some_rows(min(GEOMETRY.most_rows, few), problem.seed)
+        density = full_data.of_some_rows(min(GEOMETRY.most_rows, few), problem.seed)
     modes, gaussian = None, settings.precondition
     form = _form(gaussian, problem.positions.shape[1])
     temperature = float(problem.engine.kernel.values(0)["temperature"])
     if isinstance(gaussian, str):
-        modes = _find_modes(problem, settings.starts, form, whole, density, budget)
+        modes = _find_modes(problem, settings.starts, form, full_data, density, budget)
         gaussian = modes.best.gaussian
     assert gaussian is not None
     if form == "kron":
@@ -75,7 +75,7 @@ def with_geometry(
         problem = problem.with_engine(whitening=with_axes(whitening, density, temperature))
     if settings.starts:
         problem = dataclasses.replace(problem, positions=_starts(problem, density, modes, gaussian))
-    if modes is not None and isinstance(modes.best.gaussian, Dense) and density is not whole:
+    if modes is not None and isinstance(modes.best.gaussian, Dense) and density is not full_data:
         mean, precision = modes.best.gaussian.mean, modes.best.gaussian.precision
         density = anchored(density, mean.to(problem.positions), precision * temperature)
     return problem, modes, density
@@ -85,7 +85,7 @@ def _find_modes(
     problem: Problem,
     chooses_starts: bool,
     form: _Form,
-    whole: FullDataDensity,
+    full_data: FullDataDensity,
     density: FullDataDensity,
     budget: Budget,
 ) -> Modes:
@@ -95,7 +95,7 @@ def _find_modes(
         problem: chains at their starts.
         chooses_starts: whether searches begin at further places than these.
         form: of the coordinates.
-        whole: log density of all rows.
+        full_data: log density of all rows.
         density: log density of all rows, or of rows that represent them.
         budget: of the run.
     """
@@ -106,13 +106,13 @@ def _find_modes(
     # each rank looks at its own clock, as searches differ in length
     limits = SearchLimits(passes, dataclasses.replace(budget, ranks=ALONE).check, ranks)
     if form == "dense":
-        find = find_modes if density is whole else find_modes_of_many_rows
-        return find(whole, starts, temperature, problem.seed, limits)
+        find = find_modes if density is full_data else find_modes_of_many_rows
+        return find(full_data, starts, temperature, problem.seed, limits)
     modes = find_diagonal_modes(density, starts, temperature, limits)
-    if density is whole:
+    if density is full_data:
         return modes
     means = [
-        lbfgs(whole, mode.gaussian.mean.to(like), "").position.double()
+        lbfgs(full_data, mode.gaussian.mean.to(like), "").position.double()
         for mode in ranks.share.of(modes.modes)
     ]
     means = ranks.in_turn(means, "modes given all rows", like.device)

@@ -84,7 +84,7 @@ class Cooled(NamedTuple):
     far: float
 
 
-def cool(problem: Problem, sampling: Sampling, whole: FullDataDensity, far: float) -> Cooled:
+def cool(problem: Problem, sampling: Sampling, full_data: FullDataDensity, far: float) -> Cooled:
     """Shortens the step until minibatches hardly heat chains.
 
     Control variates get second order if a draw then takes fewer gradients of rows.  If the library
@@ -93,7 +93,7 @@ def cool(problem: Problem, sampling: Sampling, whole: FullDataDensity, far: floa
     Args:
         problem: in whitened coordinates, with the longest step size and the largest batches.
         sampling: how rows are drawn.
-        whole: log density of all rows.
+        full_data: log density of all rows.
         far: distance from the center that chains reach, in sds.
     """
     theory = problem.engine.kernel.theory
@@ -102,7 +102,7 @@ def cool(problem: Problem, sampling: Sampling, whole: FullDataDensity, far: floa
     heat = _measure_heat(problem, sampling, far)
     passes = _gradients_of_row(problem) + _order(problem)  # an anchor takes as many passes
     if _might_need_curvature(problem, heat):
-        curved = with_curvature(problem, whole)
+        curved = with_curvature(problem, full_data)
         if curved is not None:
             curved_heat = _measure_heat(curved, sampling, far)
             passes += 1 + _gradients_of_row(curved)

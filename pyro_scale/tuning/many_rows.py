@@ -32,7 +32,7 @@ _STAGE_STEPS = 20
 
 
 def find_modes_of_many_rows(
-    whole: FullDataDensity,
+    full_data: FullDataDensity,
     starts: Tensor,
     temperature: float,
     seed: int,
@@ -46,7 +46,7 @@ def find_modes_of_many_rows(
     all rows is computed where these steps end.
 
     Args:
-        whole: log density of all rows.
+        full_data: log density of all rows.
         starts: where searches begin, `[searches, D]`.
         temperature: of the posterior.
         seed: of the rows that are drawn.
@@ -56,11 +56,11 @@ def find_modes_of_many_rows(
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
     """
-    num_data, size = whole.log_posterior.num_data, starts.shape[1]
+    num_data, size = full_data.log_posterior.num_data, starts.shape[1]
     num_rows = min(policy.most_rows, max(policy.least_rows, policy.rows_each * size))
-    whole = with_gauss_newton(whole)
+    full_data = with_gauss_newton(full_data)
     share = num_rows / num_data
-    few = whole.of_some_rows(num_rows, seed)
+    few = full_data.of_some_rows(num_rows, seed)
     modes = find_modes(few, starts, temperature, seed, limits.after(0, share))
     passes = modes.evaluations * share
     followed, are_modes = list(modes.modes), modes.are_modes
@@ -68,7 +68,7 @@ def find_modes_of_many_rows(
         is_last = policy.growth * num_rows > num_data
         num_rows = num_data if is_last else policy.growth * num_rows
         near = (NEAR / 2 if is_last else policy.near_nats) * size
-        density = whole.of_some_rows(num_rows, seed)
+        density = full_data.of_some_rows(num_rows, seed)
         refines, share = is_last and are_modes, num_rows / num_data
 
         def follow(
@@ -83,7 +83,7 @@ def find_modes_of_many_rows(
             position, passes = mode.gaussian.mean.to(starts), 0
             if refines:
                 # a gain of n nats is a squared distance of 2 n sds
-                position, end, passes = _refine(whole, mode, position, temperature, 2 * near)
+                position, end, passes = _refine(full_data, mode, position, temperature, 2 * near)
                 if end is not None:
                     return end, passes
             check = limits.after(passes, share).check
@@ -111,12 +111,12 @@ def find_modes_of_many_rows(
 
 
 def _refine(
-    whole: FullDataDensity, mode: Mode, position: Tensor, temperature: float, near: float
+    full_data: FullDataDensity, mode: Mode, position: Tensor, temperature: float, near: float
 ) -> tuple[Tensor, Ascent | None, int]:
     """Moves closer to the mode of all rows by gradients, with the curvature of another mode.
 
     Args:
-        whole: log density of all rows.
+        full_data: log density of all rows.
         mode: given fewer rows.
         position: its mean, [D].
         temperature: of the posterior.
@@ -126,7 +126,7 @@ def _refine(
         The position; the end of the search if it is a mode, else None; passes through all rows.
     """
     assert isinstance(mode.gaussian, Dense)
-    num_data, passes = whole.log_posterior.num_data, 1
+    num_data, passes = full_data.log_posterior.num_data, 1
     matrix = (mode.gaussian.precision * temperature).to(position) / num_data
 
     def precision(_: Tensor) -> Tensor:
@@ -135,12 +135,12 @@ def _refine(
         return matrix
 
     places = torch.arange(len(position))
-    refined = newton_refine(whole, position, precision, places, near)
+    refined = newton_refine(full_data, position, precision, places, near)
     position = refined.position
     if not refined.distance <= near:
         return position, None, passes
-    passes += whole.passes - 1
-    curvature = -num_data * whole.hessian(position).double()
+    passes += full_data.passes - 1
+    curvature = -num_data * full_data.hessian(position).double()
     if not bool(torch.isfinite(curvature).all()) or float(torch.linalg.eigvalsh(curvature)[0]) <= 0:
         return position, None, passes
     end = Ascent(position, num_data * refined.value, curvature, True, position[None])

@@ -168,7 +168,7 @@ def find_modes(
         stand_in = best_on_the_way(density, places, temperature, seed, limits.ranks)
     if stand_in is None and not modes:
         raise ArgumentError(
-            f"no Gaussian fits the posterior anywhere on the way up from {len(starts)} starts"
+            f"no Gaussian fits the posterior along the search paths from {len(starts)} starts"
             f"{what_to_try(density, ascents[0].position)}",
             code="not-finite",
         )
@@ -209,15 +209,15 @@ def run_searches(
             checked.append(more)
             limits.check(passes + more)
 
-        result, taken = search(item, dataclasses.replace(limits, check=check))
-        done.append((result, taken, max(checked)))
-        passes += taken
+        result, cost = search(item, dataclasses.replace(limits, check=check))
+        done.append((result, cost, max(checked)))
+        passes += cost
     if ranks.is_alone:
         return [result for result, _, _ in done], passes
     done, passes = ranks.in_turn(done, "searches for modes", device), spent
-    for _, taken, most in done:
+    for _, cost, most in done:
         limits.check(passes + most)
-        passes += taken
+        passes += cost
     return [result for result, _, _ in done], passes
 
 

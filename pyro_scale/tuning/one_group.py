@@ -38,13 +38,13 @@ class OneGroup:
         simulate: runs the chains.
         density: log density for frequent evaluations of the curvature; None if geometry and step
             size are set and windows only measure mixing.
-        whole: log density of all rows.
+        full_data: log density of all rows.
     """
 
     problem: Problem
     simulate: Simulate
     density: FullDataDensity | None
-    whole: FullDataDensity
+    full_data: FullDataDensity
 
     def with_problem(self, problem: Problem) -> OneGroup:
         """The group with another problem."""
@@ -143,7 +143,7 @@ class OneGroup:
             return self.with_problem(problem.with_engine(whitening=low_rank))
         if not isinstance(whitening, DenseWhitening):
             return self
-        many_rows = self.whole.of_some_rows(GEOMETRY.most_rows, problem.seed)
+        many_rows = self.full_data.of_some_rows(GEOMETRY.most_rows, problem.seed)
         precision = -num_data * many_rows.hessian(whitening.center).double()
         if not bool(torch.isfinite(precision).all()):
             return self

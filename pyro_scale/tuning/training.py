@@ -98,8 +98,8 @@ def train(
         trained, converged, warmup = draws.num_steps, stopping.reached(draws), draws.num_steps
         passes["training"] = passes_of(learner, trained)
         problem = dataclasses.replace(problem, positions=draws.state.position.detach())
-    whole = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-    density = whole.of_some_rows(TRAINING.rows, problem.seed)
+    full_data = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    density = full_data.of_some_rows(TRAINING.rows, problem.seed)
     if temperature > 0 and problem.data.batch_size is None:
         problem = _whitened_by_prior(problem)
     if chooses_lr:
@@ -113,7 +113,7 @@ def train(
         warmup_steps = length if config.warmup_steps is None else config.warmup_steps
         every = max(1, warmup_steps // TRAINING.looks)
         window = Steps(max(1, -(-warmup_steps // every)), 0, every)
-        draws = OneGroup(problem, simulate, None, whole).run(window, Purpose.WINDOW, 0)
+        draws = OneGroup(problem, simulate, None, full_data).run(window, Purpose.WINDOW, 0)
         problem = problem.moved_to(draws, draws.finished)
         places = draws.positions[draws.finished].flatten(0, 1).to(problem.positions)
         problem = _with_stable_lr(problem, density, places)
@@ -206,7 +206,7 @@ def _explain(
     step_size = f"{lr}, as it was set"
     if settings.chooses_lr:
         part = ", half" if whitening is None else " in whitened coordinates, a quarter"
-        step_size = f"{lr}{part} of what is stable at the largest curvature that was seen"
+        step_size = f"{lr}{part} of the stability limit at the largest curvature found"
     reasons = {"start": start, "step size": step_size}
     if whitening is not None:
         reasons["geometry"] = "whitened by the prior's sds"

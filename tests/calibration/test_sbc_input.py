@@ -153,9 +153,9 @@ def test_resume_takes_the_same_call_only():
     assert resumed.slow == whole.slow
     with pytest.raises(ArgumentError, match="thinning=1, and not 2"):
         sbc(normal, ROWS, 30, resume=short, thinning=2)
-    with pytest.raises(ArgumentError, match="another model, or of other quantities"):
+    with pytest.raises(ArgumentError, match="its model or its quantities differ"):
         sbc(line, (ROWS, ROWS), 30, resume=short)
-    with pytest.raises(ArgumentError, match="another model, or of other quantities"):
+    with pytest.raises(ArgumentError, match="its model or its quantities differ"):
         sbc(normal, ROWS, 30, resume=short, quantities={"a": lambda sites, data: sites["mu"]})
 
 

@@ -217,7 +217,7 @@ def test_chains_on_their_way_to_infinity_have_exploded(method, lr, how):
     fit, said = warned.told(method(five, lr=lr).run, None, **how)
     assert fit.posterior.draws.positions.abs().max() < 1e13
     for (exploded,) in (said, warned.told(fit.diagnostics)[1]):
-        assert exploded.startswith("the chains have exploded: site 'x' has grown ever hotter")
+        assert exploded.startswith("the chains have exploded: site 'x' has become ever hotter")
         assert exploded.endswith(f"pass a smaller lr, {lr / 3:.2g} instead of {lr:.2g}")
 
 

@@ -360,7 +360,7 @@ def test_a_rank_that_dies_is_named(world, tmp_path):
     assert found.pop(1) is None
     for kind, message in found:
         assert kind == "RankError"
-        assert "rank 1 has not come to" in message
+        assert "rank 1 has not reached" in message
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None])

@@ -692,7 +692,7 @@ def test_damage_is_noticed(seed, unfinished, tmp_path):
             resumed = run("BAOA", resume=tmp_path)
         same(resumed, whole)
     else:
-        with pytest.raises(FileError, match=rf"holds no whole checkpoint: .*{name}"):
+        with pytest.raises(FileError, match=rf"holds no intact checkpoint: .*{name}"):
             run("BAOA", resume=tmp_path)
 
 

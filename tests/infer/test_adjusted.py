@@ -56,7 +56,7 @@ def test_it_is_right_with_nothing_set(temperature):
     (finding,) = (each for each in report.findings if each.check == "step size")
     told = f"no step size biases the draws: {rate:.0%} of proposals were accepted"
     assert (finding.verdict, finding.told) == ("yes", told)
-    assert "of proposals were accepted (about 90% are to be)" in report.choices["step size"]
+    assert "of proposals were accepted (target: about 90%)" in report.choices["step size"]
     assert run.posterior.attrs["friction"] == 0.5
 
 

@@ -69,7 +69,7 @@ def test_few_draws_and_one_chain_tell_nothing(sampled):
     assert checks(changed(sampled, **few))["length"] == "unknown"  # of 500 that were asked for
     alone = {"positions": result.positions[:1]}
     alone["sample_stats"] = {name: each[:1] for name, each in result.sample_stats.items()}
-    assert "one chain alone cannot tell" in changed(sampled, **alone).headline
+    assert "a single chain cannot show it" in changed(sampled, **alone).headline
 
 
 def test_it_is_kept_in_a_file(sampled, tmp_path):

@@ -383,7 +383,10 @@ nan = torch.tensor([math.nan] * 5)
         (lambda: metrics.pit(DRAWS, nan), "y has NaN or infinite values: leave"),
         (lambda: metrics.pit(DRAWS[:0], V), r"draws is empty, \[0, 5\]"),
         (lambda: metrics.coverage(DRAWS / 0, V), "draws has NaN or infinite"),
-        (lambda: metrics.coverage(DRAWS, V), "level=0.9: 7 draws tell levels up to 0.75: .*more"),
+        (
+            lambda: metrics.coverage(DRAWS, V),
+            "level=0.9: 7 draws resolve levels up to 0.75: .*more",
+        ),
         (lambda: metrics.coverage(DRAWS, V, 90), r"level=90: .*\(0, 1\)"),
         (lambda: metrics.coverage(DRAWS, V, 1.0), r"level=1.0: .*\(0, 1\)"),
         (lambda: metrics.log_predictive_density(DRAWS[:0]), r"log_lik .*\[0, 5\].*one draw"),

@@ -374,7 +374,7 @@ def test_every_observed_site_has_a_threshold_of_its_own(seeded):
         fit.predict(new["x"], interval=0.9, calibrate=held, return_sites=["mean"])
     with pytest.raises(DataError, match="site 'k' was not observed: pass"):
         fit.predict(new["x"], interval=0.9, calibrate=(held["x"], held["y"]))
-    with pytest.raises(ArgumentError, match=r"7 draws tell levels up to 0\.75"):
+    with pytest.raises(ArgumentError, match=r"7 draws resolve levels up to 0\.75"):
         fit.predict(new["x"], interval=0.9, num_samples=7)
 
 
@@ -428,7 +428,7 @@ def test_refuses_what_contradicts_itself(fit):
             fit.predict(x, interval=0.9, num_samples=count)
     with pytest.raises(ArgumentError, match="no site 'z'"):
         fit.predict(x, interval=0.9, return_sites=["z"])
-    with pytest.raises(ArgumentError, match=r"1000 draws tell levels up to 0\.998"):
+    with pytest.raises(ArgumentError, match=r"1000 draws resolve levels up to 0\.998"):
         fit.predict(x, interval=0.999)
 
 

@@ -648,7 +648,7 @@ def test_what_torch_cannot_read_is_an_error_of_ours(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "_plain", lambda value, name: value)
     files.write(tmp_path / "code.ps", {"method": Code()})
-    with pytest.raises(FileError, match=r"is whole, but torch .* cannot read it"):
+    with pytest.raises(FileError, match=r"is intact, but torch .* cannot read it"):
         files.read(tmp_path / "code.ps")
     assert not (tmp_path / "made").exists()
 

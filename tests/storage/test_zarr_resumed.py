@@ -892,7 +892,7 @@ def test_runs_that_memory_does_not_hold_are_refused(tmp_path):
 def test_by_default_half_of_the_machine_is_for_draws(monkeypatch):
     monkeypatch.setattr(config, "bytes_of", lambda device: 1440)
     fitted(num_samples=10)
-    with pytest.raises(ArgumentError, match="792 bytes of memory, and 720 bytes are for them"):
+    with pytest.raises(ArgumentError, match="792 bytes of memory, and 720 bytes are available"):
         fitted(num_samples=11)
 
 

@@ -281,7 +281,7 @@ def run_chain(
     return draws
 
 
-def part_of(own: Rows, batch: Arguments) -> Arguments:
+def part_of(rank_rows: Rows, batch: Arguments) -> Arguments:
     """A rank's rows of a batch that all ranks have; there may be none.
 
     Raises:
@@ -290,7 +290,7 @@ def part_of(own: Rows, batch: Arguments) -> Arguments:
     count = rows.count(batch)
     if count is None:
         raise DataError(_NO_ROWS)
-    return rows.take(batch, own.part_of(count))
+    return rows.take(batch, rank_rows.part_of(count))
 
 
 def _largest_batch(ranks: Ranks, batch: Arguments) -> Arguments:

@@ -87,7 +87,7 @@ class ShardedCheckpoints:
                 if (self.directory / name / _FACTS).exists():
                     warn(PyroScaleWarning, f"state {_number_in(name)} is left out: {error}")
         return FileError(
-            f"resume='{self.directory}' holds no whole checkpoint of a sharded network",
+            f"resume='{self.directory}' holds no intact checkpoint of a sharded network",
             code="resume",
         )
 
