@@ -29,7 +29,7 @@ PACKAGE = ROOT / "pyro_scale"
 ALSO = {
     "core": ["kernels", "engine"],
     "exact": ["infer"],
-    "curvature": ["infer"],
+    "curvature": ["infer", "tuning"],
     "distributed": ["run"],
     "run": ["engine", "infer"],
     "infer": ["end_to_end"],
