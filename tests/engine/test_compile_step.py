@@ -18,6 +18,7 @@ import pytest
 import torch
 from reference import double, normals
 from repetitions import long_but
+from runs import EVERY_STEP, QUIET
 from torch.utils.data import DataLoader, Dataset
 from warned import without_replay
 
@@ -49,15 +50,7 @@ def logistic(x, y):
 
 
 def ran(model, compile, data=(X, Y), method=ps.BAOA, lr=0.2, **kwargs):
-    chosen = {
-        "num_samples": 200,
-        "warmup_steps": 0,
-        "thinning": 1,
-        "num_chains": 2,
-        "seed": 0,
-        "batch_size": 7,
-        "progress": False,
-    }
+    chosen = {**EVERY_STEP, **QUIET, "num_samples": 200, "num_chains": 2, "batch_size": 7}
     return method(model, lr=lr, compile=compile).run(data, **{**chosen, **kwargs})
 
 
@@ -203,58 +196,45 @@ def nothing_is_compiled_yet(monkeypatch):
     monkeypatch.setattr(compiled, "_compiled_before", {})
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """How often compilation is asked for, by choose_program on its own."""
-    calls = []
-    blueprint = SimpleNamespace(program=lambda _: None)
-    monkeypatch.setattr(compile_step, "_compile", lambda *args: (calls.append(args), blueprint)[1])
-    monkeypatch.setattr(compile_step, "check", lambda *_: None)
-    nothing = SimpleNamespace(program=lambda *_: None, keep=lambda *_: None)
-
-    def ask(compile, num_steps, num_chains=1, vectorized=True):
-        calls.clear()
-        engine, batches = SimpleNamespace(vectorized=vectorized), SimpleNamespace()
-        positions = torch.zeros(num_chains, 1)
-        plan = StepPlan(engine, positions, batches, {}, Steps(num_steps), 0, compile, nothing)
-        example = Example(engine, batches, SimpleNamespace(position=positions), None)
-        compile_step.choose_program(plan, example, None, str)
-        return len(calls)
-
-    return ask
+def compiles(compile, steps, num_chains=1, vectorized=True):
+    """Whether choose_program compiles these steps, or as many."""
+    built = SimpleNamespace(program=lambda *_: "built before")
+    engine, batches = SimpleNamespace(vectorized=vectorized), SimpleNamespace()
+    positions = torch.zeros(num_chains, 1)
+    steps = Steps(steps) if isinstance(steps, int) else steps
+    plan = StepPlan(engine, positions, batches, {}, steps, 0, compile, built)
+    example = Example(engine, batches, SimpleNamespace(position=positions), None)
+    return compile_step.choose_program(plan, example, None, str) == "built before"
 
 
-def test_auto_compiles_runs_that_repay_it(asked):
-    assert compile_step._REPAID_AFTER == 3000
-    assert asked("auto", 2999) == 0
-    assert asked("auto", 3000) == 1
-    assert asked(True, 1) == 1
-    assert asked(False, 10**9) == 0
+def test_auto_compiles_runs_that_repay_it():
+    assert not compiles("auto", 2999)
+    assert compiles("auto", 3000)
+    assert compiles(True, 1)
+    assert not compiles(False, 10**9)
 
 
-def test_auto_counts_chain_steps(asked):
+def test_auto_counts_chain_steps():
     """A vmapped step of 251 chains takes twice as long as one of a chain; one by one, 251 times."""
-    assert asked("auto", 1499, num_chains=251) == 0
-    assert asked("auto", 1500, num_chains=251) == 1
-    assert asked("auto", 1500, num_chains=1000) == 1
-    assert asked("auto", 749, num_chains=4, vectorized=False) == 0
-    assert asked("auto", 750, num_chains=4, vectorized=False) == 1
+    assert not compiles("auto", 1499, num_chains=251)
+    assert compiles("auto", 1500, num_chains=251)
+    assert compiles("auto", 1500, num_chains=1000)
+    assert not compiles("auto", 749, num_chains=4, vectorized=False)
+    assert compiles("auto", 750, num_chains=4, vectorized=False)
+
+
+@pytest.mark.parametrize("steps", [Steps(3000), Steps(290, 100, 10), Steps(1, 2999)])
+def test_auto_counts_all_steps(steps):
+    fewer = Steps(steps.num_samples, steps.warmup_steps - 1, steps.thinning)
+    assert compiles("auto", steps)
+    assert not compiles("auto", fewer if steps.warmup_steps else Steps(2999))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "steps",
-    [
-        pytest.param({"num_samples": 50}, marks=pytest.mark.long),
-        {"num_samples": 10, "thinning": 4, "warmup_steps": 10},
-        pytest.param({"num_samples": 1, "warmup_steps": 49}, marks=pytest.mark.long),
-    ],
-)
-def test_auto_counts_all_steps(steps, monkeypatch):
-    monkeypatch.setattr(compile_step, "_REPAID_AFTER", 50)
-    assert program_of(ran(logistic, "auto", **steps)) == LOOP
-    monkeypatch.setattr(compile_step, "_REPAID_AFTER", 51)
-    assert program_of(ran(logistic, "auto", **steps)) == EAGER
+def test_a_run_is_as_long_as_all_its_steps():
+    how = {"num_samples": 10, "thinning": 298, "num_chains": 1}
+    assert program_of(ran(logistic, "auto", **how, warmup_steps=20)) == LOOP
+    assert program_of(ran(logistic, "auto", **how, warmup_steps=19)) == EAGER
 
 
 @pytest.mark.parametrize("value", ["yes", None, "Auto", 2, "True"])
@@ -423,9 +403,8 @@ def outcome(model, compile, data, **kwargs):
     method = kwargs.pop("method", ps.BAOA)
     sampler = method(model, compile=compile, **kwargs.pop("hypers", {"lr": 0.2}))
     chosen = {
+        **EVERY_STEP,
         "num_samples": 150,
-        "warmup_steps": 0,
-        "thinning": 1,
         "num_chains": 6,
         "seed": 1,
         "progress": False,
@@ -685,15 +664,7 @@ def test_what_leaves_torch_is_not_frozen():
     draws = []
     for compile in (True, False):
         sampler = ps.BAOA(model, lr=0.1, compile=compile)
-        settings = {
-            "num_samples": 20,
-            "warmup_steps": 0,
-            "thinning": 1,
-            "num_chains": 1,
-            "batch_size": 5,
-            "seed": 0,
-            "progress": False,
-        }
+        settings = {**EVERY_STEP, **QUIET, "num_samples": 20, "num_chains": 1, "batch_size": 5}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             draws.append(sampler.run((x, y), **settings).get_samples()["w"])
@@ -727,16 +698,7 @@ def test_a_gpu_gives_what_its_eager_steps_give():
 
     draws = [
         ps.BAOA(model, lr=0.1, compile=compile)
-        .run(
-            (x, y),
-            num_samples=50,
-            warmup_steps=0,
-            thinning=1,
-            batch_size=8,
-            num_chains=3,
-            seed=0,
-            progress=False,
-        )
+        .run((x, y), num_samples=50, batch_size=8, num_chains=3, **EVERY_STEP, **QUIET)
         .get_samples()["w"]
         for compile in (True, False)
     ]

@@ -12,6 +12,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from linear import PRIOR_MEAN, SD, D, linear_data, linear_posterior, regression, rows
+from models import normal, of_rows
 from pyro.infer.autoguide import init_to_value
 from reference import close, double, normals
 from row_datasets import RowByRow, Stream
@@ -198,10 +199,7 @@ X2 = normals(12, 2, seed=5)
 FLIPS = (X2 @ double(1.5, -0.5) + normals(12, seed=6) > 0).double()
 
 
-def logistic(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.5).to_event(1))
-    with rows(x):
-        return pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+logistic = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(2, sd=1.5))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -226,11 +224,7 @@ def test_a_logistic_regression_by_hand(lr, kind, structure):
 def test_the_empirical_fisher_adds(structure):
     """One observation, prior variance 1: precision 1 + (y - m)^2 / SD^4."""
 
-    def model(y):
-        m = pyro.sample("m", dist.Normal(0.3, 1.0))
-        with rows(y):
-            pyro.sample("y", dist.Normal(m, SD), obs=y)
-
+    model = of_rows(lambda m: dist.Normal(m, SD), m=lambda: dist.Normal(0.3, 1.0))
     fit = ekf(model, (double(1.1),), structure, curvature="empirical_fisher")
     precision = 1 + 0.8**2 / SD**4
     close(gaussian(fit).precision.reshape(-1), [precision], 1e-10)
@@ -240,11 +234,7 @@ def test_the_empirical_fisher_adds(structure):
 def test_monte_carlo_is_the_ggn_on_average_and_a_seed_repeats_it():
     """One drawn residual a row: its square over SD^2 has mean 1 and variance 2."""
 
-    def model(x, y):
-        m = pyro.sample("m", dist.Normal(0.0, 1.0))
-        with rows(x):
-            pyro.sample("y", dist.Normal(x * m, SD), obs=y)
-
+    model = of_rows(lambda x, m: dist.Normal(x * m, SD), m=normal())
     data = torch.ones(4000), normals(4000, seed=7)
     one, again = (ekf(model, data, "diag", 500, curvature="monte_carlo") for _ in range(2))
     ratio = (float(gaussian(one).precision) - 1) / (4000 / SD**2)
@@ -258,11 +248,7 @@ def test_a_positive_site_is_filtered_in_logarithms():
     """log r ~ N(0.2, 0.25), y ~ Poisson(r): the batch's gradient is sum (y - r), its curvature
     B r; neither has the Jacobian's."""
 
-    def model(y):
-        r = pyro.sample("r", dist.LogNormal(0.2, 0.5))
-        with rows(y):
-            pyro.sample("y", dist.Poisson(r), obs=y)
-
+    model = of_rows(lambda r: dist.Poisson(r), r=lambda: dist.LogNormal(0.2, 0.5))
     y = double(3, 0, 2, 4, 1)
     fit = ekf(model, (y,), batch_size=2)
     mean, precision = 0.2, 4.0
@@ -343,12 +329,11 @@ def test_a_model_that_subsamples_by_itself_sees_every_row_once():
 def test_several_sites_by_name():
     """a ~ N(0, 1) and b ~ N(0, 4), x = (x_a, x_b): together they are one w."""
 
-    def model(x, y):
-        b = pyro.sample("b", dist.Normal(torch.zeros(D - 1), 2.0).to_event(1))
-        a = pyro.sample("a", dist.Normal(0.0, 1.0))
-        with rows(x):
-            pyro.sample("y", dist.Normal(x[:, 0] * a + x[:, 1:] @ b, SD), obs=y)
-
+    model = of_rows(
+        lambda x, b, a: dist.Normal(x[:, 0] * a + x[:, 1:] @ b, SD),
+        b=normal(D - 1, sd=2.0),
+        a=normal(),
+    )
     path = ekf(model, batch_size=5).filtered
     precision = double(1.0, 0.25, 0.25).diag() + X.T @ X / SD**2
     mean = torch.linalg.solve(precision, X.T @ Y / SD**2)
@@ -596,12 +581,11 @@ def test_all_of_the_log_prior_counts_or_is_refused(model, precision, shift):
 def test_a_prior_without_a_variance_names_the_site():
     """One of 1e-16 of the largest: its draws are all alike, but for rounding."""
 
-    def model(y):
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        u = pyro.sample("u", dist.Gamma(1e14, 1e14))
-        with rows(y):
-            pyro.sample("y", dist.Normal(w + 0 * u, 1.0), obs=y)
-
+    model = of_rows(
+        lambda w, u: dist.Normal(w + 0 * u, 1.0),
+        w=normal(),
+        u=lambda: dist.Gamma(1e14, 1e14),
+    )
     with pytest.raises(ModelError, match="site 'u': its prior has no variance that 10,000 draws"):
         ekf(model, (double(0.3),))
 
@@ -689,15 +673,9 @@ def test_unknown_arguments_are_refused(asked):
 
 
 def test_a_fit_that_is_no_gaussian_over_the_sites_is_refused():
-    def other(x, y):
-        v = pyro.sample("v", dist.Normal(torch.zeros(D), 1.0).to_event(1))
-        with rows(x):
-            pyro.sample("y", dist.Normal(x @ v, SD), obs=y)
+    other = of_rows(lambda x, v: dist.Normal(x @ v, SD), v=normal(D))
 
-    def smaller(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(D - 1), 1.0).to_event(1))
-        with rows(x):
-            pyro.sample("y", dist.Normal(x[:, 1:] @ w, SD), obs=y)
+    smaller = of_rows(lambda x, w: dist.Normal(x[:, 1:] @ w, SD), w=normal(D - 1))
 
     laplace = ps.Laplace(other, structure="dense").run((X, Y), **QUIET)
     mode = ps.MAP(regression()).run((X, Y), num_steps=1, **QUIET)
@@ -740,10 +718,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch)
     """8 matrices of 200,000 x 200,000 float64 are 2.33 TiB."""
     monkeypatch.setattr(memory, "bytes_of", lambda device: 2**30)
 
-    def huge(y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(200_000), 1.0).to_event(1))
-        with rows(y):
-            pyro.sample("y", dist.Normal(w.mean(), 1.0), obs=y)
+    huge = of_rows(lambda w: dist.Normal(w.mean(), 1.0), w=normal(200_000))
 
     words = r"200,000 dimensions needs 2.33 TiB.*there are 1 GiB.*structure='diag'"
     with pytest.raises(ArgumentError, match=words):
@@ -763,11 +738,7 @@ def test_nothing_is_there_before_a_run():
 def test_a_row_without_its_dimension_is_refused_at_every_step():
     """Its columns would count as rows."""
 
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
-
+    model = of_rows(lambda x, w: dist.Normal(x @ w, 1.0), w=normal(3))
     x, y = normals(6, 3, seed=1), normals(6, seed=2)
     ekf = ps.EKF(model)
     ekf.step(x[:3], y[:3])

@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from linear import PRIOR_MEAN, SD, D, linear_data, regression, rows
+from models import normal, of_rows
 from reference import close, double, normals
 from repetitions import each_once
 from row_datasets import RowByRow
@@ -17,7 +18,6 @@ from torch.utils.data import DataLoader
 import pyro_scale as ps
 from pyro_scale.compile.trace import trace
 from pyro_scale.errors import ArgumentError, CompileWarning, DataError, NonFiniteError, NotRunError
-from pyro_scale.infer import ekf as ekf_module
 from pyro_scale.infer import ekf_filter
 
 pytestmark = [
@@ -30,11 +30,11 @@ X, Y = linear_data(N)
 COUNTS = torch.poisson((X @ double(0.3, -0.2, 0.1)).exp(), torch.Generator().manual_seed(4))
 
 
-def counts(x, y=None):
-    b = pyro.sample("b", dist.Normal(0.1, 0.7))
-    w = pyro.sample("w", dist.Normal(torch.zeros(D), 0.5).to_event(1))
-    with rows(x):
-        return pyro.sample("y", dist.Poisson((x @ w + b).exp()), obs=y)
+counts = of_rows(
+    lambda x, b, w: dist.Poisson((x @ w + b).exp()),
+    b=lambda: dist.Normal(0.1, 0.7),
+    w=normal(D, sd=0.5),
+)
 
 
 def ekf(model, data, compile, structure="dense", **asked):
@@ -100,15 +100,16 @@ def test_what_is_not_finite_is_said_at_its_step(place):
 
 
 @pytest.mark.slow
-def test_long_runs_alone_are_compiled(monkeypatch):
-    def program(rows, **asked):
-        data = X[:rows], COUNTS[:rows]
+def test_long_runs_alone_are_compiled():
+    """Of a thousand batches that there are, whatever N is."""
+
+    def program(batches, **asked):
+        data = X.repeat(300, 1)[: BATCH * batches], COUNTS.repeat(300)[: BATCH * batches]
         return ekf(counts, data, "auto", "diag", transition_sd=0.1, **asked).fit.attrs["program"]
 
-    assert program(N) == "eager"
-    monkeypatch.setattr(ekf_module, "_REPAID_AFTER", 5)  # batches
-    assert program(N) == "compiled loop"
-    assert program(4 * BATCH, num_data=10**6) == "eager"
+    assert program(999) == "eager"
+    assert program(1000) == "compiled loop"
+    assert program(4, num_data=10**6) == "eager"
 
 
 def branching(x, y):
@@ -134,11 +135,10 @@ def test_a_second_run_takes_the_program_of_the_first(monkeypatch):
     """Unless the model reads something else by then; a copy has none."""
     factor = [1.0]
 
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(PRIOR_MEAN, 1.0).to_event(1))
-        with rows(x):
-            pyro.sample("y", dist.Normal(x @ w, SD * factor[0]), obs=y)
-
+    model = of_rows(
+        lambda x, w: dist.Normal(x @ w, SD * factor[0]),
+        w=lambda: dist.Normal(PRIOR_MEAN, 1.0).to_event(1),
+    )
     traces = []
     monkeypatch.setattr(ekf_filter, "trace", lambda *a: traces.append(a) or trace(*a))
     fit = ekf(model, (X, Y), True, transition_sd=0.3)
@@ -170,12 +170,12 @@ def kalman(walk, parts):
     return [torch.stack(column) for column in zip(*path, strict=True)]
 
 
-def two_sites(x, y=None):
-    """`regression(1.0)`, its first weight a site of its own, which comes last."""
-    w = pyro.sample("w", dist.Normal(PRIOR_MEAN[1:], 1.0).to_event(1))
-    a = pyro.sample("a", dist.Normal(PRIOR_MEAN[0], 1.0))
-    with rows(x):
-        return pyro.sample("y", dist.Normal(x[:, 0] * a + x[:, 1:] @ w, SD), obs=y)
+#: `regression(1.0)`, its first weight a site of its own, which comes last.
+two_sites = of_rows(
+    lambda x, w, a: dist.Normal(x[:, 0] * a + x[:, 1:] @ w, SD),
+    w=lambda: dist.Normal(PRIOR_MEAN[1:], 1.0).to_event(1),
+    a=lambda: dist.Normal(PRIOR_MEAN[0], 1.0),
+)
 
 
 WALKS = [

@@ -9,14 +9,15 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
 from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule
+from runs import QUIET
 from torch import nn
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, DataError, ModelError, PyroScaleError
 
-QUIET = {"progress": False, "seed": 0}
 EXACT = {"num_samples": 20, "warmup_steps": 10, "thinning": 1, "num_chains": 2, **QUIET}
 
 
@@ -37,10 +38,7 @@ def in_float32():
     torch.set_default_dtype(default)
 
 
-def linear(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+linear = of_rows(lambda x, w: dist.Normal(x @ w, 0.5), w=normal(3))
 
 
 METHODS = {
@@ -108,10 +106,7 @@ def test_whatever_takes_rows_takes_arrays():
 # ------------------------------------------------------------------ dtypes
 
 
-def classes(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+classes = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(3))
 
 
 def groups(g, y=None):

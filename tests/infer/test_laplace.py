@@ -14,9 +14,11 @@ import pytest
 import torch
 import torchopt
 from linear import PRIOR_MEAN, SD, D, linear_data, linear_posterior, regression, rows
+from models import normal, of_rows
 from reference import close, double, normals
 from repetitions import each_once, long_but
 from row_datasets import RowByRow, Stream
+from runs import QUIET
 from torch.distributions import MultivariateNormal, constraints
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,7 +28,6 @@ from pyro_scale.errors import ArgumentError, DataError, ModelError, NotRunError,
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-QUIET = {"seed": 0, "progress": False}
 KINDS = ["ggn", "monte_carlo", "empirical_fisher", "hessian"]
 STRUCTURES = ["diag", "dense"]
 N = 37
@@ -217,11 +218,7 @@ def test_monte_carlo_is_the_ggn_on_average(batch_size):
     """One drawn residual a row: its square over SD^2 has mean 1 and variance 2."""
     x = torch.ones(4000, 1)
 
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        with rows(x):
-            pyro.sample("y", dist.Normal(x[:, 0] * w, SD), obs=y)
-
+    model = of_rows(lambda x, w: dist.Normal(x[:, 0] * w, SD), w=normal())
     data = x, normals(4000, seed=5)
     fit = laplace(model, data, "diag", curvature="monte_carlo", batch_size=batch_size)
     ratio = (float(gaussian(fit).precision) - 1) / (4000 / SD**2)
@@ -305,12 +302,12 @@ def test_a_logistic_regressions_precision_by_hand():
     close(fit.log_marginal_likelihood(), expected, 1e-8)
 
 
-def robust(x, y):
-    """Student's t around x w, its scale unknown."""
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(0.1, 0.6))
-    with rows(x):
-        pyro.sample("y", dist.StudentT(4.0, x @ w, s), obs=y)
+#: Student's t around x w, its scale unknown.
+robust = of_rows(
+    lambda x, w, s: dist.StudentT(4.0, x @ w, s),
+    w=normal(2, sd=2.0),
+    s=lambda: dist.LogNormal(0.1, 0.6),
+)
 
 
 def robust_by_hand(position, x, y):
@@ -334,11 +331,11 @@ def test_the_hessian_is_that_of_the_log_joint(structure, batch_size):
     assert float((gaussian(ggn).variance / gaussian(fit).variance - 1).abs().max()) > 1e-2
 
 
-def bent(y):
-    w = pyro.sample("w", dist.Normal(0.0, 1.0))
-    v = pyro.sample("v", dist.Normal(0.0, 1.0))
-    with rows(y):
-        pyro.sample("y", dist.Normal(w**2 + 0.1 * v, 1.0), obs=y)
+bent = of_rows(
+    lambda w, v: dist.Normal(w**2 + 0.1 * v, 1.0),
+    w=normal(),
+    v=normal(),
+)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -357,10 +354,7 @@ def test_a_curvature_that_is_not_positive_names_the_site(structure):
 COUNTS = double(3, 0, 2, 4, 1, 1, 0)
 
 
-def poisson(y):
-    r = pyro.sample("r", dist.Gamma(2.0, 3.0))
-    with rows(y):
-        pyro.sample("y", dist.Poisson(r), obs=y)
+poisson = of_rows(lambda r: dist.Poisson(r), r=lambda: dist.Gamma(2.0, 3.0))
 
 
 @pytest.mark.parametrize("kind", ["ggn", "hessian"])
@@ -382,10 +376,7 @@ def test_the_gaussian_is_of_unconstrained_values(structure, kind):
 SIZES = double(0.4, 1.7, 0.2, 2.5, 1.1, 0.9, 0.3)
 
 
-def log_normal(y):
-    m = pyro.sample("m", dist.LogNormal(0.5, 0.8))
-    with rows(y):
-        pyro.sample("y", dist.LogNormal(m.log(), 1.3), obs=y)
+log_normal = of_rows(lambda m: dist.LogNormal(m.log(), 1.3), m=lambda: dist.LogNormal(0.5, 0.8))
 
 
 LOG_PRECISION = 1 / 0.64 + 7 / 1.69
@@ -414,10 +405,7 @@ def test_a_diagonals_evidence_is_exact_where_features_are_orthogonal(batch_size)
     assert float(correlated.log_marginal_likelihood()) < float(evidence(2.0)) - 1e-2
 
 
-def two_wells(y):
-    w = pyro.sample("w", dist.Normal(0.7, 1.0))
-    with rows(y):
-        pyro.sample("y", dist.Normal(w**2, 1.0), obs=y)
+two_wells = of_rows(lambda w: dist.Normal(w**2, 1.0), w=lambda: dist.Normal(0.7, 1.0))
 
 
 def test_of_several_starts_the_evidence_is_the_largest():
@@ -892,12 +880,9 @@ def network(noise):
     def outputs(w, v, x):
         return torch.tanh(x @ w) @ v
 
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(D, 2), 1.0).to_event(2))
-        v = pyro.sample("v", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with rows(x):
-            return pyro.sample("y", dist.Normal(outputs(w, v, x), noise[0]), obs=y)
-
+    model = of_rows(
+        lambda x, w, v: dist.Normal(outputs(w, v, x), noise[0]), w=normal(D, 2), v=normal(2)
+    )
     return model, outputs
 
 
@@ -976,21 +961,11 @@ def test_a_networks_outputs_are_linear_in_its_weights(structure, sites):
 
 
 def logistic(family):
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with rows(x):
-            return pyro.sample("y", family(x @ w), obs=y)
-
-    return model
+    return of_rows(lambda x, w: family(x @ w), w=normal(2))
 
 
 def softmax(family):
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
-        with rows(x):
-            return pyro.sample("y", family(x @ w), obs=y)
-
-    return model
+    return of_rows(lambda x, w: family(x @ w), w=normal(2, 3))
 
 
 #: Families of logits and of probs, and chances of their values, given logits.
@@ -1140,11 +1115,7 @@ def test_a_factor_has_no_fisher_information():
     close(empirical.precision, torch.eye(D) + slopes.T @ slopes, 1e-6)
 
 
-def huge(y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(200_000), 1.0).to_event(1))
-    v = pyro.sample("v", dist.Normal(0.0, 1.0))
-    with rows(y):
-        pyro.sample("y", dist.Normal(w.mean() + v, 1.0), obs=y)
+huge = of_rows(lambda w, v: dist.Normal(w.mean() + v, 1.0), w=normal(200_000), v=normal())
 
 
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch):
@@ -1168,12 +1139,12 @@ def test_nothing_is_there_before_a_run():
             read()
 
 
-def scaled_classes(x, y):
-    """A layer of weights on all reals, and a scale that is positive."""
-    w = pyro.sample("w", dist.Normal(torch.zeros(D, 3), 1.0).to_event(2))
-    scale = pyro.sample("scale", dist.HalfNormal(1.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Categorical(logits=scale * (x @ w)), obs=y)
+#: A layer of weights on all reals, and a scale that is positive.
+scaled_classes = of_rows(
+    lambda x, w, scale: dist.Categorical(logits=scale * (x @ w)),
+    w=normal(D, 3),
+    scale=lambda: dist.HalfNormal(1.0),
+)
 
 
 LABELS = (Y > 0).long() + (Y > 1).long()

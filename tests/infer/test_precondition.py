@@ -8,7 +8,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torchopt
+from models import normal, of_rows
 from reference import close, double, normals
+from runs import QUIET
 
 import pyro_scale as ps
 from pyro_scale import kernels
@@ -25,7 +27,6 @@ from pyro_scale.tuning.windows import learn_spread
 
 pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
-QUIET = {"seed": 0, "progress": False}
 N = 40
 X = normals(N, 3, seed=1) * torch.tensor([10.0, 1.0, 0.1])
 Y = X @ normals(3, 2, seed=2) + normals(N, 2, seed=3)
@@ -146,10 +147,7 @@ def test_the_optimizer_moves_in_the_fits_coordinates(kind):
 def test_the_mode_is_the_same_after_few_steps():
     """Of a softmax, where the factors are near the curvature, and features of unlike scales."""
 
-    def classes(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
+    classes = of_rows(lambda x, w: dist.Categorical(logits=x @ w), w=normal(3, 3))
 
     data = X, (Y[:, 0] > 0).long() + (Y[:, 1] > 0).long()
     mode = ps.MAP(classes, structure="dense").run(data, num_steps=1, **QUIET)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torchopt
 from gaussian import Bound
+from models import normal, of_rows
 from pyro.infer.autoguide import init_to_value
 from reference import close, double, normals, pyro_log_joint
 from repetitions import long_but
@@ -261,10 +262,7 @@ X = normals(N, 3, seed=1) @ double([1.0, 0.6, -0.3], [0.0, 1.0, 0.5], [0.0, 0.0,
 Y = X @ double(1.0, -0.5, 0.3) + SD * normals(N, seed=2)
 
 
-def linear(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), PRIOR).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(x @ w, SD), obs=y)
+linear = of_rows(lambda x, w: dist.Normal(x @ w, SD), w=normal(3, sd=PRIOR))
 
 
 LAMBDA = torch.eye(3).double() / PRIOR**2 + X.T @ X / SD**2
@@ -421,10 +419,7 @@ def test_temperature_zero_is_the_mode(kind):
 LABELS = (X[:, 0] + normals(N, seed=8) > 0).double()
 
 
-def logistic(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+logistic = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(3))
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torchopt
+from models import normal, of_rows
 from reference import double, normals
 from repetitions import long_but
 from torch import nn
@@ -154,12 +155,7 @@ def test_counts_have_whole_numbers(seeded, case):
 
 
 def classes(family=None):
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2, 4), 3.0).to_event(2))
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", (family or dist.Categorical)(logits=x @ w), obs=y)
-
-    return model
+    return of_rows(lambda x, w: (family or dist.Categorical)(logits=x @ w), w=normal(2, 4, sd=3.0))
 
 
 def labels_of(x, seed, sharpness=1.0):
@@ -324,10 +320,7 @@ def test_classes_that_are_hot_or_binary_are_those_of_numbers(seeded):
     # the same but for a random part of a class, whose numbers follow draws of either family
     assert (found == expected).double().mean() > 0.85
 
-    def binary(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 3.0).to_event(1))
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+    binary = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(2, sd=3.0))
 
     def draw(count, seed):
         x = normals(count, 2, seed=seed)
@@ -379,11 +372,7 @@ def test_every_observed_site_has_a_threshold_of_its_own(seeded):
 
 
 def test_intervals_stay_in_the_support(seeded):
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", dist.LogNormal(w * x, 0.1), obs=y)
-
+    model = of_rows(lambda x, w: dist.LogNormal(w * x, 0.1), w=normal())
     x = normals(200, seed=0)
     y = normals(200, seed=1).exp()
     fit = fitted(model, x[:100], y[:100])

@@ -15,9 +15,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
 from pyro import poutine
 from reference import double, normals
 from repetitions import each_once, long_but
+from runs import EVERY_STEP, QUIET
 
 import pyro_scale as ps
 from pyro_scale import metrics
@@ -162,15 +164,7 @@ def drawn_from(family, out=()):
 
 
 def run(model, data, method=ps.BAOA, lr=0.05, **kwargs):
-    settings = {
-        "num_samples": 3,
-        "warmup_steps": 0,
-        "thinning": 1,
-        "num_chains": 3,
-        "seed": 0,
-        "progress": False,
-        **kwargs,
-    }
+    settings = {**EVERY_STEP, **QUIET, "num_samples": 3, "num_chains": 3, **kwargs}
     return method(model, lr=lr).run(data, **settings)
 
 
@@ -581,12 +575,9 @@ def test_linearized_networks_reduce_over_their_linear_arguments(name, count):
     def network(a, b, x=X):
         return torch.tanh(x @ a) @ b
 
-    def model(x, y=None):
-        a = pyro.sample("a", dist.Normal(torch.zeros(2, 2), 1.0).to_event(2))
-        b = pyro.sample("b", dist.Normal(torch.zeros(2, *case.out), 1.0).to_event(2))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", case.family(network(a, b, x)), obs=y)
-
+    model = of_rows(
+        lambda x, a, b: case.family(network(a, b, x)), a=normal(2, 2), b=normal(2, *case.out)
+    )
     data = X, drawn_from(case.family, case.out)
     fit = ps.Laplace(model).run(data, num_chains=2, seed=0, progress=False)
     drawn, e = fit.get_samples(group_by_chain=True), []

@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
 from torch.utils.data import DataLoader, Dataset
 
 import pyro_scale as ps
@@ -24,12 +25,7 @@ AT_ZERO = {"w": torch.zeros(2, 3)}
 def classes(x=X, prior=1.0, slope=1.0):
     """A model that holds its covariates, which its arguments do not show."""
 
-    def model(y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(3), prior).to_event(1))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Bernoulli(logits=slope * (x @ w)), obs=y)
-
-    return model
+    return of_rows(lambda w: dist.Bernoulli(logits=slope * (x @ w)), w=normal(3, sd=prior))
 
 
 OTHERS = {
