@@ -428,7 +428,7 @@ def test_params_are_part_of_the_mode(structure):
     def model(y):
         s = pyro.param("s", torch.tensor(0.8), constraint=constraints.positive)
         w = pyro.sample("w", dist.Normal(0.0, 0.5))
-        with rows(y):
+        with pyro.plate("data", len(y)):
             pyro.sample("y", dist.Normal(w, s), obs=y)
 
     fit = ps.MAP(model, structure=structure, optimizer=torchopt.sgd(0.2, momentum=0.5))
