@@ -6,6 +6,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from both_arviz import IS_1
+from models import normal, of_rows
 from pyro.infer import MCMC
 from pyro.infer.autoguide import AutoNormal
 from runs import EVERY_STEP, ONE_CHAIN, QUIET
@@ -18,10 +19,7 @@ X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1)
 
 
-def model(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+model = of_rows(lambda x, w: dist.Normal(x @ w, 1.0), w=normal(2))
 
 
 def run(**how):

@@ -16,6 +16,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
 from reference import double, normals
 from repetitions import long_but
 from runs import EVERY_STEP, QUIET
@@ -43,10 +44,7 @@ def close(actual, expected, tolerance=1e-10):
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
-def logistic(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+logistic = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(3))
 
 
 def ran(model, compile, data=(X, Y), method=ps.BAOA, lr=0.2, **kwargs):
@@ -166,10 +164,9 @@ def branching(x, y):
         pyro.sample("y", dist.Bernoulli(logits=scale * (x @ w)), obs=y)
 
 
-def reading(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Bernoulli(logits=(x @ w) * (1 + 0.1 * w[0].item() ** 2)), obs=y)
+reading = of_rows(
+    lambda x, w: dist.Bernoulli(logits=x @ w * (1 + 0.1 * w[0].item() ** 2)), w=normal(3)
+)
 
 
 @pytest.mark.slow
@@ -263,12 +260,7 @@ def test_the_times_add_up():
 
 
 def scaled(factor):
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(3), factor).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Bernoulli(logits=factor * (x @ w)), obs=y)
-
-    return model
+    return of_rows(lambda x, w: dist.Bernoulli(logits=factor * (x @ w)), w=normal(3, sd=factor))
 
 
 @pytest.mark.slow
@@ -288,10 +280,7 @@ def test_a_model_that_differs_in_one_number_is_built_anew():
         same(ran(scaled(factor), True), ran(scaled(factor), False))
 
 
-def linear(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+linear = of_rows(lambda x, w: dist.Normal(x @ w, 1.0), w=normal(3))
 
 
 @pytest.mark.slow
@@ -691,11 +680,10 @@ def test_a_library_cut_short_is_built_again(tmp_path, monkeypatch):
 def test_a_gpu_gives_what_its_eager_steps_give():
     x, y = torch.randn(40, 3, device="cuda"), torch.randn(40, device="cuda")
 
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(3, device="cuda"), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
-
+    model = of_rows(
+        lambda x, w: dist.Normal(x @ w, 1.0),
+        w=lambda: dist.Normal(torch.zeros(3, device="cuda"), 1.0).to_event(1),
+    )
     draws = [
         ps.BAOA(model, lr=0.1, compile=compile)
         .run((x, y), num_samples=50, batch_size=8, num_chains=3, **EVERY_STEP, **QUIET)

@@ -17,6 +17,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from methods import STOCHASTIC
+from models import normal, of_rows
 from pyro.nn import PyroModule, PyroSample
 from reference import double, normals
 from repetitions import long_but
@@ -73,10 +74,7 @@ def checked(make, data, program=LOOP, tolerance=1e-10, **kwargs):
     return fast
 
 
-def logistic(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[-1]), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+logistic = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(3))
 
 
 def rows(num_rows=N, size=3, seed=0):
@@ -125,12 +123,8 @@ def test_every_kernel(method, kind):
     assert not torch.isclose(apart[0, 9], apart[1, 9]).any()
 
 
-def scaled(x, y):
-    """Two sites, one of them constrained."""
-    w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[-1]), 1.0).to_event(1))
-    s = pyro.sample("s", dist.Gamma(3.0, 2.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+#: Two sites, one of them constrained.
+scaled = of_rows(lambda x, w, s: dist.Normal(x @ w, s), w=normal(3), s=lambda: dist.Gamma(3.0, 2.0))
 
 
 @pytest.mark.slow
@@ -362,24 +356,21 @@ def test_every_kind_of_data(kind):
     checked(make, data, num_chains=3, thinning=3, num_samples=70, warmup_steps=2, **kwargs)
 
 
-def linear(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[-1]), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+linear = of_rows(lambda x, w: dist.Normal(x @ w, 1.0), w=normal(3))
 
 
-def column(x, y):
-    """Both arguments as columns, which may be the same tensor."""
-    w = pyro.sample("w", dist.Normal(torch.tensor([0.3, 0.0]), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(w[0] + w[1] * x.sin(), 1.0), obs=y)
+#: Both arguments as columns, which may be the same tensor.
+column = of_rows(
+    lambda x, w: dist.Normal(w[0] + w[1] * x.sin(), 1.0),
+    w=lambda: dist.Normal(torch.tensor([0.3, 0.0]), 1.0).to_event(1),
+)
 
 
-def holding(x, y):
-    """The very tensors that are passed as data are in the closure too, whole."""
-    w = pyro.sample("w", dist.Normal(X.mean(0), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ w - X[0] @ w + Y.mean()), obs=y)
+#: The very tensors that are passed as data are in the closure too, whole.
+holding = of_rows(
+    lambda x, w: dist.Bernoulli(logits=x @ w - X[0] @ w + Y.mean()),
+    w=lambda: dist.Normal(X.mean(0), 1.0).to_event(1),
+)
 
 
 BLOCK = normals(N + 1, 6, seed=3)
@@ -542,11 +533,11 @@ def hierarchical(x, group, y):
         pyro.sample("y", dist.StudentT(4.0, mean, sd), obs=y)
 
 
-def simplex(x, y):
-    weights = pyro.sample("weights", dist.Dirichlet(torch.tensor([2.0, 3.0, 4.0])))
-    low = pyro.sample("low", dist.Uniform(-1.0, 2.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ weights + low, 1.0), obs=y)
+simplex = of_rows(
+    lambda x, weights, low: dist.Normal(x @ weights + low, 1.0),
+    weights=lambda: dist.Dirichlet(torch.tensor([2.0, 3.0, 4.0])),
+    low=lambda: dist.Uniform(-1.0, 2.0),
+)
 
 
 def correlated(x):

@@ -23,7 +23,7 @@ from models import normal, of_rows
 from pyro import poutine
 from reference import double, normals
 from repetitions import long_but
-from stored import regression
+from stored import mixture, own_subsamples, regression
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -311,12 +311,6 @@ def parameters():
     return w, pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
 
 
-def own_subsamples(x, y):
-    w, s = parameters()
-    with pyro.plate("data", SIZE, subsample_size=5) as i:
-        pyro.sample("y", dist.Normal(x[i] @ w, s), obs=y[i])
-
-
 def pre_scaled(x, y):
     w, s = parameters()
     with pyro.plate("data", SIZE, subsample_size=len(x)):
@@ -405,14 +399,6 @@ def test_log_likelihood_keeps_the_users_scale_and_mask_by_site():
     close(values["z"], (-2 * s.log() - math.log(2 * math.pi)).expand(30, SIZE))
     close(values["soft"], 0.1 * samples["w"] @ X.T)
     assert "known" not in values
-
-
-def mixture(y):
-    p = pyro.sample("p", dist.Beta(double(2.0)[0], 2.0))
-    m = pyro.sample("m", dist.Normal(double(-1.0, 1.0), 1.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Bernoulli(p), infer={"enumerate": "parallel"})
-        pyro.sample("y", dist.Normal(m[z.long()], 0.5), obs=y)
 
 
 @pytest.mark.slow

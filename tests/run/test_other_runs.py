@@ -2,7 +2,6 @@
 
 import functools
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -86,10 +85,7 @@ class Rows(Dataset):
         return self.x[row], Y[row]
 
 
-def logistic(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+logistic = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(3))
 
 
 def test_rows_of_a_loader_beyond_its_first_batch_count(tmp_path):

@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import of_rows
 from reference import double, normals
 from repetitions import long_but
 
@@ -206,11 +207,9 @@ def test_a_copy_understands_for_itself(understood):
 
 
 def test_first_steps_are_inspected_once(monkeypatch):
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(double(0, 0), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(x @ w, 0.3), obs=y)
-
+    model = of_rows(
+        lambda x, w: dist.Normal(x @ w, 0.3), w=lambda: dist.Normal(double(0, 0), 1.0).to_event(1)
+    )
     looks, first, rows = [], sampler(model), data()
     monkeypatch.setattr(run, "check_batch", lambda *args: looks.append(args))
     ran(first, rows, num_samples=20)

@@ -6,11 +6,11 @@ Seeds are fixed; were they drawn anew, a chi-square test here would fail by chan
 
 import warnings
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from logistic import Logistic, logistic
+from models import of_rows
 from reference import double, normals
 from repetitions import long_but
 from scipy.stats import chi2
@@ -151,11 +151,11 @@ class TestDoubleWell:
 # ------------------------------------------------------------------ one skewed well
 
 
-def rates(y):
-    """Rates r ~ Gamma(1, 1), y ~ Exponential(r): r given n rows is Gamma(1 + n, 1 + sum y)."""
-    r = pyro.sample("r", dist.Gamma(torch.ones(COPIES), 1.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Exponential(r).to_event(1), obs=y)
+#: Rates r ~ Gamma(1, 1), y ~ Exponential(r): r given n rows is Gamma(1 + n, 1 + sum y).
+rates = of_rows(
+    lambda r: dist.Exponential(r).to_event(1),
+    r=lambda: dist.Gamma(torch.ones(COPIES), 1.0).to_event(1),
+)
 
 
 class TestSkewedWell:

@@ -21,7 +21,18 @@ from processes import start
 from pyro.nn import PyroModule, PyroParam
 from reference import double, normals
 from repetitions import long_but
-from stored import QUIET, SIZE, X, Y, of_two_params, predicted, regression, same
+from stored import (
+    QUIET,
+    SIZE,
+    X,
+    Y,
+    mixture,
+    of_two_params,
+    own_subsamples,
+    predicted,
+    regression,
+    same,
+)
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -68,12 +79,6 @@ def grouped(x, group, y):
         pyro.sample("y", dist.Normal(level[group], s[group]), obs=y)
 
 
-def own_subsamples(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
-    with pyro.plate("data", SIZE, subsample_size=5) as i:
-        pyro.sample("y", dist.Normal(x[i] @ w, 1.0), obs=y[i])
-
-
 def fixed_plate(x, y):
     w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
     with pyro.plate("data", SIZE, subsample_size=5):
@@ -89,14 +94,6 @@ def of_many_supports(x):
     with pyro.plate("data", len(x)):
         scale = p[0] * below * chol
         pyro.sample("y", dist.MultivariateNormal(0 * x[0], scale_tril=scale), obs=x)
-
-
-def mixture(y):
-    p = pyro.sample("p", dist.Beta(double(2.0)[0], 2.0))
-    m = pyro.sample("m", dist.Normal(double(-1.0, 1.0), 1.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Bernoulli(p), infer={"enumerate": "parallel"})
-        pyro.sample("y", dist.Normal(m[z.long()], 0.5), obs=y)
 
 
 def jointly(x, y):

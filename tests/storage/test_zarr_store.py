@@ -17,6 +17,7 @@ import pytest
 import stored as s
 import torch
 from both_arviz import as_own, dataset_of, groups_of, identical
+from models import normal, of_rows
 from places import SUPPORT
 from processes import start
 from reference import double
@@ -89,11 +90,11 @@ def with_plates(x, group, y):
         pyro.sample("y", dist.Normal(level[group], s[group]), obs=y)
 
 
-def of_two_dtypes(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(double(0.0)[0], 0.5))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w.double(), s), obs=y)
+of_two_dtypes = of_rows(
+    lambda x, w, s: dist.Normal(x @ w.double(), s),
+    w=normal(2),
+    s=lambda: dist.LogNormal(double(0.0)[0], 0.5),
+)
 
 
 def network():

@@ -18,6 +18,10 @@ Y = X @ torch.tensor([1.0, -0.5], dtype=torch.float64) + 0.7 * normals(SIZE, see
 QUIET = {"progress": False, "seed": 3}
 
 
+#: Every state is a draw, from the first.
+HOW = {"num_samples": 31, "warmup_steps": 0, "thinning": 1, "num_chains": 3, "batch_size": 5}
+
+
 def regression(x, y=None):
     w = pyro.sample("w", dist.Normal(torch.zeros(2).to(x), 1.0).to_event(1))
     s = pyro.sample("s", dist.LogNormal(torch.zeros(()).to(x), 0.5))
@@ -35,8 +39,20 @@ def of_two_params(x, y):
         pyro.sample("y", dist.Normal(x @ w, scale), obs=y)
 
 
-#: Every state is a draw, from the first.
-HOW = {"num_samples": 31, "warmup_steps": 0, "thinning": 1, "num_chains": 3, "batch_size": 5}
+def own_subsamples(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+    s = pyro.sample("s", dist.LogNormal(double(0.0)[0], 0.5))
+    with pyro.plate("data", len(x), subsample_size=5) as i:
+        pyro.sample("y", dist.Normal(x[i] @ w, s), obs=y[i])
+
+
+def mixture(y):
+    """An enumerated site."""
+    p = pyro.sample("p", dist.Beta(double(2.0)[0], 2.0))
+    m = pyro.sample("m", dist.Normal(double(-1.0, 1.0), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Bernoulli(p), infer={"enumerate": "parallel"})
+        pyro.sample("y", dist.Normal(m[z.long()], 0.5), obs=y)
 
 
 def fitted(model=regression, data=(X, Y), method=ps.BAOA, lr=0.05, **kwargs):
