@@ -14,7 +14,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from damage import damage
-from processes import kill_until_done, start
+from processes import kill_until_done, launch
 from reference import double, normals
 from repetitions import long_but
 from torch import nn
@@ -103,7 +103,7 @@ def head():
     return model
 
 
-def sampler(method=ps.BAOA, model=line, lr=0.02, compile=False, **options):
+def method_of(method=ps.BAOA, model=line, lr=0.02, compile=False, **options):
     return lambda: method(model, lr=lr, compile=compile, **options)
 
 
@@ -117,32 +117,32 @@ LISTS = [(X[:B], Y[:B]), (X[B:40], Y[B:40]), (X[40:43], Y[40:43])]
 #: (method, data, how it is run)
 CASES = {
     **{
-        method.__name__: (sampler(method), (X, Y), IN_BATCHES)
+        method.__name__: (method_of(method), (X, Y), IN_BATCHES)
         for method in (ps.SGLD, ps.SGHMC, ps.SGNHT, ps.BAOA, ps.UBU, ps.pSGLD)
     },
-    "all rows": (sampler(), (X, Y), {}),
-    "compiled": (sampler(compile=True), (X, Y), IN_BATCHES),
-    "replacement": (sampler(), (X, Y), {**IN_BATCHES, "sampling": "replacement"}),
-    "symmetric": (sampler(ps.UBU), (X, Y), {**IN_BATCHES, "sampling": "symmetric"}),
-    "shared batches": (sampler(), (X, Y), {**IN_BATCHES, "share_batches": True}),
-    "schedules": (sampler(lr=ps.schedules.cosine_decay(0.03, 131)), (X, Y), IN_BATCHES),
-    "cycles": (sampler(ps.SGHMC, lr=ps.schedules.Cyclical(0.03, 60)), (X, Y), IN_BATCHES),
-    "by site": (sampler(lr={"w": 0.02, "s": 0.01}), (X, Y), IN_BATCHES),
-    "control variates": (sampler(control_variates=True), (X, Y), IN_BATCHES),
-    "noise taken off": (sampler(subtract_noise=True), (X, Y), IN_BATCHES),
-    "a chosen step": (sampler(lr="auto", precondition=None), (X, Y), IN_BATCHES),
-    "own subsamples": (sampler(model=subsampling), (X, Y), TWO),
-    "points": (sampler(model=with_point), (X, Y), IN_BATCHES),
+    "all rows": (method_of(), (X, Y), {}),
+    "compiled": (method_of(compile=True), (X, Y), IN_BATCHES),
+    "replacement": (method_of(), (X, Y), {**IN_BATCHES, "sampling": "replacement"}),
+    "symmetric": (method_of(ps.UBU), (X, Y), {**IN_BATCHES, "sampling": "symmetric"}),
+    "shared batches": (method_of(), (X, Y), {**IN_BATCHES, "share_batches": True}),
+    "schedules": (method_of(lr=ps.schedules.cosine_decay(0.03, 131)), (X, Y), IN_BATCHES),
+    "cycles": (method_of(ps.SGHMC, lr=ps.schedules.Cyclical(0.03, 60)), (X, Y), IN_BATCHES),
+    "by site": (method_of(lr={"w": 0.02, "s": 0.01}), (X, Y), IN_BATCHES),
+    "control variates": (method_of(control_variates=True), (X, Y), IN_BATCHES),
+    "noise taken off": (method_of(subtract_noise=True), (X, Y), IN_BATCHES),
+    "a chosen step": (method_of(lr="auto", precondition=None), (X, Y), IN_BATCHES),
+    "own subsamples": (method_of(model=subsampling), (X, Y), TWO),
+    "points": (method_of(model=with_point), (X, Y), IN_BATCHES),
     "frozen base": (lambda: ps.BAOA(head(), **SMALL), (X, Y), IN_BATCHES),
-    "a loader by index": (sampler(), loader(Noisy(), shuffle=True), TWO),
+    "a loader by index": (method_of(), loader(Noisy(), shuffle=True), TWO),
     "frozen base, a loader": (
         lambda: ps.BAOA(head(), **SMALL),
         loader(Noisy(), shuffle=True),
         TWO,
     ),
-    "workers": (sampler(), loader(Noisy(), num_workers=2), TWO),
-    "a stream": (sampler(num_data=N), loader(Endless()), THREE),
-    "a stream of lists": (sampler(num_data=N), LISTS, THREE),
+    "workers": (method_of(), loader(Noisy(), num_workers=2), TWO),
+    "a stream": (method_of(num_data=N), loader(Endless()), THREE),
+    "a stream of lists": (method_of(num_data=N), LISTS, THREE),
 }
 
 
@@ -249,7 +249,7 @@ def test_a_chain_that_stopped_stays_so(tmp_path, cut, monkeypatch):
             pyro.sample("y", dist.Normal(w, 30.0), obs=y)
 
     how = {**STEPS, "batch_size": B, "num_chains": 6, **QUIET}
-    method = sampler(ps.SGLD, cliff, lr=5.0, init_strategy={"w": torch.zeros(6)})
+    method = method_of(ps.SGLD, cliff, lr=5.0, init_strategy={"w": torch.zeros(6)})
     whole, part, resumed = method(), method(), method()
     with pytest.raises(NonFiniteError) as expected:
         whole.run((X, Y), **how)
@@ -289,7 +289,7 @@ def test_a_run_is_extended_by_the_program_that_it_was_run_by(compiled, tmp_path)
 
     def ran(compile, num_samples=40, **where):
         how = {**STEPS, **IN_BATCHES, **QUIET, "num_samples": num_samples}
-        return sampler(compile=compile)().run((X, Y), **how, **where)
+        return method_of(compile=compile)().run((X, Y), **how, **where)
 
     longer = ran(compiled, most)
     ran(compiled, checkpoint=tmp_path)
@@ -324,10 +324,10 @@ def finished(float64, tmp_path_factory):
         ({"batch_size": 9}, r"batch_size was 8, is 9"),
         ({"sampling": "replacement"}, r"sampling was 'shuffle', is 'replacement'"),
         ({"share_batches": True}, r"share_batches was 0, is 1"),
-        ({"method": sampler(lr=0.03)}, r"'lr'\] was 0.02"),
-        ({"method": sampler(ps.UBU)}, "method was 'BAOA', is 'UBU'"),
-        ({"method": sampler(model=subsampling)}, "sites.* is not there"),
-        ({"method": sampler(model=with_prior(1.1))}, "log prior where chain 0 starts was"),
+        ({"method": method_of(lr=0.03)}, r"'lr'\] was 0.02"),
+        ({"method": method_of(ps.UBU)}, "method was 'BAOA', is 'UBU'"),
+        ({"method": method_of(model=subsampling)}, "sites.* is not there"),
+        ({"method": method_of(model=with_prior(1.1))}, "log prior where chain 0 starts was"),
         ({"data": (X, Y + (torch.arange(N) == N - 1))}, "data was 'tensors [0-9a-f]{16}', is 'te"),
         ({"data": (X[:50], Y[:50])}, "num_data was 60, is 50"),
     ],
@@ -347,8 +347,11 @@ def test_another_run_is_refused_with_what_differs(changed, what, finished):
 
 def test_of_hyperparameters_by_site_those_that_differ_are_named(tmp_path):
     how = {**STEPS, **IN_BATCHES, **QUIET}
-    sampler(lr={"w": 0.02, "s": 0.01})().run((X, Y), checkpoint=tmp_path, **how)
-    other, changed = sampler(lr={"w": 0.03, "s": 0.01})(), "hyperparameters['lr']['w'] was 0.02, is"
+    method_of(lr={"w": 0.02, "s": 0.01})().run((X, Y), checkpoint=tmp_path, **how)
+    other, changed = (
+        method_of(lr={"w": 0.03, "s": 0.01})(),
+        "hyperparameters['lr']['w'] was 0.02, is",
+    )
     with pytest.raises(FileError, match=re.escape(f"({changed} 0.03)")):
         other.run((X, Y), resume=tmp_path, **how)
 
@@ -382,7 +385,7 @@ def test_the_kind_of_data_counts(then, now, tmp_path):
 
     def ran(kind, **where):
         data, options = KINDS[kind]
-        sampler()().run(data, **options, **how, **where)
+        method_of()().run(data, **options, **how, **where)
 
     ran(then, checkpoint=tmp_path)
     if then == now:
@@ -450,7 +453,7 @@ with files.locked(Path(sys.argv[1])):
     ready()
     sys.stdin.read()
 """
-    with start(other, tmp_path, stdin=subprocess.PIPE) as process:
+    with launch(other, tmp_path, stdin=subprocess.PIPE) as process:
         before = sorted(tmp_path.iterdir())
         with pytest.raises(FileError, match="another run is writing into"):
             run("BAOA", {"resume": tmp_path}, num_samples=8)
@@ -474,7 +477,7 @@ def test_checkpoints_leave_nothing_behind(tmp_path):
 @pytest.mark.long
 def test_schedules_of_ours_are_compared(tmp_path):
     run("cycles", checkpoint=tmp_path)
-    method = sampler(ps.SGHMC, lr=ps.schedules.Cyclical(0.03, 50))()
+    method = method_of(ps.SGHMC, lr=ps.schedules.Cyclical(0.03, 50))()
     with pytest.raises(FileError, match=r"is another run .*cycle_steps"):
         method.run((X, Y), resume=tmp_path, **{**STEPS, **IN_BATCHES, **QUIET})
 
@@ -598,7 +601,7 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(case, kills, draws, tmp_pat
     directory, saved = tmp_path / "run", tmp_path / "draws.pt"
 
     def begin():
-        return start(CHILD, directory, saved, case, draws, places=[Path(__file__).parent])
+        return launch(CHILD, directory, saved, case, draws, places=[Path(__file__).parent])
 
     kill_until_done(begin, directory, saved, kills)
     found = torch.load(saved)

@@ -387,7 +387,7 @@ def test_settings_while_a_model_is_traced_that_raises():
 # ------------------------------------------------------------------ chains that fail
 
 
-def outcome(model, compile, data, **kwargs):
+def broken_run(model, compile, data, **kwargs):
     """(The sampler, what its error says, but for a file's name)."""
     method = kwargs.pop("method", ps.BAOA)
     sampler = method(model, compile=compile, **kwargs.pop("hypers", {"lr": 0.2}))
@@ -443,8 +443,8 @@ def test_a_bad_row_stops_each_chain_when_it_comes_to_it(thinning, warmup):
     assert all(step > 2 for step, _ in expected.values())
 
     with pyro.validation_enabled(False):  # else the row is refused before the run
-        fast, said = outcome(two_sites, True, broken, **steps)
-        slow, said_slowly = outcome(two_sites, False, broken, **steps)
+        fast, said = broken_run(two_sites, True, broken, **steps)
+        slow, said_slowly = broken_run(two_sites, False, broken, **steps)
     assert program_of(fast) == LOOP
     assert failures(said) == expected
     assert said == said_slowly
@@ -471,7 +471,7 @@ def test_a_chain_that_diverges_stops_alone():
             pyro.sample("x", dist.Normal(w, 1.0).to_event(1), obs=x)
 
     hypers = {"lr": 0.6, "init_strategy": {"v": start, "w": torch.zeros(6, 3)}}
-    found = [outcome(quartic, c, X, hypers=dict(hypers), batch_size=5) for c in (True, False)]
+    found = [broken_run(quartic, c, X, hypers=dict(hypers), batch_size=5) for c in (True, False)]
     (fast, said), (slow, said_slowly) = found
     assert program_of(fast) == LOOP
     assert said == said_slowly
@@ -487,7 +487,9 @@ def test_a_chain_that_fails_beside_points():
     pyro.clear_param_store()
     rows = normals(400, 3)
     rows[123, 1] = torch.inf
-    found = [outcome(two_sites_and_a_point, c, rows, batch_size=2, seed=3) for c in (True, False)]
+    found = [
+        broken_run(two_sites_and_a_point, c, rows, batch_size=2, seed=3) for c in (True, False)
+    ]
     (fast, said), (slow, said_slowly) = found
     assert program_of(fast) == LOOP
     assert said == said_slowly
@@ -512,7 +514,7 @@ def test_a_broken_chain_upsets_no_factorization():
     rows = normals(400, 3)
     rows[123, 1] = torch.nan
     with pyro.validation_enabled(False):  # else the row is refused before the run
-        found = [outcome(curves, c, rows, batch_size=2, seed=4) for c in (True, False)]
+        found = [broken_run(curves, c, rows, batch_size=2, seed=4) for c in (True, False)]
     (fast, said), (slow, said_slowly) = found
     assert program_of(fast) == STEP
     assert said == said_slowly
@@ -526,7 +528,7 @@ def test_all_chains_fail_at_a_step():
     hypers = {"lr": lambda step: 0.2 if step < 137 else 1e200}
     said = []
     for compile in (True, False):
-        sampler, message = outcome(two_sites, compile, X, hypers=hypers, num_chains=3)
+        sampler, message = broken_run(two_sites, compile, X, hypers=hypers, num_chains=3)
         said.append(message)
         with pytest.raises(NotRunError):
             sampler.get_samples()

@@ -65,7 +65,7 @@ def same(fast, slow, tolerance=1e-10):
         assert (mine.positions.std(1) > 0).all()
 
 
-def checked(make, data, program=LOOP, tolerance=1e-10, **kwargs):
+def compiled_as_eager(make, data, program=LOOP, tolerance=1e-10, **kwargs):
     """The compiled sampler, found equal to the eager one."""
     fast, slow = (ran(make, compile, data, **kwargs) for compile in (True, False))
     assert fast.posterior.draws.attrs["program"].startswith(program)
@@ -118,7 +118,7 @@ def hypers(method, kind):
 @pytest.mark.slow
 def test_every_kernel(method, kind):
     make = functools.partial(method, logistic, **hypers(method, kind))
-    fast = checked(make, (X, Y), batch_size=B, num_chains=3, warmup_steps=3, seed=4)
+    fast = compiled_as_eager(make, (X, Y), batch_size=B, num_chains=3, warmup_steps=3, seed=4)
     apart = fast.posterior.draws.positions
     assert not torch.isclose(apart[0, 9], apart[1, 9]).any()
 
@@ -140,7 +140,7 @@ def test_values_by_site(method):
     }
     by_site = {name: given[name] for name in row.kernel.per_site}
     make = functools.partial(method, scaled, **{**row.others, **by_site})
-    fast = checked(make, (X, Y), batch_size=B, num_chains=3, thinning=2, num_samples=60)
+    fast = compiled_as_eager(make, (X, Y), batch_size=B, num_chains=3, thinning=2, num_samples=60)
     assert "lr_s" in fast.posterior.draws.sample_stats
 
 
@@ -150,7 +150,9 @@ def test_cycles(thinning):
     """What is kept is not even: sampling phases of 7 steps, of every 20."""
     cycle = ps.schedules.Cyclical(0.3, cycle_steps=20, exploration=0.65, settling=0.0)
     make = functools.partial(ps.BAOA, logistic, lr=cycle, friction=0.7)
-    fast = checked(make, (X, Y), batch_size=B, warmup_steps=9, num_samples=90, thinning=thinning)
+    fast = compiled_as_eager(
+        make, (X, Y), batch_size=B, warmup_steps=9, num_samples=90, thinning=thinning
+    )
     steps = [step for step in range(9, 1200) if step % 20 >= 13][thinning - 1 :: thinning][:90]
     assert fast.posterior.draws.sample_stats["step"].tolist() == [steps] * 2
 
@@ -205,7 +207,7 @@ class PassedOn(Later):
 @pytest.mark.parametrize(("kernel", "program"), [(Later, LOOP), (PassedOn, EITHER)])
 def test_a_kernel_that_the_engine_does_not_know(kernel, program):
     make = functools.partial(sampler_of(kernel), logistic, lr=0.02, xi_rate=0.05)
-    checked(make, (X, Y), program, batch_size=B, num_chains=3)
+    compiled_as_eager(make, (X, Y), program, batch_size=B, num_chains=3)
 
 
 class Averaged(NamedTuple):
@@ -251,7 +253,7 @@ def test_two_kernels_that_differ_in_what_is_kept_alone():
     draws = []
     for kernel in (Averaging, Watching):
         make = functools.partial(sampler_of(kernel), logistic, lr=0.1)
-        draws.append(checked(make, (X, Y), batch_size=B).posterior.draws.positions)
+        draws.append(compiled_as_eager(make, (X, Y), batch_size=B).posterior.draws.positions)
     assert not torch.isclose(*draws).all(-1).any()
 
 
@@ -312,7 +314,7 @@ def by_itself(x, y):
         pyro.sample("y", dist.Bernoulli(logits=x[i] @ w), obs=y[i])
 
 
-def alone():
+def without_data():
     w = pyro.sample("w", dist.Normal(torch.ones(3), 0.5).to_event(1))
     s = pyro.sample("s", dist.Gamma(2.0, 3.0))
     pyro.factor("f", -s * w.square().sum())
@@ -338,7 +340,7 @@ DATA = {
     "stream": (logistic, DataLoader(Stream(), B), {}),
     "shared": (logistic, (X, Y), {"batch_size": B, "share_batches": True}),
     "shared stream": (logistic, DataLoader(Stream(), B), {"share_batches": True}),
-    "none": (alone, None, {}),
+    "none": (without_data, None, {}),
 }
 
 
@@ -353,7 +355,9 @@ DATA = {
 def test_every_kind_of_data(kind):
     model, data, kwargs = DATA[kind]
     make = functools.partial(ps.BAOA, model, lr=0.2, friction=0.7)
-    checked(make, data, num_chains=3, thinning=3, num_samples=70, warmup_steps=2, **kwargs)
+    compiled_as_eager(
+        make, data, num_chains=3, thinning=3, num_samples=70, warmup_steps=2, **kwargs
+    )
 
 
 linear = of_rows(lambda x, w: dist.Normal(x @ w, 1.0), w=normal(3))
@@ -401,7 +405,7 @@ def test_however_the_rows_lie_in_memory(kind, batch_size):
     model, data = LAYOUTS[kind]
     make = functools.partial(ps.SGHMC, model, lr=0.2)
     before = [tensor.detach().clone() for tensor in data]
-    checked(make, data, batch_size=batch_size, num_chains=2)
+    compiled_as_eager(make, data, batch_size=batch_size, num_chains=2)
     assert all(torch.equal(tensor, old) for tensor, old in zip(data, before, strict=True))
 
 
@@ -420,7 +424,7 @@ def mixed(count, flag, z, wide):
 def test_rows_of_several_types_beside_float32_latents(batch_size):
     data = ((X[:, 0] * 3).abs().long(), Y > 0, X.float(), normals(N, seed=9))
     make = functools.partial(ps.BAOA, mixed, lr=0.2)
-    fast = checked(make, data, tolerance=1e-5, batch_size=batch_size)
+    fast = compiled_as_eager(make, data, tolerance=1e-5, batch_size=batch_size)
     assert fast.posterior.draws.positions.dtype == torch.float32
 
 
@@ -431,7 +435,7 @@ def test_float32(method):
     torch.set_default_dtype(torch.float32)
     try:
         make = functools.partial(method, logistic, **hypers(method, "schedules"))
-        fast = checked(make, (X.float(), Y.float()), tolerance=1e-5, batch_size=B)
+        fast = compiled_as_eager(make, (X.float(), Y.float()), tolerance=1e-5, batch_size=B)
     finally:
         torch.set_default_dtype(torch.float64)
     assert fast.posterior.draws.positions.dtype == torch.float32
@@ -622,7 +626,7 @@ def observed(net, likelihood):
     return model
 
 
-def classes(out):
+def categorical(out):
     return dist.Categorical(logits=out)
 
 
@@ -671,7 +675,7 @@ MODELS = {  # model, data, program, lr
         0.2,
     ),
     "mlp": lambda: (
-        observed(ps.bayesianize(mlp()), classes),
+        observed(ps.bayesianize(mlp()), categorical),
         (normals(N, 4), CLASS),
         LOOP,
         0.05,
@@ -679,7 +683,7 @@ MODELS = {  # model, data, program, lr
     "frozen part": lambda: (PartlyFrozen(point=False), (X, Y), LOOP, 0.1),
     "Gaussian process": lambda: (gaussian_process, normals(N, 5), LOOP, 0.1),
     "convolutions": lambda: (
-        observed(ps.bayesianize(convolutions()), classes),
+        observed(ps.bayesianize(convolutions()), categorical),
         (normals(N, 1, 4, 4), CLASS),
         STEP,
         0.05,
@@ -699,7 +703,7 @@ MODELS = {  # model, data, program, lr
 def test_every_kind_of_model(kind):
     model, data, program, lr = MODELS[kind]()
     make = functools.partial(ps.BAOA, model, lr=lr, friction=0.7)
-    checked(make, data, program, batch_size=B, thinning=2, num_samples=100)
+    compiled_as_eager(make, data, program, batch_size=B, thinning=2, num_samples=100)
 
 
 def near_the_edge(y):
@@ -733,7 +737,7 @@ def test_a_factorization_that_fails_ends_its_chain_at_the_same_step():
 @pytest.mark.long
 def test_correlations_are_compiled():
     make = functools.partial(ps.BAOA, correlated, lr=0.1)
-    checked(make, X, EITHER, batch_size=B, num_samples=20)
+    compiled_as_eager(make, X, EITHER, batch_size=B, num_samples=20)
 
 
 @pytest.mark.slow
@@ -819,7 +823,7 @@ def test_many_models_in_one_process(count, recwarn):
     for i in range(count):
         model, data = numbered(i)
         make = functools.partial(ps.BAOA, model, lr=0.2)
-        checked(make, data, batch_size=4, num_samples=20, num_chains=1, seed=i)
+        compiled_as_eager(make, data, batch_size=4, num_samples=20, num_chains=1, seed=i)
     assert not [w for w in recwarn if "compile" in str(w.message)]
 
 
@@ -829,5 +833,5 @@ def test_thirty_programs_in_one_process(recwarn):
     for i in range(30):
         make = functools.partial(METHODS[i % 3], numbered(i)[0], lr=0.2 + i / 1000)
         data = normals(10 + i, 1 + i % 3, seed=100 + i)
-        checked(make, data, num_samples=20, num_chains=1, seed=i)
+        compiled_as_eager(make, data, num_samples=20, num_chains=1, seed=i)
     assert not [w for w in recwarn if "compile" in str(w.message)]

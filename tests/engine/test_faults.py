@@ -207,7 +207,7 @@ class Ends(Dataset):
         return X[i], Y[i]
 
 
-def loader(after, **kwargs):
+def from_loader(after, **kwargs):
     return {"data": DataLoader(Ends(after), batch_size=5, **kwargs), "batch_size": None}
 
 
@@ -222,7 +222,7 @@ def test_a_worker_that_dies_is_an_error_in_a_moment(after, tmp_path):
     An epoch has 13 rows, and so has a worker's life where it is not kept over epochs: in the
     former case the first epoch ends it, in the latter it is one that is kept.
     """
-    persistent, how = after > len(X), {**LOADED, **loader(10**9, num_workers=1)}
+    persistent, how = after > len(X), {**LOADED, **from_loader(10**9, num_workers=1)}
     dataset = Ends(after, lambda: os._exit(1))
     dies = DataLoader(dataset, batch_size=5, num_workers=1, persistent_workers=persistent)
     begun = time.monotonic()
@@ -231,7 +231,7 @@ def test_a_worker_that_dies_is_an_error_in_a_moment(after, tmp_path):
         **{**how, "data": dies, "checkpoint": tmp_path, "checkpoint_every": 0},
     )
     assert time.monotonic() - begun < 60  # not as long as a loader waits for its workers
-    whole = fitted(**LOADED, **loader(10**9))
+    whole = fitted(**LOADED, **from_loader(10**9))
     if persistent:
         count = held_of(sampler, whole)
         assert count < 40
@@ -245,7 +245,7 @@ def test_a_worker_that_dies_is_an_error_in_a_moment(after, tmp_path):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_data_set_that_raises_at_once_is_that_error(after, workers):
-    ended_by(Refused, "no more", **LOADED, **loader(after, num_workers=workers))
+    ended_by(Refused, "no more", **LOADED, **from_loader(after, num_workers=workers))
 
 
 # ------------------------------------------------------------------ what raises later
@@ -266,16 +266,16 @@ def raises_later():
 #: (What the run is of, how it ends, the same of a run that does not).
 ENDS = {
     "the model": (lambda: {**LOADED, "num_samples": 200}, raises_later, dict),
-    "the data set": (lambda: LOADED, lambda: loader(200), lambda: loader(10**9)),
+    "the data set": (lambda: LOADED, lambda: from_loader(200), lambda: from_loader(10**9)),
     "a worker's": (
         lambda: {"num_samples": 100, "num_chains": 1},
-        lambda: loader(400, num_workers=1, persistent_workers=True),
-        lambda: loader(10**9),
+        lambda: from_loader(400, num_workers=1, persistent_workers=True),
+        lambda: from_loader(10**9),
     ),
     "after the run": (  # when noise is estimated
         lambda: {"num_samples": 20},
-        lambda: loader(310),
-        lambda: loader(10**9),
+        lambda: from_loader(310),
+        lambda: from_loader(10**9),
     ),
 }
 

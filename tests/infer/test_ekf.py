@@ -49,7 +49,7 @@ def ekf(model, data=(X, Y), structure="dense", batch_size=None, **kwargs):
     )
 
 
-def gaussian(fit):
+def gaussian_of(fit):
     return fit.fit.gaussians[0]
 
 
@@ -76,9 +76,9 @@ def test_a_linear_regression_has_its_exact_posterior(way, variance):
     data, batch_size = WAYS[way]
     fit = ekf(regression(variance), data, batch_size=batch_size)
     mean, precision = posterior(variance)
-    close(gaussian(fit).mean, mean, 1e-8)
-    close(gaussian(fit).precision, precision, 1e-8)
-    close(gaussian(fit).covariance, torch.linalg.inv(precision), 1e-8)
+    close(gaussian_of(fit).mean, mean, 1e-8)
+    close(gaussian_of(fit).precision, precision, 1e-8)
+    close(gaussian_of(fit).covariance, torch.linalg.inv(precision), 1e-8)
     close(fit.fit.centers[0], mean, 1e-8)
 
 
@@ -88,8 +88,8 @@ def test_a_diagonal_filter_is_exact_where_each_row_has_one_feature(variance, bat
     x = torch.eye(D).repeat(8, 1)[:N] * normals(N, 1, seed=4)
     fit = ekf(regression(variance), (x, Y), "diag", batch_size)
     mean, precision = posterior(variance, x)
-    close(gaussian(fit).mean, mean, 1e-8)
-    close(gaussian(fit).precision, precision.diagonal(), 1e-8)
+    close(gaussian_of(fit).mean, mean, 1e-8)
+    close(gaussian_of(fit).precision, precision.diagonal(), 1e-8)
 
 
 @pytest.mark.parametrize("lr", [0.25, 1.0, 3.0])
@@ -97,8 +97,8 @@ def test_a_diagonal_filter_is_exact_where_each_row_has_one_feature(variance, bat
 def test_lr_is_a_power_of_the_likelihood(lr, batch_size):
     fit = ekf(regression(2.0), lr=lr, batch_size=batch_size)
     mean, precision = posterior(2.0, power=lr)
-    close(gaussian(fit).mean, mean, 1e-8)
-    close(gaussian(fit).precision, precision, 1e-8)
+    close(gaussian_of(fit).mean, mean, 1e-8)
+    close(gaussian_of(fit).precision, precision, 1e-8)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -106,14 +106,14 @@ def test_lr_is_a_power_of_the_likelihood(lr, batch_size):
 def test_n_is_irrelevant(structure, batch_size):
     one = ekf(regression(), structure=structure, batch_size=batch_size)
     other = ekf(regression(), structure=structure, batch_size=batch_size, num_data=10**6)
-    close(gaussian(other).mean, gaussian(one).mean, 1e-12)
-    close(gaussian(other).precision, gaussian(one).precision, 1e-12)
+    close(gaussian_of(other).mean, gaussian_of(one).mean, 1e-12)
+    close(gaussian_of(other).precision, gaussian_of(one).precision, 1e-12)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_draws_have_the_gaussians_moments(structure):
     fit = ekf(regression(), (X[:5], Y[:5]), structure)
-    mean, covariance = gaussian(fit).mean, gaussian(fit).variance.diag()
+    mean, covariance = gaussian_of(fit).mean, gaussian_of(fit).variance.diag()
     if structure == "dense":
         covariance = torch.linalg.inv(posterior(1.0, X[:5], Y[:5])[1])
     variance = covariance.diagonal()
@@ -172,7 +172,7 @@ def test_a_textbooks_kalman_filter(variance, transition_sd, batch_size, structur
     close(path.log_lik, log_liks, 1e-8)
     close(fit.fit.trace[0], log_liks, 1e-8)
     if structure == "dense":
-        close(gaussian(fit).covariance, covariances[-1], 1e-8)
+        close(gaussian_of(fit).covariance, covariances[-1], 1e-8)
     table = fit.diagnostics()
     assert table["steps"].tolist() == [len(means)]
     close(torch.tensor(table["log_lik"].to_numpy()), log_liks.sum()[None], 1e-8)
@@ -186,7 +186,7 @@ def test_covariances_of_every_step(structure, transition_sd):
     means, covariances, log_liks = kalman(transition_sd, 5, structure=structure)
     for place, (x, y) in enumerate(zip(X.split(5), Y.split(5), strict=True)):
         close(torch.tensor(fit.step(x, y)), log_liks[place], 1e-8)
-        found = gaussian(fit)
+        found = gaussian_of(fit)
         close(found.mean, means[place], 1e-8)
         expected = covariances[place]
         if structure == "dense":
@@ -215,9 +215,9 @@ def test_a_logistic_regression_by_hand(lr, kind, structure):
         added = (x * weights[:, None]).T @ x
         precision = precision + lr * (added if structure == "dense" else added.diagonal().diag())
         mean = mean + lr * torch.linalg.solve(precision, x.T @ (y - p))
-    close(gaussian(fit).mean, mean, 1e-8)
+    close(gaussian_of(fit).mean, mean, 1e-8)
     expected = precision if structure == "dense" else precision.diagonal()
-    close(gaussian(fit).precision, expected, 1e-8)
+    close(gaussian_of(fit).precision, expected, 1e-8)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -227,8 +227,8 @@ def test_the_empirical_fisher_adds(structure):
     model = of_rows(lambda m: dist.Normal(m, SD), m=lambda: dist.Normal(0.3, 1.0))
     fit = ekf(model, (double(1.1),), structure, curvature="empirical_fisher")
     precision = 1 + 0.8**2 / SD**4
-    close(gaussian(fit).precision.reshape(-1), [precision], 1e-10)
-    close(gaussian(fit).mean, [0.3 + 0.8 / SD**2 / precision], 1e-10)
+    close(gaussian_of(fit).precision.reshape(-1), [precision], 1e-10)
+    close(gaussian_of(fit).mean, [0.3 + 0.8 / SD**2 / precision], 1e-10)
 
 
 def test_monte_carlo_is_the_ggn_on_average_and_a_seed_repeats_it():
@@ -237,9 +237,9 @@ def test_monte_carlo_is_the_ggn_on_average_and_a_seed_repeats_it():
     model = of_rows(lambda x, m: dist.Normal(x * m, SD), m=normal())
     data = torch.ones(4000), normals(4000, seed=7)
     one, again = (ekf(model, data, "diag", 500, curvature="monte_carlo") for _ in range(2))
-    ratio = (float(gaussian(one).precision) - 1) / (4000 / SD**2)
+    ratio = (float(gaussian_of(one).precision) - 1) / (4000 / SD**2)
     assert 0 < abs((ratio - 1) / (2 / 4000) ** 0.5) < 4.4
-    assert torch.equal(gaussian(one).precision, gaussian(again).precision)
+    assert torch.equal(gaussian_of(one).precision, gaussian_of(again).precision)
     added = one.filtered.sd["m"].pow(-2).diff()
     assert float(added.std()) > 1e-3 * float(added.mean())  # each batch has draws of its own
 
@@ -256,8 +256,8 @@ def test_a_positive_site_is_filtered_in_logarithms():
         r = math.exp(mean)
         precision += len(batch) * r
         mean += float((batch - r).sum()) / precision
-    close(gaussian(fit).mean, [mean], 1e-10)
-    close(gaussian(fit).variance, [1 / precision], 1e-10)
+    close(gaussian_of(fit).mean, [mean], 1e-10)
+    close(gaussian_of(fit).variance, [1 / precision], 1e-10)
     close(fit.filtered.mean["r"][-1], mean, 1e-10)
     draws = fit.get_samples()["r"].log()
     assert abs(float((draws.mean() - mean) * (1000 * precision) ** 0.5)) < 4.4
@@ -275,7 +275,7 @@ def test_steps_are_a_run(structure, curvature):
     values = [stepped.step(x, y=y) for x, y in zip(X2.split(5), FLIPS.split(5), strict=True)]
     close(double(*values), run.filtered.log_lik, 1e-12)
     for name in ("mean", "precision"):
-        close(getattr(gaussian(stepped), name), getattr(gaussian(run), name), 1e-12)
+        close(getattr(gaussian_of(stepped), name), getattr(gaussian_of(run), name), 1e-12)
     close(stepped.filtered.mean["w"], run.filtered.mean["w"], 1e-12)
     close(stepped.filtered.sd["w"], run.filtered.sd["w"], 1e-12)
 
@@ -285,19 +285,19 @@ def test_steps_go_on_from_a_run_and_are_of_any_size():
     for part in (slice(4, 5), slice(5, 20), slice(20, N)):
         fit.step(X[part], Y[part])
     mean, precision = posterior()
-    close(gaussian(fit).mean, mean, 1e-8)
-    close(gaussian(fit).precision, precision, 1e-8)
+    close(gaussian_of(fit).mean, mean, 1e-8)
+    close(gaussian_of(fit).precision, precision, 1e-8)
     assert fit.filtered.mean["w"].shape == (5, D)
     alone = ps.EKF(regression(), structure="dense")
     for part in (slice(0, 1), slice(1, N)):
         alone.step(x=X[part], y=Y[part])
-    close(gaussian(alone).mean, mean, 1e-8)
+    close(gaussian_of(alone).mean, mean, 1e-8)
 
 
 def test_a_run_begins_anew():
     fit = ekf(regression())
     fit.run((X, Y), batch_size=5, **QUIET)
-    close(gaussian(fit).precision, posterior()[1], 1e-8)
+    close(gaussian_of(fit).precision, posterior()[1], 1e-8)
     assert fit.filtered.mean["w"].shape == (5, D)
 
 
@@ -321,8 +321,8 @@ def test_a_model_that_subsamples_by_itself_sees_every_row_once():
 
     fit = ekf(model)
     mean, precision = posterior()
-    close(gaussian(fit).mean, mean, 1e-8)
-    close(gaussian(fit).precision, precision, 1e-8)
+    close(gaussian_of(fit).mean, mean, 1e-8)
+    close(gaussian_of(fit).precision, precision, 1e-8)
     close(fit.filtered.log_lik, kalman(0.0, 6)[2], 1e-8)
 
 
@@ -356,7 +356,7 @@ def start_of(prior, structure, seed=0):
             pyro.sample("y", dist.Normal(0 * total, 1.0), obs=y)
 
     fit = ps.EKF(model, structure=structure).run((double(0.3),), seed=seed, **QUIET)
-    return gaussian(fit)
+    return gaussian_of(fit)
 
 
 def of_normals():
@@ -488,16 +488,16 @@ def test_it_starts_from_a_fit(first, structure):
     added = X[9:].T @ X[9:] / SD**2
     after = precision + (added if structure == "dense" else added.diagonal().diag())
     expected = mean + torch.linalg.solve(after, X[9:].T @ (Y[9:] - X[9:] @ mean) / SD**2)
-    close(gaussian(fit).mean, expected, 1e-6)
-    close(gaussian(fit).variance, torch.linalg.inv(after).diagonal(), 1e-8)
+    close(gaussian_of(fit).mean, expected, 1e-6)
+    close(gaussian_of(fit).variance, torch.linalg.inv(after).diagonal(), 1e-8)
     if first == structure == "dense":
-        close(gaussian(fit).mean, posterior()[0], 1e-8)
+        close(gaussian_of(fit).mean, posterior()[0], 1e-8)
 
 
 def test_it_starts_from_a_filter():
     fit = ekf(regression(), (X[9:], Y[9:]), init_strategy=ekf(regression(), (X[:9], Y[:9])))
-    close(gaussian(fit).mean, posterior()[0], 1e-8)
-    close(gaussian(fit).precision, posterior()[1], 1e-8)
+    close(gaussian_of(fit).mean, posterior()[0], 1e-8)
+    close(gaussian_of(fit).precision, posterior()[1], 1e-8)
 
 
 WHERE = double(0.2, -0.9, 0.1)
@@ -516,8 +516,8 @@ def test_the_mean_starts_where_it_is_told(init_strategy, structure):
     if structure == "diag":
         precision = precision.diagonal().diag()
     step = torch.linalg.solve(precision, X.T @ (Y - X @ WHERE) / SD**2)
-    close(gaussian(fit).mean, WHERE + step, 1e-8)
-    close(gaussian(fit).variance, torch.linalg.inv(precision).diagonal(), 1e-8)
+    close(gaussian_of(fit).mean, WHERE + step, 1e-8)
+    close(gaussian_of(fit).variance, torch.linalg.inv(precision).diagonal(), 1e-8)
 
 
 def test_a_start_that_does_not_fit_is_refused():
@@ -532,8 +532,8 @@ def test_the_old_posterior_as_the_models_prior_is_where_it_starts():
         ekf(regression(), (X[:9], Y[:9])),
     ):
         fit = ekf(old.as_prior(), (X[9:], Y[9:]))
-        close(gaussian(fit).mean, posterior()[0], 1e-8)
-        close(gaussian(fit).precision, posterior()[1], 1e-8)
+        close(gaussian_of(fit).mean, posterior()[0], 1e-8)
+        close(gaussian_of(fit).precision, posterior()[1], 1e-8)
 
 
 def with_a_factor(x, y):
@@ -574,8 +574,8 @@ def test_all_of_the_log_prior_counts_or_is_refused(model, precision, shift):
     except PyroScaleError:
         return
     precision = precision + X.T @ X / SD**2
-    close(gaussian(fit).precision, precision, 1e-8)
-    close(gaussian(fit).mean, torch.linalg.solve(precision, shift + X.T @ Y / SD**2), 1e-8)
+    close(gaussian_of(fit).precision, precision, 1e-8)
+    close(gaussian_of(fit).mean, torch.linalg.solve(precision, shift + X.T @ Y / SD**2), 1e-8)
 
 
 def test_a_prior_without_a_variance_names_the_site():
@@ -603,8 +603,8 @@ def test_params_stay_as_they_are(structure):
             pyro.sample("y", dist.Normal(x @ w, sd), obs=y)
 
     fit, plain = (ekf(m, structure=structure, batch_size=5) for m in (model, regression()))
-    close(gaussian(fit).mean, gaussian(plain).mean, 1e-10)
-    close(gaussian(fit).precision, gaussian(plain).precision, 1e-10)
+    close(gaussian_of(fit).mean, gaussian_of(plain).mean, 1e-10)
+    close(gaussian_of(fit).precision, gaussian_of(plain).precision, 1e-10)
     close(fit.params["sd"], SD, 1e-12)
     assert set(fit.get_samples()) == {"w"}
     assert set(fit.filtered.mean) == {"w"}
@@ -699,14 +699,14 @@ def test_what_is_not_finite_is_said_so(structure):
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_step_that_fails_leaves_the_filter_as_it_was(structure):
     fit = ekf(regression(), (X[:9], Y[:9]), structure)
-    before = gaussian(fit)
+    before = gaussian_of(fit)
     with pytest.raises(NonFiniteError, match="step 1"):
         fit.step(X[9:], Y[9:] * math.nan)
     fit.step(X[9:], Y[9:])
     assert fit.filtered.mean["w"].shape == (2, D)
     assert torch.equal(fit.filtered.mean["w"][0], before.mean)
     if structure == "dense":
-        close(gaussian(fit).mean, posterior()[0], 1e-8)
+        close(gaussian_of(fit).mean, posterior()[0], 1e-8)
 
 
 def test_no_rows_are_refused():

@@ -37,14 +37,14 @@ counts = of_rows(
 )
 
 
-def ekf(model, data, compile, structure="dense", **asked):
+def filter_of(model, data, compile, structure="dense", **asked):
     fit = ps.EKF(model, structure=structure, compile=compile, **asked)
     return fit.run(data, batch_size=BATCH, seed=0, progress=False)
 
 
 def both(model, data, structure, **asked):
     """A compiled filter and an eager one."""
-    compiled, eager = (ekf(model, data, how, structure, **asked) for how in (True, False))
+    compiled, eager = (filter_of(model, data, how, structure, **asked) for how in (True, False))
     assert compiled.fit.attrs["program"] == "compiled loop"
     assert eager.fit.attrs["program"] == "eager"
     return compiled, eager
@@ -87,7 +87,7 @@ def test_a_loader_is_a_compiled_loop_too():
     fit = ps.EKF(counts, structure="diag", transition_sd=0.1, compile=True)
     fit.run(loader, seed=0, progress=False)
     assert fit.fit.attrs["program"] == "compiled loop"
-    same(fit, ekf(counts, (X, COUNTS), False, "diag", transition_sd=0.1))
+    same(fit, filter_of(counts, (X, COUNTS), False, "diag", transition_sd=0.1))
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_what_is_not_finite_is_said_at_its_step(place):
     y = Y.clone()
     y[place] = math.nan
     with pytest.raises(NonFiniteError, match=f"step {place // BATCH}: the filter's state"):
-        ekf(regression(), (X, y), True, transition_sd=0.3)
+        filter_of(regression(), (X, y), True, transition_sd=0.3)
 
 
 @pytest.mark.slow
@@ -105,7 +105,9 @@ def test_long_runs_alone_are_compiled():
 
     def program(batches, **asked):
         data = X.repeat(300, 1)[: BATCH * batches], COUNTS.repeat(300)[: BATCH * batches]
-        return ekf(counts, data, "auto", "diag", transition_sd=0.1, **asked).fit.attrs["program"]
+        return filter_of(counts, data, "auto", "diag", transition_sd=0.1, **asked).fit.attrs[
+            "program"
+        ]
 
     assert program(999) == "eager"
     assert program(1000) == "compiled loop"
@@ -126,8 +128,8 @@ def branching(x, y):
 def test_what_cannot_be_compiled_is_eager(model, curvature, words):
     asked = {"curvature": curvature, "transition_sd": 0.1}
     with pytest.warns(CompileWarning, match=words):
-        fit = ekf(model, (X, Y), True, **asked)
-    same(fit, ekf(model, (X, Y), False, **asked), 1e-15)
+        fit = filter_of(model, (X, Y), True, **asked)
+    same(fit, filter_of(model, (X, Y), False, **asked), 1e-15)
 
 
 @pytest.mark.slow
@@ -141,12 +143,12 @@ def test_a_second_run_takes_the_program_of_the_first(monkeypatch):
     )
     traces = []
     monkeypatch.setattr(ekf_filter, "trace", lambda *a: traces.append(a) or trace(*a))
-    fit = ekf(model, (X, Y), True, transition_sd=0.3)
+    fit = filter_of(model, (X, Y), True, transition_sd=0.3)
     for sd, count in ((1.0, 1), (2.0, 2)):
         factor[0] = sd
         fit.run((X, Y), batch_size=BATCH, seed=0, progress=False)
         assert len(traces) == count
-        same(fit, ekf(model, (X, Y), False, transition_sd=0.3))
+        same(fit, filter_of(model, (X, Y), False, transition_sd=0.3))
     assert fit._programs.program is not None
     assert pickle.loads(pickle.dumps(fit._programs)).program is None
 
@@ -195,7 +197,7 @@ WALKS = [
     ],
 )
 def test_sites_walk_as_far_as_they_are_told(compile, sds, each):
-    fit = ekf(two_sites, (X, Y), compile, transition_sd=sds)
+    fit = filter_of(two_sites, (X, Y), compile, transition_sd=sds)
     parts = [slice(i, min(i + BATCH, N)) for i in range(0, N, BATCH)]
     means, covariances, log_liks = kalman(double(*each).square(), parts)
     sd = covariances.diagonal(dim1=1, dim2=2).sqrt()
@@ -281,7 +283,7 @@ def test_discrete_predictions_before_the_first_step():
 
 
 def test_predictions_before_the_first_step_are_from_the_fit_that_it_starts_from():
-    begun = ekf(regression(), (X, Y), False)
+    begun = filter_of(regression(), (X, Y), False)
     pyro.set_rng_seed(9)
     expected = begun.predict(X)["y"]
     found = ps.EKF(regression(), structure="dense", init_strategy=begun).predict(X)["y"]
@@ -315,11 +317,11 @@ def test_what_is_no_sd_is_refused(given, words):
 )
 def test_a_walk_of_other_sites_is_refused(given, words):
     with pytest.raises(ArgumentError, match=words):
-        ekf(two_sites, (X, Y), False, transition_sd=given)
+        filter_of(two_sites, (X, Y), False, transition_sd=given)
 
 
 def test_a_walk_is_written_down(tmp_path):
-    fit = ekf(two_sites, (X, Y), False, transition_sd={"w": double(0.5, 0.25)})
+    fit = filter_of(two_sites, (X, Y), False, transition_sd={"w": double(0.5, 0.25)})
     fit.save(tmp_path / "fit")
     attrs = ps.EKF.load(tmp_path / "fit", two_sites).fit.attrs
     assert attrs["transition_sd"] == {"w": [0.5, 0.25]}

@@ -109,7 +109,7 @@ def test_whatever_takes_rows_takes_arrays():
 classes = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(3))
 
 
-def groups(g, y=None):
+def by_group(g, y=None):
     a = pyro.sample("a", dist.Normal(torch.zeros(4), 1.0).to_event(1))
     with pyro.plate("data", len(g)):
         return pyro.sample("y", dist.Normal(a[g], 1.0), obs=y)
@@ -144,8 +144,8 @@ CLASHES = {
         r"argument y is int64, where the model needs float32 at site 'y'.*y\.float\(\)$",
     ),
     "classes in booleans": (classes, (X, Y > 0), r"argument y is bool.*site 'y'.*y\.float\(\)$"),
-    "an index in floats": (groups, (G.float(), Y), r"argument g is float32.*int64.*g\.long\(\)$"),
-    "an index in int8": (groups, (G.to(torch.int8), Y), r"argument g is int8.*g\.long\(\)$"),
+    "an index in floats": (by_group, (G.float(), Y), r"argument g is float32.*int64.*g\.long\(\)$"),
+    "an index in int8": (by_group, (G.to(torch.int8), Y), r"argument g is int8.*g\.long\(\)$"),
     "a network": (made_of(nn.Linear(3, 1)), (X.double(), Y), r"argument x.*site 'y'.*x\.float"),
     "a network in float64": (
         made_of(nn.Linear(3, 1).double()),

@@ -217,7 +217,7 @@ def test_models_that_vmap_refuses_and_that_subsample_take_the_same_steps():
 # ------------------------------------------------------------------ posteriors
 
 
-def gaussian(size, sd):
+def of_sd(size, sd):
     def model():
         pyro.factor("no data", torch.zeros(()))
         pyro.sample("w", dist.Normal(torch.zeros(size), sd).to_event(1))
@@ -256,7 +256,7 @@ def test_the_papers_mixture():
 
 @pytest.mark.slow
 def test_a_gaussian_in_one_dimension():
-    w = settled(gaussian(1, 3.0), 50, 0.5, 300)
+    w = settled(of_sd(1, 3.0), 50, 0.5, 300)
     assert abs(float(w.mean())) < 0.01 * 3.0
     assert float(w.std()) == pytest.approx(3.0, rel=0.04)
 
@@ -267,7 +267,7 @@ def test_where_dimensions_are_as_many_they_form_a_simplex(temperature):
     """Of n particles in n - 1 dimensions or more, all pairs are h log(n + 1) apart, squared, as the
     median is; phi is 0 where h = 2 T sd^2.  So the variance falls as log(n + 1) / D."""
     n, size, sd = 6, 8, 3.0
-    w = settled(gaussian(size, sd), n, 1.0, 400, temperature=temperature)
+    w = settled(of_sd(size, sd), n, 1.0, 400, temperature=temperature)
     apart = 2 * temperature * sd**2 * math.log(n + 1)
     close(torch.pdist(w).square(), torch.full((15,), apart), 1e-6)
     close(w.mean(0), torch.zeros(size), 1e-6)

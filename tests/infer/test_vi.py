@@ -581,7 +581,7 @@ def test_early_stopping_does_not_end_a_rise():
 # ------------------------------------------------------------------ points
 
 
-def with_point(x, y):
+def of_points(x, y):
     shift = pyro.param("shift", double(0.4))
     sd = pyro.param("sd", double(0.5)[0], constraint=constraints.positive)
     w = pyro.sample("w", dist.Normal(shift, 1.0).expand([3]).to_event(1))
@@ -600,7 +600,7 @@ POINTED = {
 def test_points_move_by_their_mean_gradient_and_get_no_noise(kind):
     pyro.clear_param_store()
     starts = {"w": normals(3, 3, seed=6)}
-    fit = POINTED[kind](with_point, init_strategy=starts)
+    fit = POINTED[kind](of_points, init_strategy=starts)
     fit.run((X, Y), num_steps=1, num_chains=3, **SETTINGS)
     sd = (1 / N / 2.0) ** 0.5 if kind == "IVON" else 0.1
     w = starts["w"] + sd * first_noise(3, 3)
@@ -621,7 +621,7 @@ def test_points_move_by_their_mean_gradient_and_get_no_noise(kind):
 @pytest.mark.long
 def test_points_end_where_the_bound_is_largest():
     """Dense, on a conjugate model, that is where the evidence is: type-II maximum likelihood."""
-    vi = ps.VI(with_point, structure="dense", optimizer=torchopt.adam(falling), compile=True)
+    vi = ps.VI(of_points, structure="dense", optimizer=torchopt.adam(falling), compile=True)
     params = vi.run((X, Y), num_steps=100_000, **SETTINGS).params
 
     def evidence(values):

@@ -44,7 +44,7 @@ class Case(NamedTuple):
     chances: Any = None
 
 
-def same(e):
+def identity(e):
     return e
 
 
@@ -56,7 +56,7 @@ def softmax(e):
     return e.softmax(-1)
 
 
-def two(e):
+def in_pairs(e):
     return e.unflatten(-1, (2, 3))
 
 
@@ -76,7 +76,7 @@ def spread(chances):
 
 
 CASES = {
-    "Normal": Case(lambda e: dist.Normal(e, 0.7), same, constant(0.49)),
+    "Normal": Case(lambda e: dist.Normal(e, 0.7), identity, constant(0.49)),
     "heteroscedastic": Case(
         lambda e: dist.Normal(e[..., 0], (0.3 * e[..., 1]).exp()),
         lambda e: e[..., 0],
@@ -85,11 +85,11 @@ CASES = {
     ),
     "outputs": Case(
         lambda e: dist.Normal(e, 0.7).mask(e < 9).to_event(1).mask(e[..., 0] < 9),
-        same,
+        identity,
         constant(0.49),
         (3,),
     ),
-    "StudentT": Case(lambda e: dist.StudentT(5.0, e, 0.5), same, constant(0.25 * 5 / 3)),
+    "StudentT": Case(lambda e: dist.StudentT(5.0, e, 0.5), identity, constant(0.25 * 5 / 3)),
     "Poisson": Case(lambda e: dist.Poisson(e.exp()), torch.exp, torch.exp),
     "Gamma": Case(
         lambda e: dist.Gamma(2.0, e.exp()), lambda e: 2 * (-e).exp(), lambda e: 2 * (-2 * e).exp()
@@ -125,20 +125,20 @@ CASES = {
     ),
     "probs": Case(lambda e: dist.Categorical(probs=softmax(e)), out=(3,), chances=softmax),
     "Categoricals": Case(
-        lambda e: dist.Categorical(logits=two(e)).to_event(1),
+        lambda e: dist.Categorical(logits=in_pairs(e)).to_event(1),
         out=(6,),
-        chances=lambda e: softmax(two(e)),
+        chances=lambda e: softmax(in_pairs(e)),
     ),
     "OrderedLogistic": Case(lambda e: dist.OrderedLogistic(e, CUTS), chances=ordered),
     "OneHot": Case(
         lambda e: dist.OneHotCategorical(logits=e), softmax, spread(softmax), (3,), softmax
     ),
     "OneHots": Case(
-        lambda e: dist.OneHotCategorical(logits=two(e)).to_event(1),
-        lambda e: softmax(two(e)),
-        spread(lambda e: softmax(two(e))),
+        lambda e: dist.OneHotCategorical(logits=in_pairs(e)).to_event(1),
+        lambda e: softmax(in_pairs(e)),
+        spread(lambda e: softmax(in_pairs(e))),
         (6,),
-        lambda e: softmax(two(e)),
+        lambda e: softmax(in_pairs(e)),
     ),
 }
 REFUSES = [False]  # whether models branch on their weights, which vmap refuses
@@ -472,7 +472,7 @@ DRAWN = {
         lambda e: spread(torch.sigmoid)(e) / (2 * e.exp() + 3),
     ),
     **{name: case for name, case in CASES.items() if name not in ("LogNormal", "ZeroInflated")},
-    "StudentT": Case(lambda e: dist.StudentT(9.0, e, 0.5), same, constant(0.25 * 9 / 7)),
+    "StudentT": Case(lambda e: dist.StudentT(9.0, e, 0.5), identity, constant(0.25 * 9 / 7)),
 }
 
 

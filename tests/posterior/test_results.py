@@ -270,7 +270,7 @@ def test_of_very_large_sites_some_elements_are_looked_at(stored, tmp_path):
         assert round(summary.loc["big [21x20], worst", f"ess_{kind}"]) == round(least)
 
 
-def shared(temperature, share=True):
+def of_shared_batches(temperature, share=True):
     """Three chains from one start."""
     start = {"w": torch.ones(3, 2).double(), "s": torch.ones(3).double()}
     fit = ps.SGLD(regression, lr=0.01, temperature=temperature, init_strategy=start)
@@ -284,15 +284,15 @@ def shared(temperature, share=True):
 @pytest.mark.slow
 def test_chains_that_share_batches_are_found_out():
     """By the largest mean correlation of a pair of chains; without noise of their own, 1."""
-    table, draws = shared(temperature=1.0)
+    table, draws = of_shared_batches(temperature=1.0)
     assert table.attrs["share_batches"] == 1
     for name, value in draws.items():
         elements = value.reshape(3, 60, -1).unbind(-1)
         pairs = [(np.corrcoef(chains).sum() - 3) / 6 for chains in elements]
         if name in table.index:
             assert table.loc[name, "chain_correlation"] == pytest.approx(max(pairs), rel=1e-9)
-    close(shared(temperature=0.0)[0]["chain_correlation"], [1.0, 1.0])
-    assert "chain_correlation" not in shared(temperature=1.0, share=False)[0]
+    close(of_shared_batches(temperature=0.0)[0]["chain_correlation"], [1.0, 1.0])
+    assert "chain_correlation" not in of_shared_batches(temperature=1.0, share=False)[0]
 
 
 # ------------------------------------------------------------------ log likelihood

@@ -72,7 +72,7 @@ def go(plan, store=None, directory=None, every=0):
 
 
 @functools.cache
-def uninterrupted(lr, is_added_up=False):
+def whole_run(lr, is_added_up=False):
     """The draws of the longest run, in memory; or the sink with their moments."""
     draws, sink = go(planned(lr, MOST), False if is_added_up else None)
     return sink.totals if is_added_up else draws
@@ -212,10 +212,10 @@ class Interruptions(RuleBasedStateMachine):
         assert draws.log_joint.shape[1] == self.num_samples
         self.check_prefix(draws)
         if self.kind == "nowhere":
-            near(numbers(sink.totals), numbers(uninterrupted(self.lr, is_added_up=True)))
+            near(numbers(sink.totals), numbers(whole_run(self.lr, is_added_up=True)))
 
     def check_prefix(self, draws):
-        whole, count = uninterrupted(self.lr), draws.log_joint.shape[1]
+        whole, count = whole_run(self.lr), draws.log_joint.shape[1]
         assert torch.equal(draws.log_joint, whole.log_joint[:, :count])
         if self.kind == "memory":
             assert torch.equal(draws.positions, whole.positions[:, :count])
@@ -227,7 +227,7 @@ class Interruptions(RuleBasedStateMachine):
             held = zarr_store.DrawStore.open(self.store)
             if held.count:
                 found = held.read("posterior/w", torch.arange(2), torch.arange(held.count))
-                expected = uninterrupted(self.lr).positions[:, : held.count, :2]
+                expected = whole_run(self.lr).positions[:, : held.count, :2]
                 assert torch.equal(found, expected)
 
     def teardown(self):

@@ -17,7 +17,7 @@ import torch
 from both_arviz import groups_of
 from damage import crafted, saved
 from models import normal, of_rows
-from processes import start
+from processes import launch
 from pyro.nn import PyroModule, PyroParam
 from reference import double, normals
 from repetitions import long_but
@@ -144,7 +144,7 @@ def fitted(*args, **kwargs):
     return stored.fitted(*args, **{**short, **kwargs})
 
 
-def stepped(model=regression, data=(X, Y), **kwargs):
+def after_steps(model=regression, data=(X, Y), **kwargs):
     fit = ps.BAOA(model, lr=0.1, **kwargs)
     pyro.set_rng_seed(3)
     fit.step(*data)
@@ -204,10 +204,15 @@ CASES = {
         lambda: fitted(data=DataLoader(RowByRow(), 5, shuffle=True)),
         *(regression, DataLoader(RowByRow(), 5), (X[:4],)),
     ),
-    "steps": (lambda: stepped(num_data=100), regression, (X, Y), (X[:4],)),
-    "steps of own subsamples": (lambda: stepped(own_subsamples), own_subsamples, (X, Y), (X, Y)),
+    "steps": (lambda: after_steps(num_data=100), regression, (X, Y), (X[:4],)),
+    "steps of own subsamples": (
+        lambda: after_steps(own_subsamples),
+        own_subsamples,
+        (X, Y),
+        (X, Y),
+    ),
     "steps of a fixed plate": (
-        lambda: stepped(fixed_plate, (X[:5], Y[:5])),
+        lambda: after_steps(fixed_plate, (X[:5], Y[:5])),
         *(fixed_plate, None, (X[5:10], Y[5:10])),
     ),
 }
@@ -297,7 +302,7 @@ def test_another_process_reads_the_same(tmp_path):
     fit = fitted(of_two_params, batch_size=5)
     fit.save(tmp_path / "run.ps")
     paths = tmp_path / "run.ps", tmp_path / "read"
-    assert start(READ, *paths, places=[Path(__file__).parent]).wait() == 0
+    assert launch(READ, *paths, places=[Path(__file__).parent]).wait() == 0
     samples, params, drawn = torch.load(tmp_path / "read")
     same(samples, fit.get_samples(group_by_chain=True))
     same(params, fit.params)

@@ -18,7 +18,7 @@ import stored
 import torch
 from damage import damage
 from places import ROOT
-from processes import kill_until_done, start
+from processes import kill_until_done, launch
 from repetitions import each_once, long_but
 from stored import (
     X,
@@ -289,7 +289,7 @@ with writing_into(sys.argv[1]), writing_into(sys.argv[2]):
     ready()
     sys.stdin.read()
 """
-    with start(other, path, tmp_path / "new/draws.zarr", stdin=subprocess.PIPE) as process:
+    with launch(other, path, tmp_path / "new/draws.zarr", stdin=subprocess.PIPE) as process:
         before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
         with monkeypatch.context() as patch:
             patch.setattr(chains.Chains, "move", None)
@@ -327,7 +327,7 @@ def test_of_runs_that_start_at_once_one_has_the_store(tmp_path):
     for i in range(5):
         path = tmp_path / f"{i}.zarr"
         racers = [
-            start(RACER, path, tmp_path / f"{i}-{j}.pt", stdin=subprocess.PIPE) for j in range(3)
+            launch(RACER, path, tmp_path / f"{i}-{j}.pt", stdin=subprocess.PIPE) for j in range(3)
         ]
         for racer in racers:
             racer.stdin.write("go\n")
@@ -377,7 +377,7 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(kept, kills, draws, tmp_pat
     saved = tmp_path / "outcome.pt"
     path = tmp_path / "draws.zarr" if kept == "store" else "nowhere"
     arguments = (tmp_path / "run", path, saved, draws)
-    kill_until_done(lambda: start(CHILD, *arguments), tmp_path / "run", saved, kills)
+    kill_until_done(lambda: launch(CHILD, *arguments), tmp_path / "run", saved, kills)
     whole = fitted(num_samples=draws, **({"store": False} if kept == "nowhere" else {}))
     found, expected = torch.load(saved), outcome(whole)
     if kept == "store":
@@ -666,7 +666,7 @@ def original(tmp_path_factory):
 
 
 @pytest.fixture
-def whole(original):
+def intact(original):
     """(A file of results, an intact store, which the test may damage, the draws)."""
     saved, path, copy, draws = original
     shutil.rmtree(path, ignore_errors=True)
@@ -683,9 +683,9 @@ def is_of_draws(file):
 
 @pytest.mark.parametrize("seed", long_but(range(100), *range(6)))
 @pytest.mark.parametrize("kind", ["draws", "facts"])
-def test_damage_is_noticed(kind, seed, whole):
+def test_damage_is_noticed(kind, seed, intact):
     """It is an error of ours, or the draws are right; for xarray, any error, or NaN."""
-    saved, path, expected = whole
+    saved, path, expected = intact
     source = random.Random(seed)
     files = sorted(each for each in path.rglob("*") if each.is_file())
     of_kind = [file for file in files if is_of_draws(file) == (kind == "draws")]

@@ -19,7 +19,7 @@ import torch
 from both_arviz import as_own, dataset_of, groups_of, identical
 from models import normal, of_rows
 from places import SUPPORT
-from processes import start
+from processes import launch
 from reference import double
 from repetitions import long_but
 from stored import (
@@ -109,7 +109,7 @@ def network():
     return model
 
 
-def falling(step):
+def decaying(step):
     return 0.05 / (1 + step) ** 0.3
 
 
@@ -130,7 +130,7 @@ CASES = {
     "scalars": ({"model": of_scalars, "data": Y}, (Y,)),
     "plates": ({"model": with_plates, "data": (X, GROUP, Y)}, (X, GROUP, Y)),
     "network": ({"model": network()}, (X[:4],)),
-    "weights": ({"method": ps.SGLD, "lr": falling}, (X[:4],)),
+    "weights": ({"method": ps.SGLD, "lr": decaying}, (X[:4],)),
     "cycles": ({"method": ps.SGHMC, "lr": CYCLES}, (X[:4],)),
     "by site": ({"lr": {"w": 0.05, "s": 0.02}}, (X[:4],)),
     "a chosen step": ({"lr": "auto", "precondition": None}, (X[:4],)),
@@ -682,7 +682,7 @@ with stores.buffering(file_draws=500, wait_seconds=0.0, wait_times=0):
 @pytest.mark.long
 def test_another_process_reads_while_it_runs(tmp_path):
     draws, path = 800, tmp_path / "draws.zarr"
-    process, seen = start(BY_FILE, path, draws), []
+    process, seen = launch(BY_FILE, path, draws), []
     expected = draws_of(fitted(num_samples=draws))
     while process.poll() is None:
         if (path / ".zmetadata").exists():
@@ -703,7 +703,7 @@ def test_killed_at_any_moment_it_has_written_whole_draws(kills, tmp_path):
     expected = draws_of(fitted(num_samples=draws))
     for kill in range(kills):
         path = tmp_path / f"{kill}.zarr"
-        process = start(BUSY, path, draws)
+        process = launch(BUSY, path, draws)
         wanted, seen = 10 ** source.uniform(0, 2), 0
         while seen < wanted and process.poll() is None:
             if (path / ".zmetadata").exists():

@@ -21,7 +21,7 @@ def ready():
 """
 
 
-def start(code, *arguments, places=(), **pipes):
+def launch(code, *arguments, places=(), **pipes):
     """A process that runs this code with these arguments, and has said that it is ready."""
     begin = BEGIN.format(places=[str(SUPPORT), *map(str, places)])
     process = subprocess.Popen(
