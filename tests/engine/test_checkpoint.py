@@ -280,7 +280,6 @@ def test_a_finished_run_is_extended(tmp_path):
         run("BAOA", resume=tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("compiled", long_but([False, True], True))
 @pytest.mark.long
 def test_a_run_is_extended_by_the_program_that_it_was_run_by(compiled, tmp_path):
@@ -473,7 +472,6 @@ def test_checkpoints_leave_nothing_behind(tmp_path):
     assert {re.sub("[0-9]+", "", name) for name in names} == {"state-", "draws-"}
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_schedules_of_ours_are_compared(tmp_path):
     run("cycles", checkpoint=tmp_path)
@@ -482,7 +480,6 @@ def test_schedules_of_ours_are_compared(tmp_path):
         method.run((X, Y), resume=tmp_path, **{**STEPS, **IN_BATCHES, **QUIET})
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_step_that_was_chosen_is_for_its_number_of_steps(tmp_path):
     method = CASES["a chosen step"][0]()

@@ -273,7 +273,6 @@ def test_a_built_loop_is_found_again(monkeypatch):
     same(again, ran(scaled(0.5), False, data=(-X, Y), seed=3))
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_model_that_differs_in_one_number_is_built_anew():
     for factor in (0.5, 0.25):
@@ -283,7 +282,6 @@ def test_a_model_that_differs_in_one_number_is_built_anew():
 linear = of_rows(lambda x, w: dist.Normal(x @ w, 1.0), w=normal(3))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", long_but(["batch size", "rows", "type", "strides", "whole"], "batch size", "type")
 )
@@ -594,7 +592,6 @@ def in_a_process(script):
     return done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_an_index_out_of_range_in_a_later_batch_is_an_error():
     """Where the model reads a table of its latents by a column of the data."""
@@ -664,7 +661,6 @@ def test_what_leaves_torch_is_not_frozen():
     assert torch.equal(*draws)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_library_cut_short_is_built_again(tmp_path, monkeypatch):
     """Loading a part of a library kills the process."""

@@ -246,7 +246,6 @@ class Watching(Averaging):
     state = Watched
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_two_kernels_that_differ_in_what_is_kept_alone():
     """The same step, so a program kept from the one must not serve the other."""
@@ -418,7 +417,6 @@ def mixed(count, flag, z, wide):
         pyro.sample("wide", dist.Normal((z @ w).double(), 2.0), obs=wide)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [pytest.param(None, marks=pytest.mark.long), B])
 @pytest.mark.long
 def test_rows_of_several_types_beside_float32_latents(batch_size):
@@ -508,7 +506,6 @@ def test_exactly_the_right_states_are_kept(warmup, thinning, num_samples, length
     assert chains.log_joint == pytest.approx(float(lp[:, kept[-1]].mean()), abs=1e-9)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 37])
 @pytest.mark.long
 def test_where_tapes_are_cut_changes_nothing(length, monkeypatch):
@@ -815,7 +812,6 @@ def numbered(i):
     return model, normals(10, size, seed=100 + i)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", long_but([4, 30], 4))
 @pytest.mark.long
 def test_many_models_in_one_process(count, recwarn):

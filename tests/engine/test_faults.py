@@ -108,7 +108,6 @@ def test_checkpoints_fill_the_disk(disk):
     same_outcome(wide_run(1200, resume=disk / "run"), whole)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chunk", long_but([50, 10**6], 50))
 @pytest.mark.long
 def test_draws_fill_the_disk(chunk, disk, tmp_path):

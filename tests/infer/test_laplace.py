@@ -520,7 +520,6 @@ def best_of(function, size):
     return logs.detach().exp(), function(*logs.detach().exp())
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 @pytest.mark.long
 def test_tune_finds_the_params_of_most_evidence():
@@ -561,7 +560,6 @@ def test_a_single_param_is_tuned(structure):
     close(fit.log_marginal_likelihood(), best, 1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 @pytest.mark.long
 def test_params_that_are_not_tuned_are_part_of_the_mode():
@@ -600,7 +598,6 @@ def classes_of_a_network(scale, dtype):
     return model, (x.to(dtype), classes)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 @pytest.mark.filterwarnings("ignore:the approximation does not fit")
 @pytest.mark.long
@@ -892,7 +889,6 @@ def network(noise):
     return model, outputs
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_recurrent_networks_outputs_are_linear_in_its_weights():
     """The same of an LSTM, which float32 runs by oneDNN; its Jacobian is by differences."""

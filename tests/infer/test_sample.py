@@ -76,7 +76,6 @@ def test_without_the_time_for_nuts_it_is_baoa():
     assert "NUTS would take longer than seconds=2 (NUTS about" in why or "pyro-scale[nuts]" in why
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_network_is_an_ensemble():
     net = ps.bayesianize(nn.Sequential(nn.Linear(2, 200), nn.Tanh(), nn.Linear(200, 2)))

@@ -274,7 +274,6 @@ def test_where_dimensions_are_as_many_they_form_a_simplex(temperature):
     close(w.var(0, correction=0).sum(), apart / 2 * (n - 1) / n, 1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_logistic_regression():
     """Means to a twentieth of a sd and sds to 8%, of sums over a grid."""

@@ -388,7 +388,6 @@ def test_particles_average_the_noise():
     assert sds[0] / sds[1] == pytest.approx(2.0, rel=0.2)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_schedule_of_temperatures_ends_where_its_last_value_says():
     schedule = ps.schedules.cosine_decay(4.0, 10_000, end=0.25)

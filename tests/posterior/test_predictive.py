@@ -444,7 +444,6 @@ print(peak() - before)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says its peak there")
 @pytest.mark.parametrize("kind", long_but(["linear", "convolution"], "convolution"))
 @pytest.mark.long

@@ -168,7 +168,6 @@ def test_get_samples_gives_a_dict_of_ones_own():
     assert fit.get_samples()
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_constrained_sites_are_in_their_own_terms():
     """In unconstrained space a LogNormal is Gaussian, which BAOA samples exactly: a Jacobian

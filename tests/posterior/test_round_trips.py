@@ -110,7 +110,6 @@ def identical(actual, expected, attrs=True):
                 assert np.asarray(one.attrs[key]).dtype.kind == np.asarray(value).dtype.kind
 
 
-@pytest.mark.slow
 @given(models(), some.sampled_from(["memory", "store"]), some.integers(1, 3))
 @settings(
     max_examples=8,

@@ -53,10 +53,10 @@ def data():
     return x, x @ double(1, -0.5) + 0.3 * normals(N, seed=2)
 
 
-def ran(baoa, rows, **how):
+def ran(method, rows, **how):
     steps = {"num_samples": 5, "warmup_steps": 0, "thinning": 1, "num_chains": 2, "seed": 0}
-    baoa.run(rows, **{**steps, "batch_size": B, "progress": False, **how})
-    return baoa.posterior.draws.positions
+    method.run(rows, **{**steps, "batch_size": B, "progress": False, **how})
+    return method.posterior.draws.positions
 
 
 def baoa(model):

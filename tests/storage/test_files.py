@@ -296,7 +296,6 @@ torch.save([samples, params, predicted(fit, (X, Y))], sys.argv[2])
 """
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_another_process_reads_the_same(tmp_path):
     fit = fitted(of_two_params, batch_size=5)

@@ -161,7 +161,6 @@ def test_writing_is_a_small_part_of_the_time(tmp_path, monkeypatch):
     assert when[:4] == pytest.approx([5.0, 26.0, 47.0, 52.1], abs=1.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cut_at", long_but([3, 9, 17], 9))
 @pytest.mark.long
 def test_what_was_written_by_time_stays_where_a_run_goes_on(cut_at, tmp_path, monkeypatch, cut):
@@ -187,7 +186,6 @@ def test_what_was_written_by_time_stays_where_a_run_goes_on(cut_at, tmp_path, mo
 # ------------------------------------------------------------------ going on
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", long_but([7, 17], 17))
 @pytest.mark.long
 def test_a_finished_run_is_extended(first, tmp_path):
@@ -225,7 +223,6 @@ def test_draws_stay_where_they_were(then, now, tmp_path):
     assert then == "store" or not (tmp_path / "draws.zarr").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_store_of_another_run_is_refused(tmp_path):
     where = at("store", tmp_path)
@@ -238,7 +235,6 @@ def test_the_store_of_another_run_is_refused(tmp_path):
     stored.same_draws(fitted(resume=tmp_path / "run", **where), fitted())
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_store_that_is_gone_is_an_error_and_nothing_else(tmp_path):
     where = at("store", tmp_path)
@@ -275,7 +271,6 @@ def test_a_store_that_goes_while_it_is_written_is_said_to_be_gone(tmp_path):
     stored.same_draws(resumed, fitted(num_samples=200))
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_one_run_at_a_time_writes_into_a_store(tmp_path, monkeypatch):
     """Another one is refused before it has changed anything; readers are not."""
@@ -340,7 +335,6 @@ def test_of_runs_that_start_at_once_one_has_the_store(tmp_path):
         same({name: torch.as_tensor(posterior[name].values) for name in expected}, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_store_may_be_moved_while_nothing_runs(tmp_path):
     fitted(checkpoint=tmp_path / "run", num_samples=10, **at("store", tmp_path))
@@ -362,7 +356,6 @@ torch.save(stored.outcome(fit), saved)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kept", "kills", "draws"),
     [
@@ -573,7 +566,6 @@ def test_names_of_sites_that_cannot_be_files_are_refused(name, tmp_path):
     assert not (tmp_path / "draws.zarr").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

@@ -198,7 +198,6 @@ def test_reduced_predictions_are_those_of_a_run_in_memory(reduce, pairs):
         torch.testing.assert_close(part, expected, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", long_but(["minibatches", "supports"], "minibatches"))
 @pytest.mark.long
 def test_the_size_of_files_changes_nothing(case, tmp_path):
@@ -209,7 +208,6 @@ def test_the_size_of_files_changes_nothing(case, tmp_path):
             s.same_draws(fitted(**how, store=tmp_path / f"{draws}.zarr"), inside)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bound", [{"file_bytes": 5 * 8 * 9}, {"waiting_bytes": 5 * 3 * 8 * 9}])
 @pytest.mark.long
 def test_a_file_is_of_bounded_size(bound, tmp_path):
@@ -260,7 +258,6 @@ def with_broken_chains(model=cliff, **kwargs):
     return fit, str(raised.value)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_chains_that_broke_are_left_out(tmp_path, float64):
     inside, said = with_broken_chains()
@@ -296,7 +293,6 @@ def test_where_the_draws_of_chains_are_that_all_stopped(tmp_path, float64):
     assert np.isfinite(held[:, 0]).all()
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_chains_have_the_numbers_that_the_error_counts_by(tmp_path, float64):
     """In all groups, in memory and on disk, of a run and of its file."""
@@ -344,7 +340,6 @@ def test_chains_that_broke_do_not_count_in_moments(float64):
             torch.testing.assert_close(part, other, equal_nan=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "most", long_but([1, 7, 100], 7)
 )  # in a file: what breaks a chain is in its last draw
@@ -558,7 +553,6 @@ def test_draws_are_read_when_they_are_needed(tmp_path, reads):
     assert of_sites(reads) == ["posterior/w/1.2.0", "posterior/w/1.3.0"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_only_files_that_are_needed_are_read(tmp_path, reads):
     fit = fitted(store=tmp_path / "draws.zarr", num_samples=70)
@@ -650,7 +644,6 @@ def test_at_any_moment_a_reader_sees_whole_draws(snapshots):
     assert set(counts) == {0, 7, 14, 21, 28, 31}
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_at_any_moment_a_reader_of_a_run_that_goes_on_sees_whole_draws(snapshots, tmp_path):
     path, kept = snapshots
