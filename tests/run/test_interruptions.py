@@ -162,7 +162,7 @@ class Interruptions(RuleBasedStateMachine):
         self.where.mkdir()
         self.store = {"memory": None, "nowhere": False, "store": self.where / "draws.zarr"}[kind]
         self.buffering = buffering(file_draws=file_draws, wait_seconds=wait, wait_times=0)
-        self.num_samples, self.held = (MOST if kind == "nowhere" else 17), 0
+        self.num_samples = MOST if kind == "nowhere" else 17
 
     def take_steps(self):
         with self.buffering:
@@ -189,15 +189,18 @@ class Interruptions(RuleBasedStateMachine):
 
     @rule(call=some.integers(0, 3))
     def fill_the_disk_by_checkpoints(self, call):
-        with fails_at(checkpoint.Checkpoints, "write", call), contextlib.suppress(FileError):
+        with fails_at(checkpoint.Checkpoints, "write", call):
             draws, _ = self.take_steps()
-            self.check_prefix(draws)
+        assert draws.error in (None, FULL)
+        self.check_prefix(draws)
 
     @precondition(lambda self: self.kind == "store")
     @rule(call=some.integers(0, 3))
     def fill_the_disk_by_draws(self, call):
-        with fails_at(zarr_store.DrawStore, "write", call), contextlib.suppress(FileError):
-            self.take_steps()
+        with fails_at(zarr_store.DrawStore, "write", call):
+            draws, _ = self.take_steps()
+        assert draws.error in (None, FULL)
+        self.check_prefix(draws)
 
     @precondition(lambda self: self.kind != "nowhere")
     @rule(more=some.integers(1, 12))
@@ -211,6 +214,8 @@ class Interruptions(RuleBasedStateMachine):
         assert draws.error is None
         assert draws.log_joint.shape[1] == self.num_samples
         self.check_prefix(draws)
+        if self.kind == "store":
+            assert zarr_store.DrawStore.open(self.store).count == self.num_samples
         if self.kind == "nowhere":
             near(numbers(sink.totals), numbers(whole_run(self.lr, is_added_up=True)))
 
@@ -222,8 +227,7 @@ class Interruptions(RuleBasedStateMachine):
 
     @invariant()
     def readers_see_whole_draws(self):
-        """As many as before, or more."""
-        if getattr(self, "kind", None) == "store" and self.store.exists():
+        if getattr(self, "kind", None) == "store" and (self.store / ".zmetadata").exists():
             held = zarr_store.DrawStore.open(self.store)
             if held.count:
                 found = held.read("posterior/w", torch.arange(2), torch.arange(held.count))
@@ -236,13 +240,21 @@ class Interruptions(RuleBasedStateMachine):
             shutil.rmtree(self.place)
 
 
-TestInterruptions = Interruptions.TestCase
-TestInterruptions.settings = settings(
-    max_examples=12,
+SETTINGS = settings(
+    max_examples=10,
     stateful_step_count=6,
     deadline=None,
     derandomize=True,
     report_multiple_bugs=False,
     phases=[Phase.generate],  # shrinking takes minutes
 )
-TestInterruptions.pytestmark = [pytest.mark.slow]
+
+
+class TestInterruptions(Interruptions.TestCase):
+    pytestmark = pytest.mark.slow
+    settings = SETTINGS
+
+
+class TestMoreInterruptions(Interruptions.TestCase):
+    pytestmark = pytest.mark.long
+    settings = settings(SETTINGS, max_examples=300)
