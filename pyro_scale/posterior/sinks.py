@@ -43,6 +43,10 @@ class Buffering:
     wait_seconds: float = 5.0
     wait_times: float = 20.0
 
+    def draws_of_file(self, width: int) -> int:
+        """Draws of a chain in a file, of which each takes `width` bytes."""
+        return max(1, min(self.file_draws, self.file_bytes // width))
+
 
 BUFFERING = Buffering()
 
@@ -71,7 +75,7 @@ def sink_for(
     starts = PosteriorDraws(problem.log_posterior, problem.data, problem.engine.layout, first, {})
     if store is False:
         width = first.numel() * first.element_size()
-        chunk = max(1, min(BUFFERING.file_draws, BUFFERING.file_bytes // width))
+        chunk = BUFFERING.draws_of_file(width)
         yield ToMoments(starts, first, problem, num_draws, chunk)
         return
     if isinstance(store, bool):
@@ -114,11 +118,9 @@ class ToDisk:
         if not resumes and problem.ranks.is_first:
             values, num_chains = self._values(first), starts.num_chains
             width = sum(v[0, 0].numel() * v.element_size() for v in values.values())
-            affordable = min(
-                BUFFERING.waiting_bytes // (num_chains * width), BUFFERING.file_bytes // width
-            )
+            pending = max(1, BUFFERING.waiting_bytes // (num_chains * width))
             fields = {name: _field(starts, name, value) for name, value in values.items()}
-            chunk, run = max(1, min(BUFFERING.file_draws, affordable)), secrets.token_hex(8)
+            chunk, run = min(pending, BUFFERING.draws_of_file(width)), secrets.token_hex(8)
             DrawStore.create(path, fields, num_chains, chunk, run)
         problem.ranks.of_first(None, "the making of a store")
         self.store = DrawStore.open(path)

@@ -6,6 +6,7 @@ drives the stages that a sampler drives, on a model that is prepared once.
 
 import contextlib
 import functools
+import itertools
 import math
 import shutil
 import sys
@@ -130,18 +131,25 @@ def lines(lr, kind):
     return 10**9 - cut.left
 
 
-@contextlib.contextmanager
-def fails_at(owner, name, call):
-    """The n-th call of a method is one for which there is no room."""
-    method, calls = getattr(owner, name), iter(range(10**9))
+def full():
+    raise FULL
 
-    def failing(self, *args):
-        if next(calls) == call:
-            raise FULL
-        return method(self, *args)
+
+@contextlib.contextmanager
+def at_call(number, owner, name, before=None, after=None):
+    """A block in which something happens before, or after, a call of a method."""
+    method, calls = getattr(owner, name), itertools.count()
+
+    def watched(self, *args):
+        is_it = next(calls) == number
+        if is_it and before is not None:
+            before()
+        method(self, *args)
+        if is_it and after is not None:
+            after()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, failing)
+        patch.setattr(owner, name, watched)
         yield
 
 
@@ -179,17 +187,28 @@ class Interruptions(RuleBasedStateMachine):
     @rule(part=some.floats(0.0, 1.0))
     def kill(self, part):
         """All that happens after a line is undone."""
-        at_line, copy = 1 + int(part * lines(self.lr, self.kind)), self.place / "then"
-        cut = Cut(at_line, lambda: shutil.copytree(self.where, copy))
-        with contextlib.suppress(KeyboardInterrupt), cut:
+        at_line = 1 + int(part * lines(self.lr, self.kind))
+        with contextlib.suppress(KeyboardInterrupt), Cut(at_line, self.copy):
             self.take_steps()
-        if copy.exists():
+        self.undo()
+
+    @rule(call=some.integers(0, 3))
+    def kill_after_a_checkpoint(self, call):
+        with at_call(call, checkpoint.Checkpoints, "write", after=self.copy):
+            self.take_steps()
+        self.undo()
+
+    def copy(self):
+        shutil.copytree(self.where, self.place / "then")
+
+    def undo(self):
+        if (self.place / "then").exists():
             shutil.rmtree(self.where)
-            copy.rename(self.where)
+            (self.place / "then").rename(self.where)
 
     @rule(call=some.integers(0, 3))
     def fill_the_disk_by_checkpoints(self, call):
-        with fails_at(checkpoint.Checkpoints, "write", call):
+        with at_call(call, checkpoint.Checkpoints, "write", before=full):
             draws, _ = self.take_steps()
         assert draws.error in (None, FULL)
         self.check_prefix(draws)
@@ -197,7 +216,7 @@ class Interruptions(RuleBasedStateMachine):
     @precondition(lambda self: self.kind == "store")
     @rule(call=some.integers(0, 3))
     def fill_the_disk_by_draws(self, call):
-        with fails_at(zarr_store.DrawStore, "write", call):
+        with at_call(call, zarr_store.DrawStore, "write", before=full):
             draws, _ = self.take_steps()
         assert draws.error in (None, FULL)
         self.check_prefix(draws)
