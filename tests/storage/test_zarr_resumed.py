@@ -724,8 +724,8 @@ def is_noticed(saved, path, expected):
         *[("draw/0", "damaged"), ("s/1.2", "gone"), ("../.zmetadata", "damaged")],
     ),
 )
-def test_what_arviz_cannot_read_is_an_error_of_ours(file, how, whole):
-    saved, path, _ = whole
+def test_what_arviz_cannot_read_is_an_error_of_ours(file, how, intact):
+    saved, path, _ = intact
     loaded = ps.BAOA.load(saved, regression)
     name = path / "posterior" / file
     held = name.read_bytes()
@@ -752,9 +752,9 @@ def test_coordinates_of_one_chain_and_one_draw_are_there(tmp_path):
 @pytest.mark.parametrize(
     "file", long_but([".zmetadata", "posterior/w/.zarray", ".zattrs"], "posterior/w/.zarray")
 )
-def test_no_digit_or_letter_can_change_unnoticed(file, whole):
+def test_no_digit_or_letter_can_change_unnoticed(file, intact):
     """Of what says how draws are to be read, of which Zarr has no checksum."""
-    saved, path, expected = whole
+    saved, path, expected = intact
     held, source = (path / file).read_text(), random.Random(0)
     heads = [
         match.start() for match in re.finditer(r'"(?:dtype|shape|chunks|order|filters)"', held)
