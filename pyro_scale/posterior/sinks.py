@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,15 +25,30 @@ from pyro_scale.storage.files import FilePath
 from pyro_scale.storage.lazy_draws import StoredPositions
 from pyro_scale.storage.zarr_store import POSTERIOR, UNCONSTRAINED, DrawStore, Field, writing_into
 
-#: Most bytes of all chains' draws that are pending in memory.
-_WAITING_BYTES = 2**25
-#: Bytes and draws of a file, at most.  Larger files would be hardly faster, and malloc would keep
-#: the memory of their buffers.
-_FILE_BYTES, _MOST_DRAWS = 2**21, 2**14
-#: Draws are pending for at most this long: seconds, or this multiple of the time a write takes.
-_WAIT_SECONDS, _WAIT_TIMES = 5.0, 20
 #: Bytes of a site's name: a file has this name with `_dim_0` appended.
 _LONGEST_NAME = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffering:
+    """How many draws wait in memory, and for how long, before they are written or added up."""
+
+    #: Most bytes of all chains' draws that are pending.
+    waiting_bytes: int = 2**25
+    #: Bytes and draws of a file, at most.  Larger files would be hardly faster, and malloc would
+    #: keep the memory of their buffers.
+    file_bytes: int = 2**21
+    file_draws: int = 2**14
+    #: Draws are pending for at most this long: seconds, or this multiple of the time a write takes.
+    wait_seconds: float = 5.0
+    wait_times: float = 20.0
+
+    def draws_of_file(self, width: int) -> int:
+        """Draws of a chain in a file, of which each takes `width` bytes."""
+        return max(1, min(self.file_draws, self.file_bytes // width))
+
+
+BUFFERING = Buffering()
 
 
 @contextlib.contextmanager
@@ -59,7 +75,7 @@ def sink_for(
     starts = PosteriorDraws(problem.log_posterior, problem.data, problem.engine.layout, first, {})
     if store is False:
         width = first.numel() * first.element_size()
-        chunk = max(1, min(_MOST_DRAWS, _FILE_BYTES // width))
+        chunk = BUFFERING.draws_of_file(width)
         yield ToMoments(starts, first, problem, num_draws, chunk)
         return
     if isinstance(store, bool):
@@ -102,9 +118,9 @@ class ToDisk:
         if not resumes and problem.ranks.is_first:
             values, num_chains = self._values(first), starts.num_chains
             width = sum(v[0, 0].numel() * v.element_size() for v in values.values())
-            affordable = min(_WAITING_BYTES // (num_chains * width), _FILE_BYTES // width)
+            pending = max(1, BUFFERING.waiting_bytes // (num_chains * width))
             fields = {name: _field(starts, name, value) for name, value in values.items()}
-            chunk, run = max(1, min(_MOST_DRAWS, affordable)), secrets.token_hex(8)
+            chunk, run = min(pending, BUFFERING.draws_of_file(width)), secrets.token_hex(8)
             DrawStore.create(path, fields, num_chains, chunk, run)
         problem.ranks.of_first(None, "the making of a store")
         self.store = DrawStore.open(path)
@@ -261,7 +277,7 @@ class PartToDisk:
     def __init__(self, run: ToDisk, chains: Sequence[int]):
         self._run, self.chains = run, chains
         self._held = 0, run.none[list(chains)]  # (number of the first draw, draws)
-        self._due = time.monotonic() + _WAIT_SECONDS
+        self._due = time.monotonic() + BUFFERING.wait_seconds
         self.written = run.store.count
 
     @property
@@ -340,7 +356,7 @@ class PartToDisk:
         self.written = start + positions.shape[1]
         self._run.show()
         now = time.monotonic()
-        self._due = now + max(_WAIT_SECONDS, _WAIT_TIMES * (now - begun))
+        self._due = now + max(BUFFERING.wait_seconds, BUFFERING.wait_times * (now - begun))
 
 
 def _transformed(starts: PosteriorDraws) -> list[str]:

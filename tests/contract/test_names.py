@@ -6,25 +6,20 @@ import pyro.distributions as dist
 import pytest
 import torch
 from both_arviz import IS_1
+from models import normal, of_rows
 from pyro.infer import MCMC
 from pyro.infer.autoguide import AutoNormal
+from runs import EVERY_STEP, ONE_CHAIN, QUIET
 from warned import told
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, NonFiniteError
 
-QUIET = {"progress": False, "seed": 0}
-#: Every state is a draw, from the first.
-EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
-ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1)
 
 
-def model(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+model = of_rows(lambda x, w: dist.Normal(x @ w, 1.0), w=normal(2))
 
 
 def run(**how):

@@ -8,13 +8,13 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from runs import QUIET
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import pyro_scale as ps
 from pyro_scale.data.loaders import worker_error
 from pyro_scale.errors import DataError
 
-QUIET = {"progress": False, "seed": 0}
 N = 600
 ROWS = 1 + torch.randn(N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 BY_HAND = {"num_samples": 20, "warmup_steps": 20, "thinning": 1, "num_chains": 2, **QUIET}

@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from runs import EVERY_STEP, QUIET
 from scipy import sparse
 from torch.utils import _pytree as pytree
 from torch.utils.data import (
@@ -487,12 +488,11 @@ def test_unknown_sampling_is_refused(kind, sampling):
         sampler.run(
             data,
             num_samples=2,
-            warmup_steps=0,
-            thinning=1,
             num_chains=1,
             batch_size=size,
             sampling=sampling,
             progress=False,
+            **EVERY_STEP,
         )
 
 
@@ -502,15 +502,7 @@ def test_no_sampling_is_the_methods_own(method, default):
     data = torch.arange(1.0, N + 1), torch.ones(N)
     runs = [
         method(normal_mean, lr=0.01).run(
-            data,
-            num_samples=9,
-            warmup_steps=0,
-            thinning=1,
-            num_chains=1,
-            batch_size=B,
-            seed=0,
-            progress=False,
-            **kwargs,
+            data, num_samples=9, num_chains=1, batch_size=B, **kwargs, **EVERY_STEP, **QUIET
         )
         for kwargs in ({}, {"sampling": None}, {"sampling": default}, {"sampling": "symmetric"})
     ]
@@ -527,11 +519,10 @@ def test_a_stream_cannot_be_drawn_with_replacement():
         sampler.run(
             DataLoader(SizedStream(), B),
             num_samples=2,
-            warmup_steps=0,
-            thinning=1,
             num_chains=1,
             sampling="replacement",
             progress=False,
+            **EVERY_STEP,
         )
 
 

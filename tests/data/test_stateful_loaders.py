@@ -5,6 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from repetitions import long_but
+from runs import EVERY_STEP, QUIET
 from torch.utils.data import IterableDataset
 
 import pyro_scale as ps
@@ -56,14 +57,7 @@ def run(dataset, after=-1, num_chains=1, **options):
     loader = stateful.StatefulDataLoader(dataset, batch_size=BATCH)
     sampler = ps.BAOA(Interrupted(after), lr=0.05, compile=False)
     return sampler.run(
-        loader,
-        num_samples=350,
-        warmup_steps=0,
-        thinning=1,
-        num_chains=num_chains,
-        seed=0,
-        progress=False,
-        **options,
+        loader, num_samples=350, num_chains=num_chains, **options, **EVERY_STEP, **QUIET
     )
 
 

@@ -444,10 +444,11 @@ def found_in(case, folder, names):
     if case == "dies":
         return dies_on_rank_1()
     if case == "stores":
-        with mock.patch.object(sinks, "_MOST_DRAWS", 7):
+        with mock.patch.object(sinks, "BUFFERING", sinks.Buffering(file_draws=7)):
             return stores(folder)
     if "-" in case:
-        with mock.patch.multiple(sinks, _MOST_DRAWS=500, _WAIT_SECONDS=0.05, _WAIT_TIMES=0):
+        often = sinks.Buffering(file_draws=500, wait_seconds=0.05, wait_times=0)
+        with mock.patch.object(sinks, "BUFFERING", often):
             return resumable(folder, *case.split("-"))
     return found(checkpointed(folder, resume=case == "resume"))
 

@@ -421,7 +421,6 @@ def test_a_process_by_itself_talks_to_nobody():
     assert Ranks.from_group("auto") is ALONE
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_example_runs(tmp_path):
     pytest.importorskip("sklearn")
@@ -474,7 +473,6 @@ def killed(folder, world, seconds, case="checkpoint", seed=0):
             process.communicate()
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("worlds", "seconds"), [((3, 2), 0.2), ((2, 1), 0.1), ((1, 3), 0.1)])
 def test_a_killed_run_goes_on_on_any_number_of_processes(worlds, seconds, uninterrupted, tmp_path):
@@ -500,7 +498,6 @@ def test_a_directory_of_parts_is_no_place_for_another_run(tmp_path):
         Journal.open(tmp_path, 60.0, None)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_twenty_kills_lose_nothing(uninterrupted, tmp_path):
     """Of random ranks at random times, each time on another number of processes."""

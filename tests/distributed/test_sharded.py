@@ -157,7 +157,6 @@ def test_other_models_run_as_ever_beside_a_sharded_one(alone, two):
         close(rank["unsharded"], alone["runs"]["BAOA"], 1e-8)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_ranks_can_have_the_same_parts(alone, tmp_path):
     """A mesh of two dimensions: two copies of the network, each on two ranks."""
@@ -217,7 +216,6 @@ def test_a_run_goes_on_on_any_number_of_processes(world, alone, two, folder):
         close(found, alone["runs"]["SGHMC"], 1e-8)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["killed", "damaged"])
 def test_the_state_before_is_taken_where_the_latest_is_not_whole(how, alone, two, folder, tmp_path):

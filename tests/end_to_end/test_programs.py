@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from places import ROOT
+from runs import EVERY_STEP, QUIET
 
 import pyro_scale as ps
 from pyro_scale.errors import PyroScaleError
@@ -23,15 +24,7 @@ def first_steps(program):
     """The preflight, and two eager steps."""
     ps.explain(program.model, program.data)
     mcmc = ps.BAOA(program.model, lr=1e-6, compile=False)
-    return mcmc.run(
-        program.data,
-        num_samples=2,
-        warmup_steps=0,
-        thinning=1,
-        num_chains=1,
-        seed=0,
-        progress=False,
-    )
+    return mcmc.run(program.data, num_samples=2, num_chains=1, **EVERY_STEP, **QUIET)
 
 
 @pytest.mark.parametrize("name", names())

@@ -1,13 +1,9 @@
 """Runs that were cut short go on as if they had not been: bit for bit, or not at all."""
 
-import os
 import random
 import re
 import shutil
-import signal
 import subprocess
-import sys
-import time
 import warnings
 from functools import partial
 from itertools import pairwise, product
@@ -17,7 +13,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from places import SUPPORT
+from damage import damage
+from processes import kill_until_done, launch
+from reference import double, normals
 from repetitions import long_but
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -34,27 +32,21 @@ QUIET = {"seed": 3, "progress": False}
 STEPS = {"num_samples": 40, "warmup_steps": 11, "thinning": 3, "num_chains": 1}
 
 
-def rows(count=N):
-    source = torch.Generator().manual_seed(0)
-    x = torch.randn(count, 2, generator=source, dtype=torch.float64)
-    return x, x @ torch.tensor([1.0, -2.0], dtype=torch.float64)
+X = normals(N, 2)
+Y = X @ double(1.0, -2.0)
 
 
-X, Y = rows()
+def with_prior(sd):
+    def model(x, y=None):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), sd).to_event(1))
+        s = pyro.sample("s", dist.LogNormal(0.0, 0.3))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+
+    return model
 
 
-def regression(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(0.0, 0.3))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, s), obs=y)
-
-
-def other_prior(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.1).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(0.0, 0.3))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+line = with_prior(1.0)
 
 
 def subsampling(x, y=None):
@@ -70,11 +62,22 @@ def with_point(x, y=None):
         pyro.sample("y", dist.Normal(x @ w, s), obs=y)
 
 
-class Noisy(Dataset):
-    """Rows with noise of their own each time that they are read, from torch's generator."""
+class Plain(Dataset):
+    """The rows, but not as tensors that can be seen."""
 
     def __len__(self):
         return N
+
+    def __getitem__(self, i):
+        return X[i], Y[i]
+
+
+class Twin(Plain):
+    """Another class with the same rows."""
+
+
+class Noisy(Plain):
+    """Rows with noise of their own each time that they are read, from torch's generator."""
 
     def __getitem__(self, i):
         return X[i] + 0.1 * torch.randn(2), Y[i]
@@ -100,89 +103,46 @@ def head():
     return model
 
 
+def method_of(method=ps.BAOA, model=line, lr=0.02, compile=False, **options):
+    return lambda: method(model, lr=lr, compile=compile, **options)
+
+
+def loader(dataset, **options):
+    return DataLoader(dataset, batch_size=B, **options)
+
+
 SMALL = {"lr": 0.02, "compile": False}
-IN_BATCHES = {"batch_size": B, "num_chains": 2}
+IN_BATCHES, TWO, THREE = {"batch_size": B, "num_chains": 2}, {"num_chains": 2}, {"num_chains": 3}
+LISTS = [(X[:B], Y[:B]), (X[B:40], Y[B:40]), (X[40:43], Y[40:43])]
 #: (method, data, how it is run)
 CASES = {
     **{
-        name: (lambda name=name: getattr(ps, name)(regression, **SMALL), (X, Y), IN_BATCHES)
-        for name in ("SGLD", "SGHMC", "SGNHT", "BAOA", "UBU", "pSGLD")
+        method.__name__: (method_of(method), (X, Y), IN_BATCHES)
+        for method in (ps.SGLD, ps.SGHMC, ps.SGNHT, ps.BAOA, ps.UBU, ps.pSGLD)
     },
-    "all rows": (lambda: ps.BAOA(regression, **SMALL), (X, Y), {}),
-    "compiled": (lambda: ps.BAOA(regression, lr=0.02, compile=True), (X, Y), IN_BATCHES),
-    "replacement": (
-        lambda: ps.BAOA(regression, **SMALL),
-        (X, Y),
-        {**IN_BATCHES, "sampling": "replacement"},
-    ),
-    "symmetric": (
-        lambda: ps.UBU(regression, **SMALL),
-        (X, Y),
-        {**IN_BATCHES, "sampling": "symmetric"},
-    ),
-    "shared batches": (
-        lambda: ps.BAOA(regression, **SMALL),
-        (X, Y),
-        {**IN_BATCHES, "share_batches": True},
-    ),
-    "schedules": (
-        lambda: ps.BAOA(regression, lr=ps.schedules.cosine_decay(0.03, 131), compile=False),
-        (X, Y),
-        IN_BATCHES,
-    ),
-    "cycles": (
-        lambda: ps.SGHMC(regression, lr=ps.schedules.Cyclical(0.03, 60), compile=False),
-        (X, Y),
-        IN_BATCHES,
-    ),
-    "by site": (
-        lambda: ps.BAOA(regression, lr={"w": 0.02, "s": 0.01}, compile=False),
-        (X, Y),
-        IN_BATCHES,
-    ),
-    "control variates": (
-        lambda: ps.BAOA(regression, control_variates=True, **SMALL),
-        (X, Y),
-        IN_BATCHES,
-    ),
-    "noise taken off": (
-        lambda: ps.BAOA(regression, subtract_noise=True, **SMALL),
-        (X, Y),
-        IN_BATCHES,
-    ),
-    "a chosen step": (
-        lambda: ps.BAOA(regression, lr="auto", precondition=None, compile=False),
-        (X, Y),
-        IN_BATCHES,
-    ),
-    "own subsamples": (lambda: ps.BAOA(subsampling, **SMALL), (X, Y), {"num_chains": 2}),
-    "points": (lambda: ps.BAOA(with_point, **SMALL), (X, Y), IN_BATCHES),
+    "all rows": (method_of(), (X, Y), {}),
+    "compiled": (method_of(compile=True), (X, Y), IN_BATCHES),
+    "replacement": (method_of(), (X, Y), {**IN_BATCHES, "sampling": "replacement"}),
+    "symmetric": (method_of(ps.UBU), (X, Y), {**IN_BATCHES, "sampling": "symmetric"}),
+    "shared batches": (method_of(), (X, Y), {**IN_BATCHES, "share_batches": True}),
+    "schedules": (method_of(lr=ps.schedules.cosine_decay(0.03, 131)), (X, Y), IN_BATCHES),
+    "cycles": (method_of(ps.SGHMC, lr=ps.schedules.Cyclical(0.03, 60)), (X, Y), IN_BATCHES),
+    "by site": (method_of(lr={"w": 0.02, "s": 0.01}), (X, Y), IN_BATCHES),
+    "control variates": (method_of(control_variates=True), (X, Y), IN_BATCHES),
+    "noise taken off": (method_of(subtract_noise=True), (X, Y), IN_BATCHES),
+    "a chosen step": (method_of(lr="auto", precondition=None), (X, Y), IN_BATCHES),
+    "own subsamples": (method_of(model=subsampling), (X, Y), TWO),
+    "points": (method_of(model=with_point), (X, Y), IN_BATCHES),
     "frozen base": (lambda: ps.BAOA(head(), **SMALL), (X, Y), IN_BATCHES),
-    "a loader by index": (
-        lambda: ps.BAOA(regression, **SMALL),
-        DataLoader(Noisy(), batch_size=B, shuffle=True),
-        {"num_chains": 2},
-    ),
+    "a loader by index": (method_of(), loader(Noisy(), shuffle=True), TWO),
     "frozen base, a loader": (
         lambda: ps.BAOA(head(), **SMALL),
-        DataLoader(Noisy(), batch_size=B, shuffle=True),
-        {"num_chains": 2},
+        loader(Noisy(), shuffle=True),
+        TWO,
     ),
-    "workers": (
-        lambda: ps.BAOA(regression, **SMALL),
-        DataLoader(Noisy(), batch_size=B, num_workers=2),
-        {"num_chains": 2},
-    ),
-    "a stream": (
-        lambda: ps.BAOA(regression, num_data=N, **SMALL),
-        DataLoader(Endless(), batch_size=B),
-        {"num_chains": 3},
-    ),
-    "a stream of lists": (
-        lambda: ps.BAOA(regression, num_data=N, **SMALL),
-        [(X[:B], Y[:B]), (X[B:40], Y[B:40]), (X[40:43], Y[40:43])],
-        {"num_chains": 3},
-    ),
+    "workers": (method_of(), loader(Noisy(), num_workers=2), TWO),
+    "a stream": (method_of(num_data=N), loader(Endless()), THREE),
+    "a stream of lists": (method_of(num_data=N), LISTS, THREE),
 }
 
 
@@ -262,83 +222,6 @@ def test_an_interrupt_says_how_to_go_on(cut, tmp_path, monkeypatch):
     same(run("BAOA", resume=said.split("'")[1]), run("BAOA"))
 
 
-class Breaks(Dataset):
-    """A data set that cannot be read any more after so many rows."""
-
-    def __init__(self, after):
-        self.left = after
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, i):
-        self.left -= 1
-        if self.left < 0:
-            raise OSError("the disk is gone")
-        return X[i], Y[i]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("workers", "after"),  # in the run, and when noise is estimated after it
-    long_but(product([0, 1], [900, 1200]), (1, 1200)),
-)
-def test_a_loader_that_breaks_leaves_draws_and_checkpoint(workers, after, tmp_path):
-    sampler = ps.BAOA(regression, **SMALL)
-    loader = DataLoader(Breaks(after), batch_size=B, num_workers=workers)
-    with pytest.raises(OSError, match="the disk is gone") as raised:
-        sampler.run(loader, checkpoint=tmp_path, checkpoint_every=0, **STEPS, **QUIET)
-    assert "get_samples() holds the" in raised.value.__notes__[-1]
-    whole = ps.BAOA(regression, **SMALL).run(
-        DataLoader(Breaks(10**9), batch_size=B), **STEPS, **QUIET
-    )
-    kept = sampler.get_samples()["w"]
-    assert 0 < len(kept) <= 40
-    assert torch.equal(kept, whole.get_samples()["w"][: len(kept)])
-    resumed = ps.BAOA(regression, **SMALL).run(
-        DataLoader(Breaks(10**9), batch_size=B), resume=tmp_path, **STEPS, **QUIET
-    )
-    same(resumed, whole)
-
-
-@pytest.mark.slow
-def test_a_model_that_raises_leaves_the_draws(tmp_path):
-    calls = []
-
-    def model(x, y=None):
-        calls.append(1)
-        if len(calls) == 120:
-            raise ValueError("no more")
-        regression(x, y)
-
-    sampler = ps.BAOA(model, **SMALL)
-    with pytest.raises(ValueError, match="no more"):
-        sampler.run((X, Y), batch_size=B, **STEPS, **QUIET)
-    assert len(sampler.get_samples()["w"]) > 0
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_written_leaves_the_draws_and_the_last_one(
-    tmp_path, monkeypatch
-):
-    whole, write = run("BAOA"), checkpoint.files.write
-
-    def full(path, contents, kind="results"):
-        if contents.get("step", 0) > 60:
-            raise FileError(f"'{path}' cannot be written (No space left on device)")
-        write(path, contents, kind)
-
-    monkeypatch.setattr(checkpoint.files, "write", full)
-    sampler = CASES["BAOA"][0]()
-    how = {**STEPS, **IN_BATCHES, **QUIET}
-    with pytest.raises(FileError, match="No space left"):
-        sampler.run((X, Y), checkpoint=tmp_path, checkpoint_every=0, **how)
-    kept = sampler.get_samples(group_by_chain=True)["w"]
-    assert torch.equal(kept, whole.get_samples(group_by_chain=True)["w"][:, : kept.shape[1]])
-    monkeypatch.undo()
-    same(run("BAOA", resume=tmp_path), whole)
-
-
 @pytest.mark.slow
 def test_a_directory_that_is_deleted_leaves_the_draws(tmp_path):
     """There is nothing then to go on with."""
@@ -348,13 +231,13 @@ def test_a_directory_that_is_deleted_leaves_the_draws(tmp_path):
         calls.append(1)
         if len(calls) == 120:
             shutil.rmtree(path)
-        regression(x, y)
+        line(x, y)
 
-    sampler = ps.BAOA(model, **SMALL)
+    method = ps.BAOA(model, **SMALL)
     with pytest.raises(FileError, match=r"cannot be written \(No such file.*put the dir") as raised:
-        sampler.run((X, Y), batch_size=B, checkpoint=path, checkpoint_every=0, **STEPS, **QUIET)
+        method.run((X, Y), batch_size=B, checkpoint=path, checkpoint_every=0, **STEPS, **QUIET)
     assert raised.value.__notes__[-1].endswith("draws a chain until then")
-    assert len(sampler.get_samples()["w"]) > 0
+    assert len(method.get_samples()["w"]) > 0
 
 
 @pytest.mark.slow
@@ -365,11 +248,9 @@ def test_a_chain_that_stopped_stays_so(tmp_path, cut, monkeypatch):
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(w, 30.0), obs=y)
 
-    def sampler():
-        return ps.SGLD(cliff, lr=5.0, compile=False, init_strategy={"w": torch.zeros(6)})
-
     how = {**STEPS, "batch_size": B, "num_chains": 6, **QUIET}
-    whole, part = sampler(), sampler()
+    method = method_of(ps.SGLD, cliff, lr=5.0, init_strategy={"w": torch.zeros(6)})
+    whole, part, resumed = method(), method(), method()
     with pytest.raises(NonFiniteError) as expected:
         whole.run((X, Y), **how)
     stops = re.findall(r"chain (\d+) at step (\d+)", str(expected.value))
@@ -378,7 +259,6 @@ def test_a_chain_that_stopped_stays_so(tmp_path, cut, monkeypatch):
     with pytest.raises((NonFiniteError, KeyboardInterrupt)):
         part.run((X, Y), checkpoint=tmp_path, checkpoint_every=0, **how)
     monkeypatch.undo()
-    resumed = sampler()
     with pytest.raises(NonFiniteError) as found:
         resumed.run((X, Y), resume=tmp_path, **how)
     # Of chains that stopped before the checkpoint their last steps, and so their sites, are lost.
@@ -400,24 +280,21 @@ def test_a_finished_run_is_extended(tmp_path):
         run("BAOA", resume=tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("compiled", long_but([False, True], True))
 @pytest.mark.long
-def test_a_run_is_extended_by_the_program_that_it_was_run_by(compiled, tmp_path, monkeypatch):
+def test_a_run_is_extended_by_the_program_that_it_was_run_by(compiled, tmp_path):
     """Bit for bit: compiled steps and others differ by rounding."""
-    how = {**STEPS, **IN_BATCHES, **QUIET}
+    most = 70 if compiled else 1000  # of which "auto" would choose the other one
 
     def ran(compile, num_samples=40, **where):
-        method = ps.BAOA(regression, lr=0.02, compile=compile)
-        return method.run((X, Y), **{**how, "num_samples": num_samples}, **where)
+        how = {**STEPS, **IN_BATCHES, **QUIET, "num_samples": num_samples}
+        return method_of(compile=compile)().run((X, Y), **how, **where)
 
-    longer = ran(compiled, num_samples=70)
+    longer = ran(compiled, most)
     ran(compiled, checkpoint=tmp_path)
-    limit = 10_000 if compiled else 1  # by which "auto" would choose the other one
-    monkeypatch.setattr("pyro_scale.engine.compile_step._REPAID_AFTER", limit)
-    extended = ran("auto", num_samples=70, resume=tmp_path)
+    extended = ran("auto", most, resume=tmp_path)
     same(extended, longer)
-    finished = ran("auto", num_samples=70, resume=tmp_path)  # nothing is left to do
+    finished = ran("auto", most, resume=tmp_path)  # nothing is left to do
     for each in (extended, finished):
         assert each.posterior.draws.attrs["program"] == ("compiled loop" if compiled else "eager")
 
@@ -446,10 +323,10 @@ def finished(float64, tmp_path_factory):
         ({"batch_size": 9}, r"batch_size was 8, is 9"),
         ({"sampling": "replacement"}, r"sampling was 'shuffle', is 'replacement'"),
         ({"share_batches": True}, r"share_batches was 0, is 1"),
-        ({"method": lambda: ps.BAOA(regression, lr=0.03, compile=False)}, r"'lr'\] was 0.02"),
-        ({"method": lambda: ps.UBU(regression, **SMALL)}, "method was 'BAOA', is 'UBU'"),
-        ({"method": lambda: ps.BAOA(subsampling, **SMALL)}, "sites.* is not there"),
-        ({"method": lambda: ps.BAOA(other_prior, **SMALL)}, "log prior where chain 0 starts was"),
+        ({"method": method_of(lr=0.03)}, r"'lr'\] was 0.02"),
+        ({"method": method_of(ps.UBU)}, "method was 'BAOA', is 'UBU'"),
+        ({"method": method_of(model=subsampling)}, "sites.* is not there"),
+        ({"method": method_of(model=with_prior(1.1))}, "log prior where chain 0 starts was"),
         ({"data": (X, Y + (torch.arange(N) == N - 1))}, "data was 'tensors [0-9a-f]{16}', is 'te"),
         ({"data": (X[:50], Y[:50])}, "num_data was 60, is 50"),
     ],
@@ -469,24 +346,13 @@ def test_another_run_is_refused_with_what_differs(changed, what, finished):
 
 def test_of_hyperparameters_by_site_those_that_differ_are_named(tmp_path):
     how = {**STEPS, **IN_BATCHES, **QUIET}
-    ps.BAOA(regression, lr={"w": 0.02, "s": 0.01}, compile=False).run(
-        (X, Y), checkpoint=tmp_path, **how
+    method_of(lr={"w": 0.02, "s": 0.01})().run((X, Y), checkpoint=tmp_path, **how)
+    other, changed = (
+        method_of(lr={"w": 0.03, "s": 0.01})(),
+        "hyperparameters['lr']['w'] was 0.02, is",
     )
-    other = ps.BAOA(regression, lr={"w": 0.03, "s": 0.01}, compile=False)
-    with pytest.raises(
-        FileError, match=re.escape("(hyperparameters['lr']['w'] was 0.02, is 0.03)")
-    ):
+    with pytest.raises(FileError, match=re.escape(f"({changed} 0.03)")):
         other.run((X, Y), resume=tmp_path, **how)
-
-
-class Plain(Dataset):
-    """The rows, but not as tensors that can be seen."""
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, i):
-        return X[i], Y[i]
 
 
 class Mine:
@@ -502,7 +368,7 @@ class Mine:
 KINDS = {
     "tensors": ((X, Y), {"batch_size": B}),
     "a data set": (DataLoader(Plain(), B), {}),
-    "another one": (DataLoader(Noisy(), B), {}),
+    "another one": (DataLoader(Twin(), B), {}),
     "as they come": (DataLoader(Plain(), batch_sampler=[*torch.arange(N).split(B)]), {}),
     "another loader": (Mine(Plain()), {}),
 }
@@ -512,14 +378,13 @@ KINDS = {
     ("then", "now"),
     long_but(product(KINDS, KINDS), ("tensors", "tensors"), *pairwise([*KINDS, "tensors"])),
 )
-def test_the_kind_of_data_counts(then, now, tmp_path, monkeypatch):
+def test_the_kind_of_data_counts(then, now, tmp_path):
     """Though the first batch is the same, the later ones would be others."""
-    monkeypatch.setattr(Noisy, "__getitem__", Plain.__getitem__)
     how = {**STEPS, **QUIET, "num_samples": 3, "warmup_steps": 0, "thinning": 1}
 
     def ran(kind, **where):
         data, options = KINDS[kind]
-        ps.BAOA(regression, **SMALL).run(data, **options, **how, **where)
+        method_of()().run(data, **options, **how, **where)
 
     ran(then, checkpoint=tmp_path)
     if then == now:
@@ -581,12 +446,13 @@ def test_a_runs_checkpoints_are_not_written_over(tmp_path):
 @pytest.mark.slow
 def test_one_run_at_a_time_writes_into_a_directory(tmp_path):
     run("BAOA", {"checkpoint": tmp_path}, num_samples=5)
-    other = "import sys; from pathlib import Path; from pyro_scale.storage import files\n"
-    other += "with files.locked(Path(sys.argv[1])): print('in', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", other, str(tmp_path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes) as process:
-        assert process.stdout.readline() == b"in\n"
+    other = """
+from pyro_scale.storage import files
+with files.locked(Path(sys.argv[1])):
+    ready()
+    sys.stdin.read()
+"""
+    with launch(other, tmp_path, stdin=subprocess.PIPE) as process:
         before = sorted(tmp_path.iterdir())
         with pytest.raises(FileError, match="another run is writing into"):
             run("BAOA", {"resume": tmp_path}, num_samples=8)
@@ -606,57 +472,34 @@ def test_checkpoints_leave_nothing_behind(tmp_path):
     assert {re.sub("[0-9]+", "", name) for name in names} == {"state-", "draws-"}
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_schedules_of_ours_are_compared(tmp_path):
     run("cycles", checkpoint=tmp_path)
-    method = ps.SGHMC(regression, lr=ps.schedules.Cyclical(0.03, 50), compile=False)
+    method = method_of(ps.SGHMC, lr=ps.schedules.Cyclical(0.03, 50))()
     with pytest.raises(FileError, match=r"is another run .*cycle_steps"):
         method.run((X, Y), resume=tmp_path, **{**STEPS, **IN_BATCHES, **QUIET})
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_step_that_was_chosen_is_for_its_number_of_steps(tmp_path):
-    sampler = CASES["a chosen step"][0]()
+    method = CASES["a chosen step"][0]()
     how = {**STEPS, **IN_BATCHES, **QUIET}
-    sampler.run((X, Y), checkpoint=tmp_path, **how)
-    drawn = sampler.get_samples()["w"]
+    method.run((X, Y), checkpoint=tmp_path, **how)
+    drawn = method.get_samples()["w"]
     with pytest.raises(FileError, match="num_samples was 40, is 80"):
         CASES["a chosen step"][0]().run((X, Y), resume=tmp_path, **{**how, "num_samples": 80})
     with pytest.raises(FileError, match="is another run"):
-        sampler.run((X, Y), resume=tmp_path, **{**how, "seed": 5})
-    assert torch.equal(sampler.get_samples()["w"], drawn)  # a refusal takes nothing away
+        method.run((X, Y), resume=tmp_path, **{**how, "seed": 5})
+    assert torch.equal(method.get_samples()["w"], drawn)  # a refusal takes nothing away
 
 
 # ------------------------------------------------------------------ damage
 
 
-def damaged(path, source):
-    """A byte changed, cut off from somewhere, or something behind the end."""
-    held = bytearray(path.read_bytes())
-    place = source.randrange(len(held))
-    kind = source.choice(["flip", "cut", "append", "zero"])
-    if kind == "flip":
-        held[place] ^= 1 << source.randrange(8)
-    elif kind == "cut":
-        del held[place:]
-    elif kind == "append":
-        held += bytes([place % 256])
-    else:
-        held[place : place + 16] = bytes(len(held[place : place + 16]))
-        if held == path.read_bytes():
-            held[place] ^= 1
-    path.write_bytes(held)
-
-
 @pytest.fixture(scope="module")
-def unfinished(tmp_path_factory):
-    """(The files of a run that was cut short, the whole run)."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    directory = tmp_path_factory.mktemp("unfinished")
-    move = loop.Chains.move
+def cut_short(float64, tmp_path_factory):
+    """(The files of a run that was cut short, by name, the whole run)."""
+    directory, move = tmp_path_factory.mktemp("unfinished"), loop.Chains.move
 
     def interrupted(self, program, batches, block, *others):
         if block.stop > 100:
@@ -668,9 +511,17 @@ def unfinished(tmp_path_factory):
         warnings.simplefilter("ignore")
         patch.setattr(loop.Chains, "move", interrupted)
         run("BAOA", checkpoint=directory, checkpoint_every=0)
-    torch.set_default_dtype(default)
     files = (file for file in directory.iterdir() if not file.name.startswith("."))
     return {file.name: file.read_bytes() for file in files}, whole
+
+
+@pytest.fixture
+def unfinished(cut_short, tmp_path):
+    """(The names of the files of a run that was cut short, which are there, the whole run)."""
+    held, whole = cut_short
+    for name, contents in held.items():
+        (tmp_path / name).write_bytes(contents)
+    return sorted(held), whole
 
 
 @pytest.mark.slow
@@ -678,11 +529,8 @@ def unfinished(tmp_path_factory):
 def test_damage_is_noticed(seed, unfinished, tmp_path):
     """The draws are those of the whole run, or it is refused; the latest state may be lost."""
     held, whole = unfinished
-    for name, contents in held.items():
-        (tmp_path / name).write_bytes(contents)
-    source = random.Random(seed)
-    name = sorted(held)[seed % len(held)]
-    damaged(tmp_path / name, source)
+    name = held[seed % len(held)]
+    damage(tmp_path / name, random.Random(seed))
     latest = max((n for n in held if "state" in n), key=lambda n: int(n.partition("-")[2]))
     older = {n for n in held if "state" in n} - {latest}
     if name in older:
@@ -699,9 +547,7 @@ def test_damage_is_noticed(seed, unfinished, tmp_path):
 @pytest.mark.slow
 def test_a_state_that_was_whole_stays_as_the_one_before(unfinished, tmp_path):
     """However often the latest one is damaged, the one that was taken instead is not dropped."""
-    held, whole = unfinished
-    for name, contents in held.items():
-        (tmp_path / name).write_bytes(contents)
+    _, whole = unfinished
     for _ in range(3):
         states = sorted(tmp_path.glob("state-*"), key=lambda file: int(file.name[6:]))
         assert len(states) == 2
@@ -719,8 +565,6 @@ def parts_of(state):
 
 def test_a_file_that_is_gone_is_named(unfinished, tmp_path):
     held, _ = unfinished
-    for name, contents in held.items():
-        (tmp_path / name).write_bytes(contents)
     first = min((n for n in held if "draws" in n), key=lambda n: int(n.partition("-")[2]))
     (tmp_path / first).unlink()
     with pytest.raises(FileError, match=rf"{first}' cannot be read"):
@@ -730,41 +574,14 @@ def test_a_file_that_is_gone_is_named(unfinished, tmp_path):
 # ------------------------------------------------------------------ kill -9
 
 CHILD = """
-import sys, time, warnings
-import torch
 torch.set_default_dtype(torch.float64)
-sys.path[:0] = [{support!r}, {own!r}]
-warnings.simplefilter("ignore")
 import test_checkpoint as t
-from pathlib import Path
-path, saved = Path(sys.argv[1]), sys.argv[2]
+path, saved, case, draws = Path(sys.argv[1]), *sys.argv[2:]
 where = "resume" if list(path.glob("state-*")) else "checkpoint"
-print("ready", flush=True)
-fit = t.run(sys.argv[3], {{where: path}}, num_samples={draws}, checkpoint_every=0)
+ready()
+fit = t.run(case, {where: path}, num_samples=int(draws), checkpoint_every=0)
 torch.save(fit.get_samples(group_by_chain=True), saved)
 """
-
-
-def killed_again_and_again(case, draws, kills, tmp_path, seed):
-    """The draws of a run that was killed so often; how often before it could finish."""
-    source, path, saved = random.Random(seed), tmp_path / "run", tmp_path / "draws.pt"
-    child = CHILD.format(support=str(SUPPORT), own=str(Path(__file__).parent), draws=draws)
-    done = 0
-    while not saved.exists():
-        process = subprocess.Popen(
-            [sys.executable, "-c", child, str(path), str(saved), case],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert process.stdout is not None
-        process.stdout.readline()
-        if done < kills:
-            time.sleep(source.uniform(0.0, 1.0))
-            done += process.poll() is None
-            process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert done < kills or process.returncode in (0, -signal.SIGKILL)
-    return torch.load(saved), done
 
 
 @pytest.mark.parametrize(
@@ -778,8 +595,13 @@ def killed_again_and_again(case, draws, kills, tmp_path, seed):
     ],
 )
 def test_killed_at_any_moment_it_goes_on_bit_for_bit(case, kills, draws, tmp_path):
-    found, done = killed_again_and_again(case, draws, kills, tmp_path, seed=kills)
-    assert done >= min(kills, 2)
+    directory, saved = tmp_path / "run", tmp_path / "draws.pt"
+
+    def begin():
+        return launch(CHILD, directory, saved, case, draws, places=[Path(__file__).parent])
+
+    kill_until_done(begin, directory, saved, kills)
+    found = torch.load(saved)
     expected = run(case, num_samples=draws).get_samples(group_by_chain=True)
     for name, value in expected.items():
         assert torch.equal(found[name], value)

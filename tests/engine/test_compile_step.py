@@ -16,8 +16,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
 from reference import double, normals
 from repetitions import long_but
+from runs import EVERY_STEP, QUIET
 from torch.utils.data import DataLoader, Dataset
 from warned import without_replay
 
@@ -42,22 +44,11 @@ def close(actual, expected, tolerance=1e-10):
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
-def logistic(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+logistic = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(3))
 
 
 def ran(model, compile, data=(X, Y), method=ps.BAOA, lr=0.2, **kwargs):
-    chosen = {
-        "num_samples": 200,
-        "warmup_steps": 0,
-        "thinning": 1,
-        "num_chains": 2,
-        "seed": 0,
-        "batch_size": 7,
-        "progress": False,
-    }
+    chosen = {**EVERY_STEP, **QUIET, "num_samples": 200, "num_chains": 2, "batch_size": 7}
     return method(model, lr=lr, compile=compile).run(data, **{**chosen, **kwargs})
 
 
@@ -173,10 +164,9 @@ def branching(x, y):
         pyro.sample("y", dist.Bernoulli(logits=scale * (x @ w)), obs=y)
 
 
-def reading(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Bernoulli(logits=(x @ w) * (1 + 0.1 * w[0].item() ** 2)), obs=y)
+reading = of_rows(
+    lambda x, w: dist.Bernoulli(logits=x @ w * (1 + 0.1 * w[0].item() ** 2)), w=normal(3)
+)
 
 
 @pytest.mark.slow
@@ -203,58 +193,45 @@ def nothing_is_compiled_yet(monkeypatch):
     monkeypatch.setattr(compiled, "_compiled_before", {})
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """How often compilation is asked for, by choose_program on its own."""
-    calls = []
-    blueprint = SimpleNamespace(program=lambda _: None)
-    monkeypatch.setattr(compile_step, "_compile", lambda *args: (calls.append(args), blueprint)[1])
-    monkeypatch.setattr(compile_step, "check", lambda *_: None)
-    nothing = SimpleNamespace(program=lambda *_: None, keep=lambda *_: None)
-
-    def ask(compile, num_steps, num_chains=1, vectorized=True):
-        calls.clear()
-        engine, batches = SimpleNamespace(vectorized=vectorized), SimpleNamespace()
-        positions = torch.zeros(num_chains, 1)
-        plan = StepPlan(engine, positions, batches, {}, Steps(num_steps), 0, compile, nothing)
-        example = Example(engine, batches, SimpleNamespace(position=positions), None)
-        compile_step.choose_program(plan, example, None, str)
-        return len(calls)
-
-    return ask
+def compiles(compile, steps, num_chains=1, vectorized=True):
+    """Whether choose_program compiles these steps, or as many."""
+    built = SimpleNamespace(program=lambda *_: "built before")
+    engine, batches = SimpleNamespace(vectorized=vectorized), SimpleNamespace()
+    positions = torch.zeros(num_chains, 1)
+    steps = Steps(steps) if isinstance(steps, int) else steps
+    plan = StepPlan(engine, positions, batches, {}, steps, 0, compile, built)
+    example = Example(engine, batches, SimpleNamespace(position=positions), None)
+    return compile_step.choose_program(plan, example, None, str) == "built before"
 
 
-def test_auto_compiles_runs_that_repay_it(asked):
-    assert compile_step._REPAID_AFTER == 3000
-    assert asked("auto", 2999) == 0
-    assert asked("auto", 3000) == 1
-    assert asked(True, 1) == 1
-    assert asked(False, 10**9) == 0
+def test_auto_compiles_runs_that_repay_it():
+    assert not compiles("auto", 2999)
+    assert compiles("auto", 3000)
+    assert compiles(True, 1)
+    assert not compiles(False, 10**9)
 
 
-def test_auto_counts_chain_steps(asked):
+def test_auto_counts_chain_steps():
     """A vmapped step of 251 chains takes twice as long as one of a chain; one by one, 251 times."""
-    assert asked("auto", 1499, num_chains=251) == 0
-    assert asked("auto", 1500, num_chains=251) == 1
-    assert asked("auto", 1500, num_chains=1000) == 1
-    assert asked("auto", 749, num_chains=4, vectorized=False) == 0
-    assert asked("auto", 750, num_chains=4, vectorized=False) == 1
+    assert not compiles("auto", 1499, num_chains=251)
+    assert compiles("auto", 1500, num_chains=251)
+    assert compiles("auto", 1500, num_chains=1000)
+    assert not compiles("auto", 749, num_chains=4, vectorized=False)
+    assert compiles("auto", 750, num_chains=4, vectorized=False)
+
+
+@pytest.mark.parametrize("steps", [Steps(3000), Steps(290, 100, 10), Steps(1, 2999)])
+def test_auto_counts_all_steps(steps):
+    fewer = Steps(steps.num_samples, steps.warmup_steps - 1, steps.thinning)
+    assert compiles("auto", steps)
+    assert not compiles("auto", fewer if steps.warmup_steps else Steps(2999))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "steps",
-    [
-        pytest.param({"num_samples": 50}, marks=pytest.mark.long),
-        {"num_samples": 10, "thinning": 4, "warmup_steps": 10},
-        pytest.param({"num_samples": 1, "warmup_steps": 49}, marks=pytest.mark.long),
-    ],
-)
-def test_auto_counts_all_steps(steps, monkeypatch):
-    monkeypatch.setattr(compile_step, "_REPAID_AFTER", 50)
-    assert program_of(ran(logistic, "auto", **steps)) == LOOP
-    monkeypatch.setattr(compile_step, "_REPAID_AFTER", 51)
-    assert program_of(ran(logistic, "auto", **steps)) == EAGER
+def test_a_run_is_as_long_as_all_its_steps():
+    how = {"num_samples": 10, "thinning": 298, "num_chains": 1}
+    assert program_of(ran(logistic, "auto", **how, warmup_steps=20)) == LOOP
+    assert program_of(ran(logistic, "auto", **how, warmup_steps=19)) == EAGER
 
 
 @pytest.mark.parametrize("value", ["yes", None, "Auto", 2, "True"])
@@ -283,12 +260,7 @@ def test_the_times_add_up():
 
 
 def scaled(factor):
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(3), factor).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Bernoulli(logits=factor * (x @ w)), obs=y)
-
-    return model
+    return of_rows(lambda x, w: dist.Bernoulli(logits=factor * (x @ w)), w=normal(3, sd=factor))
 
 
 @pytest.mark.slow
@@ -301,20 +273,15 @@ def test_a_built_loop_is_found_again(monkeypatch):
     same(again, ran(scaled(0.5), False, data=(-X, Y), seed=3))
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_model_that_differs_in_one_number_is_built_anew():
     for factor in (0.5, 0.25):
         same(ran(scaled(factor), True), ran(scaled(factor), False))
 
 
-def linear(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+linear = of_rows(lambda x, w: dist.Normal(x @ w, 1.0), w=normal(3))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", long_but(["batch size", "rows", "type", "strides", "whole"], "batch size", "type")
 )
@@ -418,14 +385,13 @@ def test_settings_while_a_model_is_traced_that_raises():
 # ------------------------------------------------------------------ chains that fail
 
 
-def outcome(model, compile, data, **kwargs):
+def broken_run(model, compile, data, **kwargs):
     """(The sampler, what its error says, but for a file's name)."""
     method = kwargs.pop("method", ps.BAOA)
     sampler = method(model, compile=compile, **kwargs.pop("hypers", {"lr": 0.2}))
     chosen = {
+        **EVERY_STEP,
         "num_samples": 150,
-        "warmup_steps": 0,
-        "thinning": 1,
         "num_chains": 6,
         "seed": 1,
         "progress": False,
@@ -475,8 +441,8 @@ def test_a_bad_row_stops_each_chain_when_it_comes_to_it(thinning, warmup):
     assert all(step > 2 for step, _ in expected.values())
 
     with pyro.validation_enabled(False):  # else the row is refused before the run
-        fast, said = outcome(two_sites, True, broken, **steps)
-        slow, said_slowly = outcome(two_sites, False, broken, **steps)
+        fast, said = broken_run(two_sites, True, broken, **steps)
+        slow, said_slowly = broken_run(two_sites, False, broken, **steps)
     assert program_of(fast) == LOOP
     assert failures(said) == expected
     assert said == said_slowly
@@ -503,7 +469,7 @@ def test_a_chain_that_diverges_stops_alone():
             pyro.sample("x", dist.Normal(w, 1.0).to_event(1), obs=x)
 
     hypers = {"lr": 0.6, "init_strategy": {"v": start, "w": torch.zeros(6, 3)}}
-    found = [outcome(quartic, c, X, hypers=dict(hypers), batch_size=5) for c in (True, False)]
+    found = [broken_run(quartic, c, X, hypers=dict(hypers), batch_size=5) for c in (True, False)]
     (fast, said), (slow, said_slowly) = found
     assert program_of(fast) == LOOP
     assert said == said_slowly
@@ -519,7 +485,9 @@ def test_a_chain_that_fails_beside_points():
     pyro.clear_param_store()
     rows = normals(400, 3)
     rows[123, 1] = torch.inf
-    found = [outcome(two_sites_and_a_point, c, rows, batch_size=2, seed=3) for c in (True, False)]
+    found = [
+        broken_run(two_sites_and_a_point, c, rows, batch_size=2, seed=3) for c in (True, False)
+    ]
     (fast, said), (slow, said_slowly) = found
     assert program_of(fast) == LOOP
     assert said == said_slowly
@@ -544,7 +512,7 @@ def test_a_broken_chain_upsets_no_factorization():
     rows = normals(400, 3)
     rows[123, 1] = torch.nan
     with pyro.validation_enabled(False):  # else the row is refused before the run
-        found = [outcome(curves, c, rows, batch_size=2, seed=4) for c in (True, False)]
+        found = [broken_run(curves, c, rows, batch_size=2, seed=4) for c in (True, False)]
     (fast, said), (slow, said_slowly) = found
     assert program_of(fast) == STEP
     assert said == said_slowly
@@ -558,7 +526,7 @@ def test_all_chains_fail_at_a_step():
     hypers = {"lr": lambda step: 0.2 if step < 137 else 1e200}
     said = []
     for compile in (True, False):
-        sampler, message = outcome(two_sites, compile, X, hypers=hypers, num_chains=3)
+        sampler, message = broken_run(two_sites, compile, X, hypers=hypers, num_chains=3)
         said.append(message)
         with pytest.raises(NotRunError):
             sampler.get_samples()
@@ -624,7 +592,6 @@ def in_a_process(script):
     return done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_an_index_out_of_range_in_a_later_batch_is_an_error():
     """Where the model reads a table of its latents by a column of the data."""
@@ -685,15 +652,7 @@ def test_what_leaves_torch_is_not_frozen():
     draws = []
     for compile in (True, False):
         sampler = ps.BAOA(model, lr=0.1, compile=compile)
-        settings = {
-            "num_samples": 20,
-            "warmup_steps": 0,
-            "thinning": 1,
-            "num_chains": 1,
-            "batch_size": 5,
-            "seed": 0,
-            "progress": False,
-        }
+        settings = {**EVERY_STEP, **QUIET, "num_samples": 20, "num_chains": 1, "batch_size": 5}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             draws.append(sampler.run((x, y), **settings).get_samples()["w"])
@@ -702,7 +661,6 @@ def test_what_leaves_torch_is_not_frozen():
     assert torch.equal(*draws)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_library_cut_short_is_built_again(tmp_path, monkeypatch):
     """Loading a part of a library kills the process."""
@@ -720,23 +678,13 @@ def test_a_library_cut_short_is_built_again(tmp_path, monkeypatch):
 def test_a_gpu_gives_what_its_eager_steps_give():
     x, y = torch.randn(40, 3, device="cuda"), torch.randn(40, device="cuda")
 
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(3, device="cuda"), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
-
+    model = of_rows(
+        lambda x, w: dist.Normal(x @ w, 1.0),
+        w=lambda: dist.Normal(torch.zeros(3, device="cuda"), 1.0).to_event(1),
+    )
     draws = [
         ps.BAOA(model, lr=0.1, compile=compile)
-        .run(
-            (x, y),
-            num_samples=50,
-            warmup_steps=0,
-            thinning=1,
-            batch_size=8,
-            num_chains=3,
-            seed=0,
-            progress=False,
-        )
+        .run((x, y), num_samples=50, batch_size=8, num_chains=3, **EVERY_STEP, **QUIET)
         .get_samples()["w"]
         for compile in (True, False)
     ]

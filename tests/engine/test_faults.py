@@ -1,6 +1,7 @@
 """Full disks, workers that die, models and data sets that raise: what was there before stays."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -10,16 +11,25 @@ import time
 import pyro
 import pyro.distributions as dist
 import pytest
-import stored
 import torch
 from repetitions import long_but
-from stored import QUIET, X, Y, draws_of, fitted, regression, same, unconstrained
+from stored import (
+    X,
+    Y,
+    draws_of,
+    ended_by,
+    fitted,
+    held_of,
+    regression,
+    same,
+    same_outcome,
+)
+from stores import buffering, opened
 from torch.utils.data import DataLoader, Dataset
 
 import pyro_scale as ps
 from pyro_scale.engine import loop
 from pyro_scale.errors import FileError
-from pyro_scale.posterior import sinks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -40,8 +50,7 @@ def wide(x):
 
 
 def wide_run(num_samples, **kwargs):
-    how = {"model": wide, "data": X, "num_chains": 1, **kwargs}
-    return fitted(num_samples=num_samples, **how)
+    return fitted(wide, X, num_samples=num_samples, num_chains=1, **kwargs)
 
 
 @pytest.fixture
@@ -77,73 +86,47 @@ def no_room(disk):
 # ------------------------------------------------------------------ full disks
 
 
+WIDE_RUN = {"model": wide, "data": X, "num_chains": 1, "num_samples": 1200}
+
+
 @pytest.mark.long
 def test_checkpoints_fill_the_disk(disk):
     """The draws until then are kept, and the checkpoint before goes on, once there is room."""
-    sampler = ps.BAOA(wide, lr=0.05, compile=False)
-    how = {
-        "num_samples": 1200,
-        "warmup_steps": 0,
-        "thinning": 1,
-        "num_chains": 1,
-        "batch_size": 5,
-        **QUIET,
-    }
-    with pytest.raises(FileError, match=r"cannot be written \(No space left on device\)") as raised:
-        sampler.run(X, checkpoint=disk / "run", checkpoint_every=0, **how)
+    full = FileError, r"cannot be written \(No space left on device\)"
+    sampler, error = ended_by(*full, **WIDE_RUN, checkpoint=disk / "run", checkpoint_every=0)
     whole = wide_run(1200)
-    kept = draws_of(sampler)["w"]
-    count = kept.shape[1]
-    assert 0 < count < 1200
-    said = raised.value.__notes__[-1]
+    count = held_of(sampler, whole)
+    assert count < 1200
+    said = error.__notes__[-1]
     assert f"get_samples() holds the {count} draws" in said
     assert said.endswith(f"the same call with resume='{disk / 'run'}' goes on")
-    assert raised.value.args[0].endswith("put the directory back, or make it writable")
-    assert torch.equal(kept, draws_of(whole)["w"][:, :count])
+    assert error.args[0].endswith("put the directory back, or make it writable")
     assert not [file for file in (disk / "run").iterdir() if file.name.startswith(".pyro-scale")]
     with pytest.raises(FileError, match="No space left"):  # still
         wide_run(1200, resume=disk / "run", checkpoint_every=0)
     room(disk)
-    resumed = wide_run(1200, resume=disk / "run")
-    same(draws_of(resumed), draws_of(whole))
-    same(resumed.posterior.draws.sample_stats, whole.posterior.draws.sample_stats)
+    same_outcome(wide_run(1200, resume=disk / "run"), whole)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chunk", long_but([50, 10**6], 50))
 @pytest.mark.long
-def test_draws_fill_the_disk(chunk, disk, tmp_path, monkeypatch):
+def test_draws_fill_the_disk(chunk, disk, tmp_path):
     pytest.importorskip("zarr")
-    import xarray
-
-    monkeypatch.setattr(sinks, "_MOST_DRAWS", chunk)
-    monkeypatch.setattr(sinks, "_FILE_BYTES", 2**19)
-    sampler = ps.BAOA(wide, lr=0.05, compile=False)
-    how = {
-        "num_samples": 1200,
-        "warmup_steps": 0,
-        "thinning": 1,
-        "num_chains": 1,
-        "batch_size": 5,
-        "store": disk / "draws.zarr",
-        **QUIET,
-    }
-    with pytest.raises(FileError, match=r"cannot be written \(.*No space left") as raised:
-        sampler.run(X, checkpoint=tmp_path / "run", checkpoint_every=0, **how)
-    said = raised.value.__notes__[-1]
-    assert said.endswith(f"the same call with resume='{tmp_path / 'run'}' goes on")
-    whole = wide_run(1200)
-    kept = draws_of(sampler)
-    count = kept["w"].shape[1]
-    assert 0 < count < 1200
-    stored.near(kept, {name: value[:, :count] for name, value in draws_of(whole).items()})
-    posterior = xarray.open_datatree(disk / "draws.zarr", engine="zarr", chunks=None).posterior
-    assert posterior.sizes["draw"] == count
-    assert torch.equal(torch.as_tensor(posterior.w.values), kept["w"])
-    room(disk)
-    resumed = wide_run(1200, resume=tmp_path / "run", store=disk / "draws.zarr")
-    same(unconstrained(resumed), unconstrained(whole))
-    same(resumed.posterior.draws.sample_stats, whole.posterior.draws.sample_stats)
+    with buffering(file_draws=chunk, file_bytes=2**19):
+        where = {"store": disk / "draws.zarr", "checkpoint": tmp_path / "run"}
+        full = FileError, r"cannot be written \(.*No space left"
+        sampler, error = ended_by(*full, **WIDE_RUN, **where, checkpoint_every=0)
+        said = error.__notes__[-1]
+        assert said.endswith(f"the same call with resume='{tmp_path / 'run'}' goes on")
+        whole = wide_run(1200)
+        count = held_of(sampler, whole)
+        assert count < 1200
+        posterior = opened(disk / "draws.zarr").posterior
+        assert posterior.sizes["draw"] == count
+        assert torch.equal(torch.as_tensor(posterior.w.values), draws_of(sampler)["w"])
+        room(disk)
+        resumed = wide_run(1200, resume=tmp_path / "run", store=disk / "draws.zarr")
+        same_outcome(resumed, whole)
 
 
 def test_a_disk_that_is_full_from_the_beginning(disk):
@@ -199,11 +182,19 @@ def test_a_store_on_a_disk_to_read_only_is_read(disk):
 # ------------------------------------------------------------------ workers that die
 
 
-class Dies(Dataset):
-    """A data set whose reader is gone after so many rows."""
+class Refused(Exception):
+    pass
 
-    def __init__(self, after, how=os._exit):
-        self.left, self.how = after, how
+
+def refuse():
+    raise Refused("no more")
+
+
+class Ends(Dataset):
+    """A data set whose reader comes to an end after so many rows."""
+
+    def __init__(self, after, end=refuse):
+        self.left, self.end = after, end
 
     def __len__(self):
         return len(X)
@@ -211,24 +202,15 @@ class Dies(Dataset):
     def __getitem__(self, i):
         self.left -= 1
         if self.left < 0:
-            self.how(1)
+            self.end()
         return X[i], Y[i]
 
 
-class Gone(Exception):
-    pass
+def from_loader(after, **kwargs):
+    return {"data": DataLoader(Ends(after), batch_size=5, **kwargs), "batch_size": None}
 
 
-def gone(code):
-    raise Gone("the rows are gone")
-
-
-LOADED = {"num_samples": 40, "warmup_steps": 0, "thinning": 1, "num_chains": 2, **QUIET}
-
-
-def from_loader(dataset, **kwargs):
-    loader = DataLoader(dataset, batch_size=5, num_workers=kwargs.pop("workers", 1))
-    return ps.BAOA(regression, lr=0.05, compile=False), loader, {**LOADED, **kwargs}
+LOADED = {"num_samples": 40, "num_chains": 2}
 
 
 @pytest.mark.slow
@@ -239,25 +221,22 @@ def test_a_worker_that_dies_is_an_error_in_a_moment(after, tmp_path):
     An epoch has 13 rows, and so has a worker's life where it is not kept over epochs: in the
     former case the first epoch ends it, in the latter it is one that is kept.
     """
-    persistent = after > len(X)
-    dataset = Dies(after)
-    loader = DataLoader(dataset, batch_size=5, num_workers=1, persistent_workers=persistent)
-    sampler, _, how = from_loader(dataset)
+    persistent, how = after > len(X), {**LOADED, **from_loader(10**9, num_workers=1)}
+    dataset = Ends(after, lambda: os._exit(1))
+    dies = DataLoader(dataset, batch_size=5, num_workers=1, persistent_workers=persistent)
     begun = time.monotonic()
-    with pytest.raises(Exception, match=r"worker .*exited unexpectedly|worker .*is dead") as raised:
-        sampler.run(loader, checkpoint=tmp_path, checkpoint_every=0, **how)
+    sampler, error = ended_by(
+        *(Exception, r"worker .*exited unexpectedly|worker .*is dead"),
+        **{**how, "data": dies, "checkpoint": tmp_path, "checkpoint_every": 0},
+    )
     assert time.monotonic() - begun < 60  # not as long as a loader waits for its workers
-    whole, loader, how = from_loader(Dies(10**9), workers=0)
-    whole.run(loader, **how)
+    whole = fitted(**LOADED, **from_loader(10**9))
     if persistent:
-        kept = draws_of(sampler)
-        count = kept["w"].shape[1]
-        assert 0 < count < 40
-        assert f"holds the {count} draws" in raised.value.__notes__[-1]
-        same(kept, {name: value[:, :count] for name, value in draws_of(whole).items()})
-    resumed, loader, how = from_loader(Dies(10**9))
+        count = held_of(sampler, whole)
+        assert count < 40
+        assert f"holds the {count} draws" in error.__notes__[-1]
     if list(tmp_path.glob("state-*")):
-        same(draws_of(resumed.run(loader, resume=tmp_path, **how)), draws_of(whole))
+        same_outcome(fitted(**how, resume=tmp_path), whole)
     else:
         assert not persistent
 
@@ -265,87 +244,72 @@ def test_a_worker_that_dies_is_an_error_in_a_moment(after, tmp_path):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_data_set_that_raises_at_once_is_that_error(after, workers):
-    sampler, loader, how = from_loader(Dies(after, gone), workers=workers)
-    with pytest.raises(Gone, match="the rows are gone"):
-        sampler.run(loader, **how)
+    ended_by(Refused, "no more", **LOADED, **from_loader(after, num_workers=workers))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kept", long_but(["memory", "store", "nowhere"], "store"))
-def test_a_data_set_that_raises_later_leaves_what_there_was(kept, tmp_path):
-    where = {"memory": None, "store": tmp_path / "draws.zarr", "nowhere": False}[kept]
-    sampler, loader, how = from_loader(Dies(200, gone), workers=0, store=where)
-    with pytest.raises(Gone, match="the rows are gone") as raised:
-        sampler.run(loader, checkpoint=tmp_path / "run", checkpoint_every=0, **how)
-    assert "draws" in raised.value.__notes__[-1]
-    whole, loader, how = from_loader(Dies(10**9, gone), workers=0)
-    whole.run(loader, **how)
-    if kept != "nowhere":
-        found = draws_of(sampler)
-        count = found["w"].shape[1]
-        assert 0 < count < 40
-        same(found, {name: value[:, :count] for name, value in draws_of(whole).items()})
-    resumed, loader, how = from_loader(Dies(10**9, gone), workers=0, store=where)
-    resumed.run(loader, resume=tmp_path / "run", **how)
-    if kept == "nowhere":
-        for name, found in resumed.moments().items():
-            expected = whole.moments()[name]
-            torch.testing.assert_close(found.mean, expected.mean, rtol=1e-11, atol=1e-11)
-            torch.testing.assert_close(found.sd, expected.sd, rtol=1e-11, atol=1e-11)
-    else:
-        same(draws_of(resumed), draws_of(whole))
+# ------------------------------------------------------------------ what raises later
 
 
-# ------------------------------------------------------------------ models that raise
-
-
-class Refused(Exception):
-    pass
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kept", long_but(["memory", "store", "nowhere"], "memory"))
-def test_a_model_that_raises_at_a_later_step_leaves_what_there_was(kept, tmp_path):
+def raises_later():
     calls = []
 
     def model(x, y=None):
         calls.append(1)
         if len(calls) == 150:
-            raise Refused("no more")
-        regression(x, y)
+            refuse()
+        return regression(x, y)
 
-    where = {"memory": None, "store": tmp_path / "draws.zarr", "nowhere": False}[kept]
-    sampler = ps.BAOA(model, lr=0.05, compile=False)
-    how = {
-        "num_samples": 200,
-        "warmup_steps": 0,
-        "thinning": 1,
-        "num_chains": 2,
-        "batch_size": 5,
-        **QUIET,
-    }
-    with pytest.raises(Refused, match="no more") as raised:
-        sampler.run((X, Y), checkpoint=tmp_path / "run", checkpoint_every=0, store=where, **how)
-    whole = fitted(num_samples=200, num_chains=2)
+    return {"model": model}
+
+
+#: (What the run is of, how it ends, the same of a run that does not).
+ENDS = {
+    "the model": (lambda: {**LOADED, "num_samples": 200}, raises_later, dict),
+    "the data set": (lambda: LOADED, lambda: from_loader(200), lambda: from_loader(10**9)),
+    "a worker's": (
+        lambda: {"num_samples": 100, "num_chains": 1},
+        lambda: from_loader(400, num_workers=1, persistent_workers=True),
+        lambda: from_loader(10**9),
+    ),
+    "after the run": (  # when noise is estimated
+        lambda: {"num_samples": 20},
+        lambda: from_loader(310),
+        lambda: from_loader(10**9),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "kept"),
+    long_but(
+        itertools.product(ENDS, ["memory", "store", "nowhere"]),
+        *[("the model", "memory"), ("the data set", "store"), ("after the run", "nowhere")],
+        ("a worker's", "memory"),
+    ),
+)
+def test_what_raises_later_leaves_what_there_was(end, kept, tmp_path):
+    how, breaks, lasts = ENDS[end]
+    where = {"store": {"memory": None, "store": tmp_path / "draws.zarr", "nowhere": False}[kept]}
+    sampler, error = ended_by(
+        *(Refused, "no more"),
+        **{**how(), **breaks(), **where, "checkpoint": tmp_path / "run", "checkpoint_every": 0},
+    )
+    assert "holds the" in error.__notes__[-1]
     if kept == "nowhere":
         assert sampler.moments()["w"].mean.isfinite().all()
     else:
-        found = draws_of(sampler)
-        count = found["w"].shape[1]
-        assert 0 < count < 200
-        assert f"get_samples() holds the {count} draws" in raised.value.__notes__[-1]
-        stored.near(found, {name: value[:, :count] for name, value in draws_of(whole).items()})
-    resumed = fitted(num_samples=200, num_chains=2, resume=tmp_path / "run", store=where)
-    if kept != "nowhere":
-        same(unconstrained(resumed), unconstrained(whole))
+        count = held_of(sampler, fitted(**how(), **lasts()))
+        assert f"get_samples() holds the {count} draws" in error.__notes__[-1]
+    resumed = fitted(**how(), **lasts(), **where, resume=tmp_path / "run")
+    same_outcome(resumed, fitted(**how(), **lasts(), store=where["store"] and tmp_path / "whole"))
 
 
 def test_a_model_that_raises_on_the_first_batch_is_that_error():
     def model(x, y=None):
         raise Refused("not for me")
 
-    with pytest.raises(Exception, match="not for me"):
-        fitted(model)
+    ended_by(Exception, "not for me", model)
 
 
 @pytest.mark.slow
@@ -360,9 +324,6 @@ def test_a_run_that_ends_early_leaves_no_thread(monkeypatch):
         move(self, program, batches, block, *others)
 
     monkeypatch.setattr(loop.Chains, "move", broken)
-    with pytest.raises(ValueError, match="the end") as error:
-        ps.BAOA(wide, lr=0.05, compile=False).run(
-            X, num_samples=5000, warmup_steps=0, thinning=1, num_chains=1, batch_size=5, **QUIET
-        )
-    assert error.traceback  # which is held
+    _, error = ended_by(ValueError, "the end", **{**WIDE_RUN, "num_samples": 5000})
+    assert error.__traceback__  # which is held
     assert not [t for t in threading.enumerate() if t.name.startswith("pyro_scale-block")]

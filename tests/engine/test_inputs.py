@@ -41,7 +41,6 @@ def noise(chains=2, shape=(2, 5), seed=3, dtype=torch.float64):
     return NoiseStream(seed, range(chains), shape, dtype, CPU)
 
 
-@pytest.mark.slow
 @quick
 @given(st.lists(st.integers(1, 15), min_size=1, max_size=8), st.integers(0, 40))
 @pytest.mark.long

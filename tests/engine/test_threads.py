@@ -89,7 +89,6 @@ def test_pairs_of_runs(compile):
             assert torch.equal(found, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("as_it_was")
 @pytest.mark.long
 def test_a_fit_beside_a_run():

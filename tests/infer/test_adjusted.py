@@ -4,8 +4,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
 from reference import double, normals
 from repetitions import long_but
+from runs import QUIET
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -14,16 +16,12 @@ from pyro_scale.tuning.adjust import first_lr, next_lr
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-QUIET = {"seed": 0, "progress": False}
 BY_HAND = {"num_samples": 50, "warmup_steps": 20, "thinning": 2, "num_chains": 3, **QUIET}
 X = torch.stack([torch.ones(200, dtype=torch.float64), 20 + normals(200, seed=0)], 1)
 Y = X @ double(1.0, 2.0) + normals(200, seed=1)
 
 
-def line(x, y):
-    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 10.0).to_event(1))
-    with pyro.plate("rows", len(x)):
-        pyro.sample("y", dist.Normal(x @ beta, 1.0), obs=y)
+line = of_rows(lambda x, beta: dist.Normal(x @ beta, 1.0), beta=normal(2, sd=10.0))
 
 
 def exact_line():
@@ -72,10 +70,7 @@ def test_large_data_are_taken_whole():
     """Where others take minibatches."""
     y = 3 + normals(30_000, seed=0)
 
-    def mean(y):
-        mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
-        with pyro.plate("rows", len(y)):
-            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+    mean = of_rows(lambda mu: dist.Normal(mu, 1.0), mu=normal(sd=10.0))
 
     run = ps.GHMC(mean).run(y, num_samples=100, **QUIET)
     assert run.diagnostics().attrs["batch_size"] == 30_000

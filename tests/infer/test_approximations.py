@@ -18,11 +18,13 @@ import pytest
 import torch
 import torchopt
 from both_arviz import groups_of
+from models import normal, of_rows
 from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.nn import PyroModule, PyroParam, PyroSample
 from reference import close, double, log_jacobian, normals
 from repetitions import long_but
+from runs import EVERY_STEP, ONE_CHAIN
 from torch.distributions import MultivariateNormal, biject_to, constraints
 
 import pyro_scale as ps
@@ -31,9 +33,6 @@ from pyro_scale.errors import ArgumentError, NotRunError
 pytestmark = pytest.mark.usefixtures("float64")
 
 QUIET = {"progress": False}
-#: Every state is a draw, from the first.
-EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
-ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 SIZE, DRAWS = 12, 1000
 X = normals(SIZE, 2, seed=1)
 GROUP = torch.arange(SIZE) % 3
@@ -730,11 +729,7 @@ def test_a_maps_guide_is_its_first_mode():
 def test_svi_leaves_a_maps_guide_at_the_mode():
     """Of the density of the sites' own values, as AutoDelta has it."""
 
-    def model(y):
-        s = pyro.sample("s", dist.LogNormal(double(0.3)[0], 0.5))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(0.0, s), obs=y)
-
+    model = of_rows(lambda s: dist.Normal(0.0, s), s=lambda: dist.LogNormal(double(0.3)[0], 0.5))
     fit = ps.MAP(model, structure="dense", optimizer=torchopt.adam(0.05))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -744,10 +739,7 @@ def test_svi_leaves_a_maps_guide_at_the_mode():
     assert slope.abs().max() < 1e-6
 
 
-def conjugate(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(x @ w, 0.7), obs=y)
+conjugate = of_rows(lambda x, w: dist.Normal(x @ w, 0.7), w=normal(2))
 
 
 EVIDENCE = float(MultivariateNormal(0 * Y, 0.49 * torch.eye(SIZE).double() + X @ X.T).log_prob(Y))

@@ -14,13 +14,14 @@ import pandas
 import pyro
 import pyro.distributions as dist
 import pytest
-import torch
 from both_arviz import IS_1
 from both_arviz import compared as compared_by_arviz
 from linear import PRIOR_MEAN, SD, linear_data, linear_posterior, regression
 from matplotlib import pyplot
 from matplotlib.figure import Figure
+from models import normal, of_rows
 from reference import close, double
+from runs import EVERY_STEP, ONE_CHAIN, QUIET
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, NotRunError
@@ -31,10 +32,6 @@ pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 X, Y = linear_data(60)
 NEW_X, NEW_Y = linear_data(90)
 NEW_X, NEW_Y = NEW_X[60:], NEW_Y[60:]
-QUIET = {"seed": 0, "progress": False}
-#: Every state is a draw, from the first.
-EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
-ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 
 
 def run(method, data=(X, Y), **how):
@@ -217,16 +214,12 @@ def test_another_reference():
     assert found.table.mean_distance["dense"] == 0 < found.table.mean_distance["BAOA"]
 
 
-def renamed(x, y=None):
-    v = pyro.sample("v", dist.Normal(PRIOR_MEAN, 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ v, SD), obs=y)
+renamed = of_rows(
+    lambda x, v: dist.Normal(x @ v, SD), v=lambda: dist.Normal(PRIOR_MEAN, 1.0).to_event(1)
+)
 
 
-def shorter(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x[:, :2] @ w, SD), obs=y)
+shorter = of_rows(lambda x, w: dist.Normal(x[:, :2] @ w, SD), w=normal(2))
 
 
 @pytest.mark.parametrize(

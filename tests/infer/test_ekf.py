@@ -12,6 +12,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from linear import PRIOR_MEAN, SD, D, linear_data, linear_posterior, regression, rows
+from models import normal, of_rows
 from pyro.infer.autoguide import init_to_value
 from reference import close, double, normals
 from row_datasets import RowByRow, Stream
@@ -48,7 +49,7 @@ def ekf(model, data=(X, Y), structure="dense", batch_size=None, **kwargs):
     )
 
 
-def gaussian(fit):
+def gaussian_of(fit):
     return fit.fit.gaussians[0]
 
 
@@ -75,9 +76,9 @@ def test_a_linear_regression_has_its_exact_posterior(way, variance):
     data, batch_size = WAYS[way]
     fit = ekf(regression(variance), data, batch_size=batch_size)
     mean, precision = posterior(variance)
-    close(gaussian(fit).mean, mean, 1e-8)
-    close(gaussian(fit).precision, precision, 1e-8)
-    close(gaussian(fit).covariance, torch.linalg.inv(precision), 1e-8)
+    close(gaussian_of(fit).mean, mean, 1e-8)
+    close(gaussian_of(fit).precision, precision, 1e-8)
+    close(gaussian_of(fit).covariance, torch.linalg.inv(precision), 1e-8)
     close(fit.fit.centers[0], mean, 1e-8)
 
 
@@ -87,8 +88,8 @@ def test_a_diagonal_filter_is_exact_where_each_row_has_one_feature(variance, bat
     x = torch.eye(D).repeat(8, 1)[:N] * normals(N, 1, seed=4)
     fit = ekf(regression(variance), (x, Y), "diag", batch_size)
     mean, precision = posterior(variance, x)
-    close(gaussian(fit).mean, mean, 1e-8)
-    close(gaussian(fit).precision, precision.diagonal(), 1e-8)
+    close(gaussian_of(fit).mean, mean, 1e-8)
+    close(gaussian_of(fit).precision, precision.diagonal(), 1e-8)
 
 
 @pytest.mark.parametrize("lr", [0.25, 1.0, 3.0])
@@ -96,8 +97,8 @@ def test_a_diagonal_filter_is_exact_where_each_row_has_one_feature(variance, bat
 def test_lr_is_a_power_of_the_likelihood(lr, batch_size):
     fit = ekf(regression(2.0), lr=lr, batch_size=batch_size)
     mean, precision = posterior(2.0, power=lr)
-    close(gaussian(fit).mean, mean, 1e-8)
-    close(gaussian(fit).precision, precision, 1e-8)
+    close(gaussian_of(fit).mean, mean, 1e-8)
+    close(gaussian_of(fit).precision, precision, 1e-8)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -105,14 +106,14 @@ def test_lr_is_a_power_of_the_likelihood(lr, batch_size):
 def test_n_is_irrelevant(structure, batch_size):
     one = ekf(regression(), structure=structure, batch_size=batch_size)
     other = ekf(regression(), structure=structure, batch_size=batch_size, num_data=10**6)
-    close(gaussian(other).mean, gaussian(one).mean, 1e-12)
-    close(gaussian(other).precision, gaussian(one).precision, 1e-12)
+    close(gaussian_of(other).mean, gaussian_of(one).mean, 1e-12)
+    close(gaussian_of(other).precision, gaussian_of(one).precision, 1e-12)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_draws_have_the_gaussians_moments(structure):
     fit = ekf(regression(), (X[:5], Y[:5]), structure)
-    mean, covariance = gaussian(fit).mean, gaussian(fit).variance.diag()
+    mean, covariance = gaussian_of(fit).mean, gaussian_of(fit).variance.diag()
     if structure == "dense":
         covariance = torch.linalg.inv(posterior(1.0, X[:5], Y[:5])[1])
     variance = covariance.diagonal()
@@ -171,7 +172,7 @@ def test_a_textbooks_kalman_filter(variance, transition_sd, batch_size, structur
     close(path.log_lik, log_liks, 1e-8)
     close(fit.fit.trace[0], log_liks, 1e-8)
     if structure == "dense":
-        close(gaussian(fit).covariance, covariances[-1], 1e-8)
+        close(gaussian_of(fit).covariance, covariances[-1], 1e-8)
     table = fit.diagnostics()
     assert table["steps"].tolist() == [len(means)]
     close(torch.tensor(table["log_lik"].to_numpy()), log_liks.sum()[None], 1e-8)
@@ -185,7 +186,7 @@ def test_covariances_of_every_step(structure, transition_sd):
     means, covariances, log_liks = kalman(transition_sd, 5, structure=structure)
     for place, (x, y) in enumerate(zip(X.split(5), Y.split(5), strict=True)):
         close(torch.tensor(fit.step(x, y)), log_liks[place], 1e-8)
-        found = gaussian(fit)
+        found = gaussian_of(fit)
         close(found.mean, means[place], 1e-8)
         expected = covariances[place]
         if structure == "dense":
@@ -198,10 +199,7 @@ X2 = normals(12, 2, seed=5)
 FLIPS = (X2 @ double(1.5, -0.5) + normals(12, seed=6) > 0).double()
 
 
-def logistic(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.5).to_event(1))
-    with rows(x):
-        return pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+logistic = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(2, sd=1.5))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -217,39 +215,31 @@ def test_a_logistic_regression_by_hand(lr, kind, structure):
         added = (x * weights[:, None]).T @ x
         precision = precision + lr * (added if structure == "dense" else added.diagonal().diag())
         mean = mean + lr * torch.linalg.solve(precision, x.T @ (y - p))
-    close(gaussian(fit).mean, mean, 1e-8)
+    close(gaussian_of(fit).mean, mean, 1e-8)
     expected = precision if structure == "dense" else precision.diagonal()
-    close(gaussian(fit).precision, expected, 1e-8)
+    close(gaussian_of(fit).precision, expected, 1e-8)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_empirical_fisher_adds(structure):
     """One observation, prior variance 1: precision 1 + (y - m)^2 / SD^4."""
 
-    def model(y):
-        m = pyro.sample("m", dist.Normal(0.3, 1.0))
-        with rows(y):
-            pyro.sample("y", dist.Normal(m, SD), obs=y)
-
+    model = of_rows(lambda m: dist.Normal(m, SD), m=lambda: dist.Normal(0.3, 1.0))
     fit = ekf(model, (double(1.1),), structure, curvature="empirical_fisher")
     precision = 1 + 0.8**2 / SD**4
-    close(gaussian(fit).precision.reshape(-1), [precision], 1e-10)
-    close(gaussian(fit).mean, [0.3 + 0.8 / SD**2 / precision], 1e-10)
+    close(gaussian_of(fit).precision.reshape(-1), [precision], 1e-10)
+    close(gaussian_of(fit).mean, [0.3 + 0.8 / SD**2 / precision], 1e-10)
 
 
 def test_monte_carlo_is_the_ggn_on_average_and_a_seed_repeats_it():
     """One drawn residual a row: its square over SD^2 has mean 1 and variance 2."""
 
-    def model(x, y):
-        m = pyro.sample("m", dist.Normal(0.0, 1.0))
-        with rows(x):
-            pyro.sample("y", dist.Normal(x * m, SD), obs=y)
-
+    model = of_rows(lambda x, m: dist.Normal(x * m, SD), m=normal())
     data = torch.ones(4000), normals(4000, seed=7)
     one, again = (ekf(model, data, "diag", 500, curvature="monte_carlo") for _ in range(2))
-    ratio = (float(gaussian(one).precision) - 1) / (4000 / SD**2)
+    ratio = (float(gaussian_of(one).precision) - 1) / (4000 / SD**2)
     assert 0 < abs((ratio - 1) / (2 / 4000) ** 0.5) < 4.4
-    assert torch.equal(gaussian(one).precision, gaussian(again).precision)
+    assert torch.equal(gaussian_of(one).precision, gaussian_of(again).precision)
     added = one.filtered.sd["m"].pow(-2).diff()
     assert float(added.std()) > 1e-3 * float(added.mean())  # each batch has draws of its own
 
@@ -258,11 +248,7 @@ def test_a_positive_site_is_filtered_in_logarithms():
     """log r ~ N(0.2, 0.25), y ~ Poisson(r): the batch's gradient is sum (y - r), its curvature
     B r; neither has the Jacobian's."""
 
-    def model(y):
-        r = pyro.sample("r", dist.LogNormal(0.2, 0.5))
-        with rows(y):
-            pyro.sample("y", dist.Poisson(r), obs=y)
-
+    model = of_rows(lambda r: dist.Poisson(r), r=lambda: dist.LogNormal(0.2, 0.5))
     y = double(3, 0, 2, 4, 1)
     fit = ekf(model, (y,), batch_size=2)
     mean, precision = 0.2, 4.0
@@ -270,8 +256,8 @@ def test_a_positive_site_is_filtered_in_logarithms():
         r = math.exp(mean)
         precision += len(batch) * r
         mean += float((batch - r).sum()) / precision
-    close(gaussian(fit).mean, [mean], 1e-10)
-    close(gaussian(fit).variance, [1 / precision], 1e-10)
+    close(gaussian_of(fit).mean, [mean], 1e-10)
+    close(gaussian_of(fit).variance, [1 / precision], 1e-10)
     close(fit.filtered.mean["r"][-1], mean, 1e-10)
     draws = fit.get_samples()["r"].log()
     assert abs(float((draws.mean() - mean) * (1000 * precision) ** 0.5)) < 4.4
@@ -289,7 +275,7 @@ def test_steps_are_a_run(structure, curvature):
     values = [stepped.step(x, y=y) for x, y in zip(X2.split(5), FLIPS.split(5), strict=True)]
     close(double(*values), run.filtered.log_lik, 1e-12)
     for name in ("mean", "precision"):
-        close(getattr(gaussian(stepped), name), getattr(gaussian(run), name), 1e-12)
+        close(getattr(gaussian_of(stepped), name), getattr(gaussian_of(run), name), 1e-12)
     close(stepped.filtered.mean["w"], run.filtered.mean["w"], 1e-12)
     close(stepped.filtered.sd["w"], run.filtered.sd["w"], 1e-12)
 
@@ -299,19 +285,19 @@ def test_steps_go_on_from_a_run_and_are_of_any_size():
     for part in (slice(4, 5), slice(5, 20), slice(20, N)):
         fit.step(X[part], Y[part])
     mean, precision = posterior()
-    close(gaussian(fit).mean, mean, 1e-8)
-    close(gaussian(fit).precision, precision, 1e-8)
+    close(gaussian_of(fit).mean, mean, 1e-8)
+    close(gaussian_of(fit).precision, precision, 1e-8)
     assert fit.filtered.mean["w"].shape == (5, D)
     alone = ps.EKF(regression(), structure="dense")
     for part in (slice(0, 1), slice(1, N)):
         alone.step(x=X[part], y=Y[part])
-    close(gaussian(alone).mean, mean, 1e-8)
+    close(gaussian_of(alone).mean, mean, 1e-8)
 
 
 def test_a_run_begins_anew():
     fit = ekf(regression())
     fit.run((X, Y), batch_size=5, **QUIET)
-    close(gaussian(fit).precision, posterior()[1], 1e-8)
+    close(gaussian_of(fit).precision, posterior()[1], 1e-8)
     assert fit.filtered.mean["w"].shape == (5, D)
 
 
@@ -335,20 +321,19 @@ def test_a_model_that_subsamples_by_itself_sees_every_row_once():
 
     fit = ekf(model)
     mean, precision = posterior()
-    close(gaussian(fit).mean, mean, 1e-8)
-    close(gaussian(fit).precision, precision, 1e-8)
+    close(gaussian_of(fit).mean, mean, 1e-8)
+    close(gaussian_of(fit).precision, precision, 1e-8)
     close(fit.filtered.log_lik, kalman(0.0, 6)[2], 1e-8)
 
 
 def test_several_sites_by_name():
     """a ~ N(0, 1) and b ~ N(0, 4), x = (x_a, x_b): together they are one w."""
 
-    def model(x, y):
-        b = pyro.sample("b", dist.Normal(torch.zeros(D - 1), 2.0).to_event(1))
-        a = pyro.sample("a", dist.Normal(0.0, 1.0))
-        with rows(x):
-            pyro.sample("y", dist.Normal(x[:, 0] * a + x[:, 1:] @ b, SD), obs=y)
-
+    model = of_rows(
+        lambda x, b, a: dist.Normal(x[:, 0] * a + x[:, 1:] @ b, SD),
+        b=normal(D - 1, sd=2.0),
+        a=normal(),
+    )
     path = ekf(model, batch_size=5).filtered
     precision = double(1.0, 0.25, 0.25).diag() + X.T @ X / SD**2
     mean = torch.linalg.solve(precision, X.T @ Y / SD**2)
@@ -371,7 +356,7 @@ def start_of(prior, structure, seed=0):
             pyro.sample("y", dist.Normal(0 * total, 1.0), obs=y)
 
     fit = ps.EKF(model, structure=structure).run((double(0.3),), seed=seed, **QUIET)
-    return gaussian(fit)
+    return gaussian_of(fit)
 
 
 def of_normals():
@@ -503,16 +488,16 @@ def test_it_starts_from_a_fit(first, structure):
     added = X[9:].T @ X[9:] / SD**2
     after = precision + (added if structure == "dense" else added.diagonal().diag())
     expected = mean + torch.linalg.solve(after, X[9:].T @ (Y[9:] - X[9:] @ mean) / SD**2)
-    close(gaussian(fit).mean, expected, 1e-6)
-    close(gaussian(fit).variance, torch.linalg.inv(after).diagonal(), 1e-8)
+    close(gaussian_of(fit).mean, expected, 1e-6)
+    close(gaussian_of(fit).variance, torch.linalg.inv(after).diagonal(), 1e-8)
     if first == structure == "dense":
-        close(gaussian(fit).mean, posterior()[0], 1e-8)
+        close(gaussian_of(fit).mean, posterior()[0], 1e-8)
 
 
 def test_it_starts_from_a_filter():
     fit = ekf(regression(), (X[9:], Y[9:]), init_strategy=ekf(regression(), (X[:9], Y[:9])))
-    close(gaussian(fit).mean, posterior()[0], 1e-8)
-    close(gaussian(fit).precision, posterior()[1], 1e-8)
+    close(gaussian_of(fit).mean, posterior()[0], 1e-8)
+    close(gaussian_of(fit).precision, posterior()[1], 1e-8)
 
 
 WHERE = double(0.2, -0.9, 0.1)
@@ -531,8 +516,8 @@ def test_the_mean_starts_where_it_is_told(init_strategy, structure):
     if structure == "diag":
         precision = precision.diagonal().diag()
     step = torch.linalg.solve(precision, X.T @ (Y - X @ WHERE) / SD**2)
-    close(gaussian(fit).mean, WHERE + step, 1e-8)
-    close(gaussian(fit).variance, torch.linalg.inv(precision).diagonal(), 1e-8)
+    close(gaussian_of(fit).mean, WHERE + step, 1e-8)
+    close(gaussian_of(fit).variance, torch.linalg.inv(precision).diagonal(), 1e-8)
 
 
 def test_a_start_that_does_not_fit_is_refused():
@@ -547,8 +532,8 @@ def test_the_old_posterior_as_the_models_prior_is_where_it_starts():
         ekf(regression(), (X[:9], Y[:9])),
     ):
         fit = ekf(old.as_prior(), (X[9:], Y[9:]))
-        close(gaussian(fit).mean, posterior()[0], 1e-8)
-        close(gaussian(fit).precision, posterior()[1], 1e-8)
+        close(gaussian_of(fit).mean, posterior()[0], 1e-8)
+        close(gaussian_of(fit).precision, posterior()[1], 1e-8)
 
 
 def with_a_factor(x, y):
@@ -589,19 +574,18 @@ def test_all_of_the_log_prior_counts_or_is_refused(model, precision, shift):
     except PyroScaleError:
         return
     precision = precision + X.T @ X / SD**2
-    close(gaussian(fit).precision, precision, 1e-8)
-    close(gaussian(fit).mean, torch.linalg.solve(precision, shift + X.T @ Y / SD**2), 1e-8)
+    close(gaussian_of(fit).precision, precision, 1e-8)
+    close(gaussian_of(fit).mean, torch.linalg.solve(precision, shift + X.T @ Y / SD**2), 1e-8)
 
 
 def test_a_prior_without_a_variance_names_the_site():
     """One of 1e-16 of the largest: its draws are all alike, but for rounding."""
 
-    def model(y):
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        u = pyro.sample("u", dist.Gamma(1e14, 1e14))
-        with rows(y):
-            pyro.sample("y", dist.Normal(w + 0 * u, 1.0), obs=y)
-
+    model = of_rows(
+        lambda w, u: dist.Normal(w + 0 * u, 1.0),
+        w=normal(),
+        u=lambda: dist.Gamma(1e14, 1e14),
+    )
     with pytest.raises(ModelError, match="site 'u': its prior has no variance that 10,000 draws"):
         ekf(model, (double(0.3),))
 
@@ -619,8 +603,8 @@ def test_params_stay_as_they_are(structure):
             pyro.sample("y", dist.Normal(x @ w, sd), obs=y)
 
     fit, plain = (ekf(m, structure=structure, batch_size=5) for m in (model, regression()))
-    close(gaussian(fit).mean, gaussian(plain).mean, 1e-10)
-    close(gaussian(fit).precision, gaussian(plain).precision, 1e-10)
+    close(gaussian_of(fit).mean, gaussian_of(plain).mean, 1e-10)
+    close(gaussian_of(fit).precision, gaussian_of(plain).precision, 1e-10)
     close(fit.params["sd"], SD, 1e-12)
     assert set(fit.get_samples()) == {"w"}
     assert set(fit.filtered.mean) == {"w"}
@@ -689,15 +673,9 @@ def test_unknown_arguments_are_refused(asked):
 
 
 def test_a_fit_that_is_no_gaussian_over_the_sites_is_refused():
-    def other(x, y):
-        v = pyro.sample("v", dist.Normal(torch.zeros(D), 1.0).to_event(1))
-        with rows(x):
-            pyro.sample("y", dist.Normal(x @ v, SD), obs=y)
+    other = of_rows(lambda x, v: dist.Normal(x @ v, SD), v=normal(D))
 
-    def smaller(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(D - 1), 1.0).to_event(1))
-        with rows(x):
-            pyro.sample("y", dist.Normal(x[:, 1:] @ w, SD), obs=y)
+    smaller = of_rows(lambda x, w: dist.Normal(x[:, 1:] @ w, SD), w=normal(D - 1))
 
     laplace = ps.Laplace(other, structure="dense").run((X, Y), **QUIET)
     mode = ps.MAP(regression()).run((X, Y), num_steps=1, **QUIET)
@@ -721,14 +699,14 @@ def test_what_is_not_finite_is_said_so(structure):
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_step_that_fails_leaves_the_filter_as_it_was(structure):
     fit = ekf(regression(), (X[:9], Y[:9]), structure)
-    before = gaussian(fit)
+    before = gaussian_of(fit)
     with pytest.raises(NonFiniteError, match="step 1"):
         fit.step(X[9:], Y[9:] * math.nan)
     fit.step(X[9:], Y[9:])
     assert fit.filtered.mean["w"].shape == (2, D)
     assert torch.equal(fit.filtered.mean["w"][0], before.mean)
     if structure == "dense":
-        close(gaussian(fit).mean, posterior()[0], 1e-8)
+        close(gaussian_of(fit).mean, posterior()[0], 1e-8)
 
 
 def test_no_rows_are_refused():
@@ -740,10 +718,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch)
     """8 matrices of 200,000 x 200,000 float64 are 2.33 TiB."""
     monkeypatch.setattr(memory, "bytes_of", lambda device: 2**30)
 
-    def huge(y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(200_000), 1.0).to_event(1))
-        with rows(y):
-            pyro.sample("y", dist.Normal(w.mean(), 1.0), obs=y)
+    huge = of_rows(lambda w: dist.Normal(w.mean(), 1.0), w=normal(200_000))
 
     words = r"200,000 dimensions needs 2.33 TiB.*there are 1 GiB.*structure='diag'"
     with pytest.raises(ArgumentError, match=words):
@@ -763,11 +738,7 @@ def test_nothing_is_there_before_a_run():
 def test_a_row_without_its_dimension_is_refused_at_every_step():
     """Its columns would count as rows."""
 
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
-
+    model = of_rows(lambda x, w: dist.Normal(x @ w, 1.0), w=normal(3))
     x, y = normals(6, 3, seed=1), normals(6, seed=2)
     ekf = ps.EKF(model)
     ekf.step(x[:3], y[:3])

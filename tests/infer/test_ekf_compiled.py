@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from linear import PRIOR_MEAN, SD, D, linear_data, regression, rows
+from models import normal, of_rows
 from reference import close, double, normals
 from repetitions import each_once
 from row_datasets import RowByRow
@@ -17,7 +18,6 @@ from torch.utils.data import DataLoader
 import pyro_scale as ps
 from pyro_scale.compile.trace import trace
 from pyro_scale.errors import ArgumentError, CompileWarning, DataError, NonFiniteError, NotRunError
-from pyro_scale.infer import ekf as ekf_module
 from pyro_scale.infer import ekf_filter
 
 pytestmark = [
@@ -30,21 +30,21 @@ X, Y = linear_data(N)
 COUNTS = torch.poisson((X @ double(0.3, -0.2, 0.1)).exp(), torch.Generator().manual_seed(4))
 
 
-def counts(x, y=None):
-    b = pyro.sample("b", dist.Normal(0.1, 0.7))
-    w = pyro.sample("w", dist.Normal(torch.zeros(D), 0.5).to_event(1))
-    with rows(x):
-        return pyro.sample("y", dist.Poisson((x @ w + b).exp()), obs=y)
+counts = of_rows(
+    lambda x, b, w: dist.Poisson((x @ w + b).exp()),
+    b=lambda: dist.Normal(0.1, 0.7),
+    w=normal(D, sd=0.5),
+)
 
 
-def ekf(model, data, compile, structure="dense", **asked):
+def filter_of(model, data, compile, structure="dense", **asked):
     fit = ps.EKF(model, structure=structure, compile=compile, **asked)
     return fit.run(data, batch_size=BATCH, seed=0, progress=False)
 
 
 def both(model, data, structure, **asked):
     """A compiled filter and an eager one."""
-    compiled, eager = (ekf(model, data, how, structure, **asked) for how in (True, False))
+    compiled, eager = (filter_of(model, data, how, structure, **asked) for how in (True, False))
     assert compiled.fit.attrs["program"] == "compiled loop"
     assert eager.fit.attrs["program"] == "eager"
     return compiled, eager
@@ -87,7 +87,7 @@ def test_a_loader_is_a_compiled_loop_too():
     fit = ps.EKF(counts, structure="diag", transition_sd=0.1, compile=True)
     fit.run(loader, seed=0, progress=False)
     assert fit.fit.attrs["program"] == "compiled loop"
-    same(fit, ekf(counts, (X, COUNTS), False, "diag", transition_sd=0.1))
+    same(fit, filter_of(counts, (X, COUNTS), False, "diag", transition_sd=0.1))
 
 
 @pytest.mark.slow
@@ -96,19 +96,22 @@ def test_what_is_not_finite_is_said_at_its_step(place):
     y = Y.clone()
     y[place] = math.nan
     with pytest.raises(NonFiniteError, match=f"step {place // BATCH}: the filter's state"):
-        ekf(regression(), (X, y), True, transition_sd=0.3)
+        filter_of(regression(), (X, y), True, transition_sd=0.3)
 
 
 @pytest.mark.slow
-def test_long_runs_alone_are_compiled(monkeypatch):
-    def program(rows, **asked):
-        data = X[:rows], COUNTS[:rows]
-        return ekf(counts, data, "auto", "diag", transition_sd=0.1, **asked).fit.attrs["program"]
+def test_long_runs_alone_are_compiled():
+    """Of a thousand batches that there are, whatever N is."""
 
-    assert program(N) == "eager"
-    monkeypatch.setattr(ekf_module, "_REPAID_AFTER", 5)  # batches
-    assert program(N) == "compiled loop"
-    assert program(4 * BATCH, num_data=10**6) == "eager"
+    def program(batches, **asked):
+        data = X.repeat(300, 1)[: BATCH * batches], COUNTS.repeat(300)[: BATCH * batches]
+        return filter_of(counts, data, "auto", "diag", transition_sd=0.1, **asked).fit.attrs[
+            "program"
+        ]
+
+    assert program(999) == "eager"
+    assert program(1000) == "compiled loop"
+    assert program(4, num_data=10**6) == "eager"
 
 
 def branching(x, y):
@@ -125,8 +128,8 @@ def branching(x, y):
 def test_what_cannot_be_compiled_is_eager(model, curvature, words):
     asked = {"curvature": curvature, "transition_sd": 0.1}
     with pytest.warns(CompileWarning, match=words):
-        fit = ekf(model, (X, Y), True, **asked)
-    same(fit, ekf(model, (X, Y), False, **asked), 1e-15)
+        fit = filter_of(model, (X, Y), True, **asked)
+    same(fit, filter_of(model, (X, Y), False, **asked), 1e-15)
 
 
 @pytest.mark.slow
@@ -134,19 +137,18 @@ def test_a_second_run_takes_the_program_of_the_first(monkeypatch):
     """Unless the model reads something else by then; a copy has none."""
     factor = [1.0]
 
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(PRIOR_MEAN, 1.0).to_event(1))
-        with rows(x):
-            pyro.sample("y", dist.Normal(x @ w, SD * factor[0]), obs=y)
-
+    model = of_rows(
+        lambda x, w: dist.Normal(x @ w, SD * factor[0]),
+        w=lambda: dist.Normal(PRIOR_MEAN, 1.0).to_event(1),
+    )
     traces = []
     monkeypatch.setattr(ekf_filter, "trace", lambda *a: traces.append(a) or trace(*a))
-    fit = ekf(model, (X, Y), True, transition_sd=0.3)
+    fit = filter_of(model, (X, Y), True, transition_sd=0.3)
     for sd, count in ((1.0, 1), (2.0, 2)):
         factor[0] = sd
         fit.run((X, Y), batch_size=BATCH, seed=0, progress=False)
         assert len(traces) == count
-        same(fit, ekf(model, (X, Y), False, transition_sd=0.3))
+        same(fit, filter_of(model, (X, Y), False, transition_sd=0.3))
     assert fit._programs.program is not None
     assert pickle.loads(pickle.dumps(fit._programs)).program is None
 
@@ -170,12 +172,12 @@ def kalman(walk, parts):
     return [torch.stack(column) for column in zip(*path, strict=True)]
 
 
-def two_sites(x, y=None):
-    """`regression(1.0)`, its first weight a site of its own, which comes last."""
-    w = pyro.sample("w", dist.Normal(PRIOR_MEAN[1:], 1.0).to_event(1))
-    a = pyro.sample("a", dist.Normal(PRIOR_MEAN[0], 1.0))
-    with rows(x):
-        return pyro.sample("y", dist.Normal(x[:, 0] * a + x[:, 1:] @ w, SD), obs=y)
+#: `regression(1.0)`, its first weight a site of its own, which comes last.
+two_sites = of_rows(
+    lambda x, w, a: dist.Normal(x[:, 0] * a + x[:, 1:] @ w, SD),
+    w=lambda: dist.Normal(PRIOR_MEAN[1:], 1.0).to_event(1),
+    a=lambda: dist.Normal(PRIOR_MEAN[0], 1.0),
+)
 
 
 WALKS = [
@@ -195,7 +197,7 @@ WALKS = [
     ],
 )
 def test_sites_walk_as_far_as_they_are_told(compile, sds, each):
-    fit = ekf(two_sites, (X, Y), compile, transition_sd=sds)
+    fit = filter_of(two_sites, (X, Y), compile, transition_sd=sds)
     parts = [slice(i, min(i + BATCH, N)) for i in range(0, N, BATCH)]
     means, covariances, log_liks = kalman(double(*each).square(), parts)
     sd = covariances.diagonal(dim1=1, dim2=2).sqrt()
@@ -281,7 +283,7 @@ def test_discrete_predictions_before_the_first_step():
 
 
 def test_predictions_before_the_first_step_are_from_the_fit_that_it_starts_from():
-    begun = ekf(regression(), (X, Y), False)
+    begun = filter_of(regression(), (X, Y), False)
     pyro.set_rng_seed(9)
     expected = begun.predict(X)["y"]
     found = ps.EKF(regression(), structure="dense", init_strategy=begun).predict(X)["y"]
@@ -315,11 +317,11 @@ def test_what_is_no_sd_is_refused(given, words):
 )
 def test_a_walk_of_other_sites_is_refused(given, words):
     with pytest.raises(ArgumentError, match=words):
-        ekf(two_sites, (X, Y), False, transition_sd=given)
+        filter_of(two_sites, (X, Y), False, transition_sd=given)
 
 
 def test_a_walk_is_written_down(tmp_path):
-    fit = ekf(two_sites, (X, Y), False, transition_sd={"w": double(0.5, 0.25)})
+    fit = filter_of(two_sites, (X, Y), False, transition_sd={"w": double(0.5, 0.25)})
     fit.save(tmp_path / "fit")
     attrs = ps.EKF.load(tmp_path / "fit", two_sites).fit.attrs
     assert attrs["transition_sd"] == {"w": [0.5, 0.25]}

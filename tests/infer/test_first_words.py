@@ -9,14 +9,15 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
 from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule
+from runs import QUIET
 from torch import nn
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, DataError, ModelError, PyroScaleError
 
-QUIET = {"progress": False, "seed": 0}
 EXACT = {"num_samples": 20, "warmup_steps": 10, "thinning": 1, "num_chains": 2, **QUIET}
 
 
@@ -37,10 +38,7 @@ def in_float32():
     torch.set_default_dtype(default)
 
 
-def linear(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+linear = of_rows(lambda x, w: dist.Normal(x @ w, 0.5), w=normal(3))
 
 
 METHODS = {
@@ -108,13 +106,10 @@ def test_whatever_takes_rows_takes_arrays():
 # ------------------------------------------------------------------ dtypes
 
 
-def classes(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+classes = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(3))
 
 
-def groups(g, y=None):
+def by_group(g, y=None):
     a = pyro.sample("a", dist.Normal(torch.zeros(4), 1.0).to_event(1))
     with pyro.plate("data", len(g)):
         return pyro.sample("y", dist.Normal(a[g], 1.0), obs=y)
@@ -149,8 +144,8 @@ CLASHES = {
         r"argument y is int64, where the model needs float32 at site 'y'.*y\.float\(\)$",
     ),
     "classes in booleans": (classes, (X, Y > 0), r"argument y is bool.*site 'y'.*y\.float\(\)$"),
-    "an index in floats": (groups, (G.float(), Y), r"argument g is float32.*int64.*g\.long\(\)$"),
-    "an index in int8": (groups, (G.to(torch.int8), Y), r"argument g is int8.*g\.long\(\)$"),
+    "an index in floats": (by_group, (G.float(), Y), r"argument g is float32.*int64.*g\.long\(\)$"),
+    "an index in int8": (by_group, (G.to(torch.int8), Y), r"argument g is int8.*g\.long\(\)$"),
     "a network": (made_of(nn.Linear(3, 1)), (X.double(), Y), r"argument x.*site 'y'.*x\.float"),
     "a network in float64": (
         made_of(nn.Linear(3, 1).double()),

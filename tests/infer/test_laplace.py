@@ -14,9 +14,11 @@ import pytest
 import torch
 import torchopt
 from linear import PRIOR_MEAN, SD, D, linear_data, linear_posterior, regression, rows
+from models import normal, of_rows
 from reference import close, double, normals
 from repetitions import each_once, long_but
 from row_datasets import RowByRow, Stream
+from runs import QUIET
 from torch.distributions import MultivariateNormal, constraints
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,7 +28,6 @@ from pyro_scale.errors import ArgumentError, DataError, ModelError, NotRunError,
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-QUIET = {"seed": 0, "progress": False}
 KINDS = ["ggn", "monte_carlo", "empirical_fisher", "hessian"]
 STRUCTURES = ["diag", "dense"]
 N = 37
@@ -57,7 +58,7 @@ def laplace(model, data, structure="dense", **kwargs):
     return ps.Laplace(model, structure=structure, **kwargs).run(data, **run, **QUIET)
 
 
-def gaussian(fit, start=0):
+def gaussian_of(fit, start=0):
     return fit.fit.gaussians[start]
 
 
@@ -83,9 +84,9 @@ def test_a_linear_regression_has_its_exact_posterior(way, variance):
     data, kwargs = WAYS[way]
     fit = laplace(regression(variance), data, **kwargs)
     mean, precision = posterior(variance)
-    close(gaussian(fit).mean, mean, 1e-8)
-    close(gaussian(fit).precision, precision, 1e-8)
-    close(gaussian(fit).covariance, torch.linalg.inv(precision), 1e-8)
+    close(gaussian_of(fit).mean, mean, 1e-8)
+    close(gaussian_of(fit).precision, precision, 1e-8)
+    close(gaussian_of(fit).covariance, torch.linalg.inv(precision), 1e-8)
     close(fit.log_marginal_likelihood(), evidence(variance), 1e-8)
 
 
@@ -94,9 +95,9 @@ def test_a_linear_regression_has_its_exact_posterior(way, variance):
 def test_a_diagonal_is_that_of_the_precision(kind, batch_size):
     fit = laplace(regression(), (X, Y), "diag", curvature=kind, batch_size=batch_size)
     mean, precision = posterior()
-    close(gaussian(fit).mean, mean, 1e-6)
-    close(gaussian(fit).precision, precision.diagonal(), 1e-8)
-    close(gaussian(fit).sd, precision.diagonal().rsqrt(), 1e-8)
+    close(gaussian_of(fit).mean, mean, 1e-6)
+    close(gaussian_of(fit).precision, precision.diagonal(), 1e-8)
+    close(gaussian_of(fit).sd, precision.diagonal().rsqrt(), 1e-8)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -104,9 +105,9 @@ def test_the_temperature_multiplies_the_covariance(structure):
     """Of the evidence, it is none of its business."""
     one = laplace(regression(), (X, Y), structure)
     cold = laplace(regression(), (X, Y), structure, temperature=0.09)
-    close(gaussian(cold).variance, 0.09 * gaussian(one).variance, 1e-10)
-    close(gaussian(cold).precision, gaussian(one).precision / 0.09, 1e-10)
-    close(gaussian(cold).mean, gaussian(one).mean, 1e-10)
+    close(gaussian_of(cold).variance, 0.09 * gaussian_of(one).variance, 1e-10)
+    close(gaussian_of(cold).precision, gaussian_of(one).precision / 0.09, 1e-10)
+    close(gaussian_of(cold).mean, gaussian_of(one).mean, 1e-10)
     close(cold.log_marginal_likelihood(), one.log_marginal_likelihood(), 1e-10)
 
 
@@ -182,7 +183,7 @@ def test_the_prior_is_in_every_precision_once(name, kind, structure):
     data = torch.zeros(9), normals(9, seed=4)
     fit = laplace(of_nothing(prior), data, structure, curvature=kind, batch_size=2)
     expected = precision if structure == "dense" else precision.diagonal()
-    close(gaussian(fit).precision, expected, 1e-8)
+    close(gaussian_of(fit).precision, expected, 1e-8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -190,7 +191,7 @@ def test_the_prior_is_in_every_precision_beside_the_rows(kind):
     """A stiffer prior adds what it should and no more."""
     mode, data = {"w": double(0.3, 0.2, -0.1)}, (X, Y)
     loose, stiff = (
-        gaussian(laplace(regression(v), data, mode=mode, curvature=kind)).precision
+        gaussian_of(laplace(regression(v), data, mode=mode, curvature=kind)).precision
         for v in (1.0, 1e-2)
     )
     close(stiff - loose, 99 * torch.eye(D), 1e-8)
@@ -208,8 +209,10 @@ def test_the_empirical_fisher_is_of_squared_gradients(structure, batch_size):
     mean, _ = posterior()
     slopes = (Y - X @ mean)[:, None] / SD**2 * X
     expected = torch.eye(D) + slopes.T @ slopes
-    close(gaussian(fit).mean, mean, 1e-6)
-    close(gaussian(fit).precision, expected if structure == "dense" else expected.diagonal(), 1e-5)
+    close(gaussian_of(fit).mean, mean, 1e-6)
+    close(
+        gaussian_of(fit).precision, expected if structure == "dense" else expected.diagonal(), 1e-5
+    )
 
 
 @pytest.mark.parametrize("batch_size", [None, 500])
@@ -217,14 +220,10 @@ def test_monte_carlo_is_the_ggn_on_average(batch_size):
     """One drawn residual a row: its square over SD^2 has mean 1 and variance 2."""
     x = torch.ones(4000, 1)
 
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        with rows(x):
-            pyro.sample("y", dist.Normal(x[:, 0] * w, SD), obs=y)
-
+    model = of_rows(lambda x, w: dist.Normal(x[:, 0] * w, SD), w=normal())
     data = x, normals(4000, seed=5)
     fit = laplace(model, data, "diag", curvature="monte_carlo", batch_size=batch_size)
-    ratio = (float(gaussian(fit).precision) - 1) / (4000 / SD**2)
+    ratio = (float(gaussian_of(fit).precision) - 1) / (4000 / SD**2)
     assert 0 < abs((ratio - 1) / (2 / 4000) ** 0.5) < 4.4
 
 
@@ -241,7 +240,7 @@ def test_a_family_of_ones_own_is_estimated_from_a_hundred_draws():
             pyro.sample("y", Own(w.expand(len(y)), SD), obs=y)
 
     fit = laplace(model, (normals(100, seed=5),), "diag")
-    ratio = (float(gaussian(fit).precision) - 1) / (100 / SD**2)
+    ratio = (float(gaussian_of(fit).precision) - 1) / (100 / SD**2)
     assert 0 < abs((ratio - 1) / (2 / 10_000) ** 0.5) < 4.4
     assert fit.fit.attrs["curvature"] == "ggn, site 'y' by Monte Carlo, 100 draws a row"
 
@@ -286,18 +285,18 @@ def test_the_ggn_is_the_hessian_where_the_link_is_canonical(name, structure):
     ggn = laplace(model, data, structure, batch_size=7)
     mode = {"w": ggn.fit.centers[0].reshape((2, *eta.shape[1:]))}
     exact = laplace(model, data, structure, curvature="hessian", mode=mode)
-    close(gaussian(ggn).precision, gaussian(exact).precision, 1e-8)
+    close(gaussian_of(ggn).precision, gaussian_of(exact).precision, 1e-8)
     close(ggn.log_marginal_likelihood(), exact.log_marginal_likelihood(), 1e-8)
 
 
 def test_a_logistic_regressions_precision_by_hand():
     y = draw(dist.Bernoulli(logits=ETA))
     fit = laplace(of_outputs(CANONICAL["Bernoulli"][0]), (X2, y))
-    w = gaussian(fit).mean
+    w = gaussian_of(fit).mean
     p = (X2 @ w).sigmoid()
     close(X2.T @ (y - p) - w, torch.zeros(2), 1e-8)  # the mode
     precision = torch.eye(2) + (X2 * (p * (1 - p))[:, None]).T @ X2
-    close(gaussian(fit).precision, precision, 1e-8)
+    close(gaussian_of(fit).precision, precision, 1e-8)
     log_joint = (
         dist.Normal(0.0, 1.0).log_prob(w).sum() + dist.Bernoulli(logits=X2 @ w).log_prob(y).sum()
     )
@@ -305,12 +304,12 @@ def test_a_logistic_regressions_precision_by_hand():
     close(fit.log_marginal_likelihood(), expected, 1e-8)
 
 
-def robust(x, y):
-    """Student's t around x w, its scale unknown."""
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(0.1, 0.6))
-    with rows(x):
-        pyro.sample("y", dist.StudentT(4.0, x @ w, s), obs=y)
+#: Student's t around x w, its scale unknown.
+robust = of_rows(
+    lambda x, w, s: dist.StudentT(4.0, x @ w, s),
+    w=normal(2, sd=2.0),
+    s=lambda: dist.LogNormal(0.1, 0.6),
+)
 
 
 def robust_by_hand(position, x, y):
@@ -326,19 +325,21 @@ def test_the_hessian_is_that_of_the_log_joint(structure, batch_size):
     y = X2 @ double(1.0, 2.0) + normals(40, seed=8)
     fit = laplace(robust, (X2, y), structure, curvature="hessian", batch_size=batch_size)
     log_joint = functools.partial(robust_by_hand, x=X2, y=y)
-    mode = gaussian(fit).mean
+    mode = gaussian_of(fit).mean
     close(torch.func.grad(log_joint)(mode), torch.zeros(3), 1e-8 if structure == "dense" else 1e-4)
     expected = -torch.func.hessian(log_joint)(mode)
-    close(gaussian(fit).precision, expected if structure == "dense" else expected.diagonal(), 1e-8)
+    close(
+        gaussian_of(fit).precision, expected if structure == "dense" else expected.diagonal(), 1e-8
+    )
     ggn = laplace(robust, (X2, y), structure)
-    assert float((gaussian(ggn).variance / gaussian(fit).variance - 1).abs().max()) > 1e-2
+    assert float((gaussian_of(ggn).variance / gaussian_of(fit).variance - 1).abs().max()) > 1e-2
 
 
-def bent(y):
-    w = pyro.sample("w", dist.Normal(0.0, 1.0))
-    v = pyro.sample("v", dist.Normal(0.0, 1.0))
-    with rows(y):
-        pyro.sample("y", dist.Normal(w**2 + 0.1 * v, 1.0), obs=y)
+bent = of_rows(
+    lambda w, v: dist.Normal(w**2 + 0.1 * v, 1.0),
+    w=normal(),
+    v=normal(),
+)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -348,7 +349,7 @@ def test_a_curvature_that_is_not_positive_names_the_site(structure):
     with pytest.raises(ModelError, match=r"site 'w'.*curvature there is -13.*not a mode"):
         laplace(bent, (y,), structure, mode=mode, curvature="hessian")
     fit = laplace(bent, (y,), structure, mode=mode)
-    close(gaussian(fit).variance, [1, 1 / 1.02], 1e-8)
+    close(gaussian_of(fit).variance, [1, 1 / 1.02], 1e-8)
 
 
 # ------------------------------------------------------------------ positive sites
@@ -357,10 +358,7 @@ def test_a_curvature_that_is_not_positive_names_the_site(structure):
 COUNTS = double(3, 0, 2, 4, 1, 1, 0)
 
 
-def poisson(y):
-    r = pyro.sample("r", dist.Gamma(2.0, 3.0))
-    with rows(y):
-        pyro.sample("y", dist.Poisson(r), obs=y)
+poisson = of_rows(lambda r: dist.Poisson(r), r=lambda: dist.Gamma(2.0, 3.0))
 
 
 @pytest.mark.parametrize("kind", ["ggn", "hessian"])
@@ -369,8 +367,8 @@ def test_the_gaussian_is_of_unconstrained_values(structure, kind):
     """u = log r, with the Jacobian, has density (a + S) u - (b + n) e^u: its mode is at
     log((a + S) / (b + n)), and its precision there is a + S."""
     fit = laplace(poisson, (COUNTS,), structure, curvature=kind)
-    close(gaussian(fit).mean, [math.log(13 / 10)], 1e-6)
-    close(gaussian(fit).variance, [1 / 13], 1e-6)
+    close(gaussian_of(fit).mean, [math.log(13 / 10)], 1e-6)
+    close(gaussian_of(fit).variance, [1 / 13], 1e-6)
     draws = fit.get_samples()["r"].log()
     assert abs(float((draws.mean() - math.log(1.3)) * (13 * 1000) ** 0.5)) < 4.4
     constant = 2 * math.log(3.0) - math.lgamma(2.0) - float(torch.lgamma(COUNTS + 1).sum())
@@ -382,10 +380,7 @@ def test_the_gaussian_is_of_unconstrained_values(structure, kind):
 SIZES = double(0.4, 1.7, 0.2, 2.5, 1.1, 0.9, 0.3)
 
 
-def log_normal(y):
-    m = pyro.sample("m", dist.LogNormal(0.5, 0.8))
-    with rows(y):
-        pyro.sample("y", dist.LogNormal(m.log(), 1.3), obs=y)
+log_normal = of_rows(lambda m: dist.LogNormal(m.log(), 1.3), m=lambda: dist.LogNormal(0.5, 0.8))
 
 
 LOG_PRECISION = 1 / 0.64 + 7 / 1.69
@@ -395,8 +390,8 @@ LOG_PRECISION = 1 / 0.64 + 7 / 1.69
 def test_log_normal_sites_are_exact(structure):
     fit = laplace(log_normal, (SIZES,), structure)
     mean = (0.5 / 0.64 + float(SIZES.log().sum()) / 1.69) / LOG_PRECISION
-    close(gaussian(fit).mean, [mean], 1e-6)
-    close(gaussian(fit).variance, [1 / LOG_PRECISION], 1e-8)
+    close(gaussian_of(fit).mean, [mean], 1e-6)
+    close(gaussian_of(fit).variance, [1 / LOG_PRECISION], 1e-8)
     logs = MultivariateNormal(torch.full((7,), 0.5), 1.69 * torch.eye(7) + 0.64)
     expected = logs.log_prob(SIZES.log()) - SIZES.log().sum()
     close(fit.log_marginal_likelihood(), expected, 1e-6)
@@ -414,10 +409,7 @@ def test_a_diagonals_evidence_is_exact_where_features_are_orthogonal(batch_size)
     assert float(correlated.log_marginal_likelihood()) < float(evidence(2.0)) - 1e-2
 
 
-def two_wells(y):
-    w = pyro.sample("w", dist.Normal(0.7, 1.0))
-    with rows(y):
-        pyro.sample("y", dist.Normal(w**2, 1.0), obs=y)
+two_wells = of_rows(lambda w: dist.Normal(w**2, 1.0), w=lambda: dist.Normal(0.7, 1.0))
 
 
 def test_of_several_starts_the_evidence_is_the_largest():
@@ -435,7 +427,7 @@ def test_of_several_starts_the_evidence_is_the_largest():
     for start, w in enumerate(centers):
         close(torch.func.grad(log_joint)(w), 0.0, 1e-8)
         precision = -torch.func.hessian(log_joint)(w)
-        close(gaussian(fit, start).variance, [1 / precision], 1e-8)
+        close(gaussian_of(fit, start).variance, [1 / precision], 1e-8)
         expected.append(log_joint(w) + 0.5 * math.log(2 * math.pi) - precision.log() / 2)
     assert expected[0] > expected[1] + 0.5
     close(fit.log_marginal_likelihood(), expected[0], 1e-8)
@@ -457,15 +449,15 @@ def test_a_map_gives_the_place_and_the_distance_is_told(structure):
     found = ps.MAP(log_normal, structure="dense", optimizer=torchopt.sgd(0.5))
     found.run((SIZES,), num_steps=50, **QUIET)
     fit = laplace(log_normal, (SIZES,), structure, mode=found)
-    close(gaussian(fit).mean, [MAP_MODE], 1e-8)
-    close(gaussian(fit).variance, [1 / LOG_PRECISION], 1e-8)
+    close(gaussian_of(fit).mean, [MAP_MODE], 1e-8)
+    close(gaussian_of(fit).variance, [1 / LOG_PRECISION], 1e-8)
     close(torch.tensor(fit.diagnostics()["distance"].to_numpy()), [LOG_PRECISION**-0.5], 1e-6)
     with pytest.warns(UserWarning, match="0.42 posterior sds away"):
         low = fit.log_marginal_likelihood()
     best = laplace(log_normal, (SIZES,), structure).log_marginal_likelihood()
     close(best - low, 0.5 / LOG_PRECISION, 1e-6)
     by_hand = laplace(log_normal, (SIZES,), structure, mode={"m": torch.tensor(MAP_MODE).exp()})
-    close(gaussian(by_hand).mean, [MAP_MODE], 1e-12)
+    close(gaussian_of(by_hand).mean, [MAP_MODE], 1e-12)
 
 
 def test_a_map_of_several_starts_gives_several_gaussians():
@@ -528,7 +520,6 @@ def best_of(function, size):
     return logs.detach().exp(), function(*logs.detach().exp())
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 @pytest.mark.long
 def test_tune_finds_the_params_of_most_evidence():
@@ -538,9 +529,11 @@ def test_tune_finds_the_params_of_most_evidence():
     close(fit.params["sigma"], sigma, 1e-4)
     close(fit.log_marginal_likelihood(), best, 1e-7)
     precision = torch.eye(D) / fit.params["tau"] ** 2 + X.T @ X / fit.params["sigma"] ** 2
-    close(gaussian(fit).precision, precision, 1e-8)
+    close(gaussian_of(fit).precision, precision, 1e-8)
     close(
-        gaussian(fit).mean, torch.linalg.solve(precision, X.T @ Y) / fit.params["sigma"] ** 2, 1e-8
+        gaussian_of(fit).mean,
+        torch.linalg.solve(precision, X.T @ Y) / fit.params["sigma"] ** 2,
+        1e-8,
     )
 
 
@@ -567,7 +560,6 @@ def test_a_single_param_is_tuned(structure):
     close(fit.log_marginal_likelihood(), best, 1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 @pytest.mark.long
 def test_params_that_are_not_tuned_are_part_of_the_mode():
@@ -580,9 +572,9 @@ def test_params_that_are_not_tuned_are_part_of_the_mode():
             pyro.sample("y", dist.Normal(x @ w, sigma), obs=y)
 
     fit = laplace(model, (X, Y))
-    mean, sigma = gaussian(fit).mean, fit.params["sigma"]
+    mean, sigma = gaussian_of(fit).mean, fit.params["sigma"]
     close(sigma**2, (Y - X @ mean).square().mean(), 1e-5)
-    close(gaussian(fit).precision, torch.eye(D) + X.T @ X / sigma**2, 1e-8)
+    close(gaussian_of(fit).precision, torch.eye(D) + X.T @ X / sigma**2, 1e-8)
     tuned = laplace(model, (X, Y), tune=["sigma"])
     assert float(tuned.params["sigma"]) > float(sigma) * 1.02
     assert float(tuned.log_marginal_likelihood()) > float(fit.log_marginal_likelihood())
@@ -606,7 +598,6 @@ def classes_of_a_network(scale, dtype):
     return model, (x.to(dtype), classes)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 @pytest.mark.filterwarnings("ignore:the approximation does not fit")
 @pytest.mark.long
@@ -668,10 +659,10 @@ def test_parts_one_after_another_are_all_at_once(parts, kind, temperature, struc
         total = total + fit.log_marginal_likelihood()
     mean, precision = posterior(2.0, x)
     tolerance = 1e-8 if structure == "dense" else 1e-6
-    close(gaussian(fit).mean, mean, tolerance)
-    close(gaussian(fit).variance, temperature * torch.linalg.inv(precision).diagonal(), 1e-8)
+    close(gaussian_of(fit).mean, mean, tolerance)
+    close(gaussian_of(fit).variance, temperature * torch.linalg.inv(precision).diagonal(), 1e-8)
     if structure == "dense":
-        close(gaussian(fit).precision, precision / temperature, 1e-8)
+        close(gaussian_of(fit).precision, precision / temperature, 1e-8)
     close(total, evidence(2.0, x), 1e-7)
 
 
@@ -680,7 +671,7 @@ def test_an_update_takes_loaders_and_gives_draws():
     fit = laplace(regression(), (X[first], Y[first]))
     fit.update(DataLoader(TensorDataset(X[other], Y[other]), 4, shuffle=True), progress=False)
     mean, precision = posterior()
-    close(gaussian(fit).precision, precision, 1e-8)
+    close(gaussian_of(fit).precision, precision, 1e-8)
     away = fit.get_samples()["w"].mean(0) - mean
     assert float((away / torch.linalg.inv(precision).diagonal().sqrt()).abs().max()) < 4.4 / 31
     assert fit.predict(X[:2])["y"].shape == (1000, 2)
@@ -690,14 +681,14 @@ def test_an_update_of_several_starts_updates_each():
     y, starts = double(1.0, 1.4), double(-1.0, 1.0)
     fit = laplace(two_wells, (y,), num_chains=2, init_strategy={"w": starts})
     before = fit.fit.centers[:, 0].clone()
-    precision = torch.cat([gaussian(fit, start).variance for start in (0, 1)]).reciprocal()
+    precision = torch.cat([gaussian_of(fit, start).variance for start in (0, 1)]).reciprocal()
     more = double(1.2, 0.9)
     fit.update((more,), progress=False)
     after = fit.fit.centers[:, 0]
     slope = -precision * (after - before) + 2 * after * (more.sum() - 2 * after**2)
     close(slope, torch.zeros(2), 1e-8)
     assert float(after[1]) < 0 < float(after[0])
-    found = torch.cat([gaussian(fit, start).variance for start in (0, 1)]).reciprocal()
+    found = torch.cat([gaussian_of(fit, start).variance for start in (0, 1)]).reciprocal()
     close(found, precision + 2 * (2 * after) ** 2, 1e-8)
 
 
@@ -707,10 +698,10 @@ def test_every_curvature_is_updated(kind):
     first, other = HALVES
     mode = {"w": posterior()[0]}
     fit = laplace(regression(), (X[first], Y[first]), curvature=kind, mode=mode)
-    old = gaussian(fit).precision
-    alone = gaussian(laplace(regression(), (X[other], Y[other]), curvature=kind, mode=mode))
+    old = gaussian_of(fit).precision
+    alone = gaussian_of(laplace(regression(), (X[other], Y[other]), curvature=kind, mode=mode))
     fit.update((X[other], Y[other]), mode=mode, progress=False)
-    close(gaussian(fit).precision, old + alone.precision - torch.eye(D), 1e-8)
+    close(gaussian_of(fit).precision, old + alone.precision - torch.eye(D), 1e-8)
 
 
 @pytest.mark.filterwarnings("ignore:the log joint still rose")
@@ -723,8 +714,8 @@ def test_a_map_of_the_new_prior_finds_the_updated_mode(temperature):
     mean, precision = posterior(2.0)
     close(found.get_samples()["w"][0], mean, 1e-8)
     fit.update((X[other], Y[other]), mode=found, progress=False)
-    close(gaussian(fit).mean, mean, 1e-8)
-    close(gaussian(fit).precision, precision / temperature, 1e-8)
+    close(gaussian_of(fit).mean, mean, 1e-8)
+    close(gaussian_of(fit).precision, precision / temperature, 1e-8)
 
 
 @pytest.mark.filterwarnings("ignore:the log joint still rose")
@@ -755,8 +746,8 @@ def test_a_laplace_of_the_new_prior_is_an_update():
     evidence_of_first = old.log_marginal_likelihood()
     new = laplace(old.as_prior(), (X[other], Y[other]), batch_size=3)
     mean, precision = posterior(2.0)
-    close(gaussian(new).mean, mean, 1e-8)
-    close(gaussian(new).precision, precision, 1e-8)
+    close(gaussian_of(new).mean, mean, 1e-8)
+    close(gaussian_of(new).precision, precision, 1e-8)
     close(evidence_of_first + new.log_marginal_likelihood(), evidence(2.0), 1e-8)
 
 
@@ -767,8 +758,8 @@ def test_positive_sites_are_updated_in_unconstrained_space(structure):
     total = fit.log_marginal_likelihood()
     fit.update((SIZES[3:],), progress=False)
     whole = laplace(log_normal, (SIZES,), structure)
-    close(gaussian(fit).mean, gaussian(whole).mean, 1e-6)
-    close(gaussian(fit).variance, gaussian(whole).variance, 1e-8)
+    close(gaussian_of(fit).mean, gaussian_of(whole).mean, 1e-6)
+    close(gaussian_of(fit).variance, gaussian_of(whole).variance, 1e-8)
     close(total + fit.log_marginal_likelihood(), whole.log_marginal_likelihood(), 1e-6)
 
 
@@ -838,8 +829,8 @@ def test_some_sites_are_conditional_on_the_others_at_the_mode(patterns, places, 
     precision = -torch.func.hessian(two_sites_by_hand)(mode)[places][:, places]
     if structure == "diag":
         precision = precision.diagonal().diag()
-    close(gaussian(fit).mean, mode[places], 1e-5)
-    close(gaussian(fit).variance, torch.linalg.inv(precision).diagonal(), 1e-5)
+    close(gaussian_of(fit).mean, mode[places], 1e-5)
+    close(gaussian_of(fit).variance, torch.linalg.inv(precision).diagonal(), 1e-5)
     constant = len(places) * math.log(2 * math.pi) - torch.logdet(precision)
     expected = two_sites_by_hand(mode) + constant / 2
     close(fit.log_marginal_likelihood(), expected, 1e-5)
@@ -851,7 +842,7 @@ def test_sites_without_a_gaussian_stay_at_the_mode(kind):
     draws, mode = fit.get_samples(), fit.fit.centers[0]
     close(draws["a"], mode[0].expand(1000), 1e-12)
     close(draws["sd.s"], mode[3].exp().expand(1000), 1e-12)
-    away = (draws["b"] - mode[1:3]) / gaussian(fit).variance.sqrt()
+    away = (draws["b"] - mode[1:3]) / gaussian_of(fit).variance.sqrt()
     assert float(away.mean(0).abs().max()) < 4.4 / 1000**0.5
     assert float((away.square().mean(0) - 1).abs().max()) < 4.4 * (2 / 1000) ** 0.5
 
@@ -861,7 +852,7 @@ def test_a_block_of_the_rows_curvature(kind):
     mode = {"a": torch.tensor(0.5), "b": double(-1.0, 0.2), "sd.s": torch.tensor(0.6)}
     some = laplace(two_sites, (X, Y), sites=["b"], mode=mode, curvature=kind)
     whole = laplace(two_sites, (X, Y), mode=mode, curvature=kind)
-    close(gaussian(some).precision, gaussian(whole).precision[1:3, 1:3], 1e-8)
+    close(gaussian_of(some).precision, gaussian_of(whole).precision[1:3, 1:3], 1e-8)
 
 
 # ------------------------------------------------------------------ linearized predictions
@@ -892,16 +883,12 @@ def network(noise):
     def outputs(w, v, x):
         return torch.tanh(x @ w) @ v
 
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(D, 2), 1.0).to_event(2))
-        v = pyro.sample("v", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with rows(x):
-            return pyro.sample("y", dist.Normal(outputs(w, v, x), noise[0]), obs=y)
-
+    model = of_rows(
+        lambda x, w, v: dist.Normal(outputs(w, v, x), noise[0]), w=normal(D, 2), v=normal(2)
+    )
     return model, outputs
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_recurrent_networks_outputs_are_linear_in_its_weights():
     """The same of an LSTM, which float32 runs by oneDNN; its Jacobian is by differences."""
@@ -976,21 +963,11 @@ def test_a_networks_outputs_are_linear_in_its_weights(structure, sites):
 
 
 def logistic(family):
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with rows(x):
-            return pyro.sample("y", family(x @ w), obs=y)
-
-    return model
+    return of_rows(lambda x, w: family(x @ w), w=normal(2))
 
 
 def softmax(family):
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
-        with rows(x):
-            return pyro.sample("y", family(x @ w), obs=y)
-
-    return model
+    return of_rows(lambda x, w: family(x @ w), w=normal(2, 3))
 
 
 #: Families of logits and of probs, and chances of their values, given logits.
@@ -1132,19 +1109,15 @@ def test_a_factor_has_no_fisher_information():
     with pytest.raises(SiteError, match=r"site 'fit': a pyro.factor has no distribution"):
         laplace(model, (X, Y), curvature="monte_carlo")
     mean, precision = posterior()
-    exact = gaussian(laplace(model, (X, Y)))  # by the Hessian, which takes the GGN's place
+    exact = gaussian_of(laplace(model, (X, Y)))  # by the Hessian, which takes the GGN's place
     close(exact.mean, mean, 1e-8)
     close(exact.precision, precision, 1e-8)
     slopes = (Y - X @ mean)[:, None] / SD**2 * X
-    empirical = gaussian(laplace(model, (X, Y), curvature="empirical_fisher"))
+    empirical = gaussian_of(laplace(model, (X, Y), curvature="empirical_fisher"))
     close(empirical.precision, torch.eye(D) + slopes.T @ slopes, 1e-6)
 
 
-def huge(y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(200_000), 1.0).to_event(1))
-    v = pyro.sample("v", dist.Normal(0.0, 1.0))
-    with rows(y):
-        pyro.sample("y", dist.Normal(w.mean() + v, 1.0), obs=y)
+huge = of_rows(lambda w, v: dist.Normal(w.mean() + v, 1.0), w=normal(200_000), v=normal())
 
 
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch):
@@ -1156,8 +1129,8 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch)
     mode = {"w": torch.zeros(200_000), "v": torch.tensor(0.0)}
     with pytest.raises(ArgumentError, match=words):
         laplace(huge, (double(1.0, 2.0),), mode=mode)
-    assert gaussian(laplace(huge, (double(1.0, 2.0),), "diag")).sd.shape == (200_001,)
-    last = gaussian(laplace(huge, (double(1.0, 2.0),), sites=["v"]))
+    assert gaussian_of(laplace(huge, (double(1.0, 2.0),), "diag")).sd.shape == (200_001,)
+    last = gaussian_of(laplace(huge, (double(1.0, 2.0),), sites=["v"]))
     close(last.covariance, [[1 / 3]], 1e-8)
 
 
@@ -1168,12 +1141,12 @@ def test_nothing_is_there_before_a_run():
             read()
 
 
-def scaled_classes(x, y):
-    """A layer of weights on all reals, and a scale that is positive."""
-    w = pyro.sample("w", dist.Normal(torch.zeros(D, 3), 1.0).to_event(2))
-    scale = pyro.sample("scale", dist.HalfNormal(1.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Categorical(logits=scale * (x @ w)), obs=y)
+#: A layer of weights on all reals, and a scale that is positive.
+scaled_classes = of_rows(
+    lambda x, w, scale: dist.Categorical(logits=scale * (x @ w)),
+    w=normal(D, 3),
+    scale=lambda: dist.HalfNormal(1.0),
+)
 
 
 LABELS = (Y > 0).long() + (Y > 1).long()
@@ -1196,8 +1169,8 @@ def test_all_that_comes_of_a_pass_at_a_given_mode(curvature, structure):
     if structure == "diag":
         precision = torch.diag(precision.diagonal())
     own = precision if structure == "dense" else precision.diagonal()
-    close(gaussian(fit).precision, own, 1e-9)
-    close(gaussian(fit).mean, torch.cat([params["w"].flatten(), params["scale"][None]]), 1e-12)
+    close(gaussian_of(fit).precision, own, 1e-9)
+    close(gaussian_of(fit).mean, torch.cat([params["w"].flatten(), params["scale"][None]]), 1e-12)
     total = (len(prior) * math.log(2 * math.pi) - torch.logdet(precision)) / 2
     attrs = fit.fit.attrs
     close(double(attrs["log_evidence"][0]), (evaluation.log_joint + total)[None], 1e-9)

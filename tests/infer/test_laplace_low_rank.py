@@ -1,25 +1,22 @@
 """Laplace approximations of low rank, against dense ones."""
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
 from reference import close, normals
 from repetitions import each_once
+from runs import QUIET
 
 import pyro_scale as ps
 from pyro_scale.core.gaussian import LowRank
 from pyro_scale.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("float64", "store")
-QUIET = {"progress": False, "seed": 0}
 SCALES = torch.linspace(0.5, 2.0, 12, dtype=torch.float64)
 
 
-def model(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(12), SCALES).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+model = of_rows(lambda x, w: dist.Normal(x @ w, 0.5), w=normal(12, sd=SCALES))
 
 
 #: Of rank 4.

@@ -9,10 +9,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torchopt
+from models import normal, of_rows
 from pyro.infer.autoguide import init_to_value
 from reference import close, double, normals
 from repetitions import each_once, long_but
 from row_datasets import RowByRow
+from runs import QUIET
 from torch.distributions import constraints
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,7 +24,6 @@ from pyro_scale.errors import ArgumentError, DataError, NonFiniteError, NotRunEr
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-QUIET = {"seed": 0, "progress": False}
 N, B = 23, 5
 X = normals(N, 2, seed=1)
 Y = X @ double(0.7, -1.2) + 0.5 * normals(N, seed=2)
@@ -41,50 +42,17 @@ FACES = torch.tensor([0, 2, 2, 1, 2, 0, 2])
 SIZES = double(0.4, 1.7, 0.2, 2.5, 1.1, 0.9, 0.3)
 
 
-def rows(y):
-    return pyro.plate("data", len(y))
+poisson = of_rows(lambda v: dist.Poisson(v), v=lambda: dist.Gamma(2.0, 3.0))
+exponential = of_rows(lambda v: dist.Exponential(v), v=lambda: dist.Gamma(2.0, 3.0))
+log_normal = of_rows(lambda v: dist.LogNormal(v.log(), 1.3), v=lambda: dist.LogNormal(0.5, 0.8))
+bernoulli = of_rows(lambda v: dist.Bernoulli(v), v=lambda: dist.Beta(3.0, 1.5))
+categorical = of_rows(
+    lambda v: dist.Categorical(v), v=lambda: dist.Dirichlet(double(1.5, 2.0, 3.0))
+)
 
 
-def poisson(y):
-    r = pyro.sample("v", dist.Gamma(2.0, 3.0))
-    with rows(y):
-        pyro.sample("y", dist.Poisson(r), obs=y)
-
-
-def exponential(y):
-    r = pyro.sample("v", dist.Gamma(2.0, 3.0))
-    with rows(y):
-        pyro.sample("y", dist.Exponential(r), obs=y)
-
-
-def log_normal(y):
-    m = pyro.sample("v", dist.LogNormal(0.5, 0.8))
-    with rows(y):
-        pyro.sample("y", dist.LogNormal(m.log(), 1.3), obs=y)
-
-
-def bernoulli(y):
-    p = pyro.sample("v", dist.Beta(3.0, 1.5))
-    with rows(y):
-        pyro.sample("y", dist.Bernoulli(p), obs=y)
-
-
-def categorical(y):
-    p = pyro.sample("v", dist.Dirichlet(double(1.5, 2.0, 3.0)))
-    with rows(y):
-        pyro.sample("y", dist.Categorical(p), obs=y)
-
-
-def bounded(y):
-    m = pyro.sample("v", dist.Uniform(0.2, 5.0))
-    with rows(y):
-        pyro.sample("y", dist.Normal(m, 1.0), obs=y)
-
-
-def normal(y):
-    m = pyro.sample("v", dist.Normal(3.0, 0.5))
-    with rows(y):
-        pyro.sample("y", dist.Normal(m, 1.5), obs=y)
+bounded = of_rows(lambda v: dist.Normal(v, 1.0), v=lambda: dist.Uniform(0.2, 5.0))
+bell = of_rows(lambda v: dist.Normal(v, 1.5), v=lambda: dist.Normal(3.0, 0.5))
 
 
 LOG_PRECISION = 1 / 0.8**2 + 7 / 1.3**2
@@ -113,7 +81,7 @@ CONJUGATE = {
     ),
     "Uniform, Normal": (bounded, SIZES, float(SIZES.mean()), None),
     "Normal": (
-        normal,
+        bell,
         SIZES,
         (3.0 / 0.25 + float(SIZES.sum()) / 2.25) / (1 / 0.25 + 7 / 2.25),
         None,
@@ -157,12 +125,9 @@ def test_a_dense_map_is_at_the_mode_or_says_that_it_is_not():
 def test_two_sites_of_which_one_is_positive():
     """The joint density of (w, s): its slope in w and in s itself vanishes."""
 
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
-        s = pyro.sample("s", dist.Gamma(2.5, 2.0))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(x @ w, s), obs=y)
-
+    model = of_rows(
+        lambda x, w, s: dist.Normal(x @ w, s), w=normal(2, sd=2.0), s=lambda: dist.Gamma(2.5, 2.0)
+    )
     fit = ps.MAP(model, structure="dense", optimizer=torchopt.adam(0.05))
     fit.run((X, Y), num_steps=300, batch_size=B, **QUIET)
     w, s = (mode_of(fit, name).requires_grad_() for name in "ws")
@@ -185,12 +150,10 @@ def test_n_is_what_num_data_says():
 # ------------------------------------------------------------------ optimizers, step for step
 
 
-def scaled(x, y):
-    """w ~ N(0, 4), s ~ LogNormal(0.3, 0.36), y ~ N(x w, s^2)."""
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(0.3, 0.6))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+#: w ~ N(0, 4), s ~ LogNormal(0.3, 0.36), y ~ N(x w, s^2).
+scaled = of_rows(
+    lambda x, w, s: dist.Normal(x @ w, s), w=normal(2, sd=2.0), s=lambda: dist.LogNormal(0.3, 0.6)
+)
 
 
 #: w and log s, where every loop starts.
@@ -302,7 +265,7 @@ def test_minibatches_of_equal_rows_are_the_whole_data(optimizer, batch_size):
 @pytest.mark.slow
 def test_minibatches_are_unbiased():
     """With steps that shrink, the mode is that of all rows within the noise that is left."""
-    fit = ps.MAP(normal, optimizer=torchopt.sgd(decaying(0.3, 0.003, 400)))
+    fit = ps.MAP(bell, optimizer=torchopt.sgd(decaying(0.3, 0.003, 400)))
     fit.run((SIZES,), num_steps=600, batch_size=2, **QUIET)
     close(mode_of(fit, "v"), CONJUGATE["Normal"][2], 1e-2)
 
@@ -349,11 +312,11 @@ def test_early_stopping_stops_at_the_mode():
     """From the mode on nothing rises: four windows of a hundred steps are enough to see it."""
     mode = torch.tensor([CONJUGATE["Normal"][2]])
     asked = {"init_strategy": {"v": mode}, "optimizer": torchopt.sgd(0.1)}
-    stopped = ps.MAP(normal, early_stopping=True, **asked).run((SIZES,), num_steps=5000, **QUIET)
+    stopped = ps.MAP(bell, early_stopping=True, **asked).run((SIZES,), num_steps=5000, **QUIET)
     assert stopped.trace.shape == (1, 400)
     assert stopped.fit.attrs["num_steps"] == 400
     assert stopped.converged
-    on = ps.MAP(normal, **asked).run((SIZES,), num_steps=300, **QUIET)
+    on = ps.MAP(bell, **asked).run((SIZES,), num_steps=300, **QUIET)
     assert on.trace.shape == (1, 300)
 
 
@@ -362,7 +325,7 @@ def test_early_stopping_looks_at_whole_epochs():
     """With 150 batches an epoch, a window is an epoch."""
     y = torch.tensor(3.0).expand(150).contiguous()
     asked = {"init_strategy": {"v": double(3.0)}, "optimizer": torchopt.sgd(0.1)}
-    fit = ps.MAP(normal, early_stopping=True, **asked)
+    fit = ps.MAP(bell, early_stopping=True, **asked)
     fit.run((y,), num_steps=5000, batch_size=1, **QUIET)
     assert fit.trace.shape == (1, 600)
 
@@ -370,7 +333,7 @@ def test_early_stopping_looks_at_whole_epochs():
 @pytest.mark.slow
 def test_early_stopping_goes_on_while_it_rises():
     asked = {"init_strategy": {"v": double(40.0)}, "optimizer": torchopt.sgd(1e-4)}
-    fit = ps.MAP(normal, early_stopping=True, **asked)
+    fit = ps.MAP(bell, early_stopping=True, **asked)
     with pytest.warns(UserWarning, match="the log joint still rose"):
         fit.run((SIZES,), num_steps=450, **QUIET)
     assert fit.trace.shape == (1, 450)
@@ -385,7 +348,7 @@ def test_early_stopping_is_the_same_at_each_run_and_compiled():
     def run(compile, num_chains=2):
         starts = {"v": double(3.0, 60.0)[-num_chains:]}
         fit = ps.MAP(
-            normal,
+            bell,
             early_stopping=True,
             compile=compile,
             init_strategy=starts,
@@ -413,10 +376,7 @@ def test_the_table_has_a_row_a_start():
 # ------------------------------------------------------------------ starts
 
 
-def squared(y):
-    w = pyro.sample("w", dist.Normal(0.0, 3.0))
-    with rows(y):
-        pyro.sample("y", dist.Normal(w**2, 1.0), obs=y)
+squared = of_rows(lambda w: dist.Normal(w**2, 1.0), w=normal(sd=3.0))
 
 
 @pytest.mark.filterwarnings("ignore:the log joint still rose")
@@ -468,7 +428,7 @@ def test_params_are_part_of_the_mode(structure):
     def model(y):
         s = pyro.param("s", torch.tensor(0.8), constraint=constraints.positive)
         w = pyro.sample("w", dist.Normal(0.0, 0.5))
-        with rows(y):
+        with pyro.plate("data", len(y)):
             pyro.sample("y", dist.Normal(w, s), obs=y)
 
     fit = ps.MAP(model, structure=structure, optimizer=torchopt.sgd(0.2, momentum=0.5))
@@ -607,11 +567,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_the_first_step(monkeypa
     """6 matrices of 200,000 x 200,000 float64 are 1.75 TiB."""
     monkeypatch.setattr(memory, "bytes_of", lambda device: 2**30)
 
-    def model(y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(200_000), 1.0).to_event(1))
-        with rows(y):
-            pyro.sample("y", dist.Normal(w.sum(), 1.0), obs=y)
-
+    model = of_rows(lambda w: dist.Normal(w.sum(), 1.0), w=normal(200_000))
     with pytest.raises(ArgumentError, match=r"200,000.*1.75 TiB.*1 GiB.*structure='diag'"):
         ps.MAP(model, structure="dense").run((SIZES,), num_steps=1, **QUIET)
     assert ps.MAP(model).run((SIZES,), num_steps=1, **QUIET).trace.shape == (1, 1)
@@ -619,7 +575,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_the_first_step(monkeypa
 
 @pytest.mark.parametrize("asked", ["mass", "as_prior"])
 def test_a_mode_is_no_gaussian(asked):
-    fit = ps.MAP(normal).run((SIZES,), num_steps=1, **QUIET)
+    fit = ps.MAP(bell).run((SIZES,), num_steps=1, **QUIET)
     with pytest.raises(ArgumentError, match="Gaussian"):
         getattr(fit, asked)()
     with pytest.raises(ArgumentError, match="needs a Gaussian"):

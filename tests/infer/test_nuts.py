@@ -11,10 +11,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from linear import linear_data, linear_posterior, regression
+from models import normal, of_rows
 from pyro.contrib import gp
 from pyro.nn import PyroModule, PyroSample
 from reference import double, normals
 from repetitions import long_but
+from runs import EVERY_STEP
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -24,8 +26,6 @@ pytest.importorskip("nutpie")
 pytestmark = pytest.mark.usefixtures("float64")
 
 QUIET = {"seed": 1, "progress": False}
-#: Every state is a draw, from the first.
-EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
 linear = regression(variance=2.0)
 X, Y = linear_data(60)
 N = len(X)
@@ -63,11 +63,10 @@ def test_a_conjugate_posterior(temperature, mass, compiled):
     assert program.startswith("compiled" if compiled else "eager")
 
 
-def scale_of(y):
-    """A constrained site, whose posterior is an inverse gamma."""
-    variance = pyro.sample("variance", dist.InverseGamma(3.0, 2.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(0.0, variance.sqrt()), obs=y)
+#: A constrained site, whose posterior is an inverse gamma.
+scale_of = of_rows(
+    lambda variance: dist.Normal(0.0, variance.sqrt()), variance=lambda: dist.InverseGamma(3.0, 2.0)
+)
 
 
 @pytest.mark.slow
@@ -240,10 +239,7 @@ def test_a_second_run_sees_what_has_changed():
     array = Y.numpy().copy()
     y, scale = torch.from_numpy(array), double(1.0)
 
-    def model(y):
-        w = pyro.sample("w", dist.Normal(0.0, scale))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+    model = of_rows(lambda w: dist.Normal(w, 1.0), w=normal(sd=scale))
 
     def change_array():
         array[0] += 30.0

@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
 
 import pyro_scale as ps
 
@@ -14,17 +15,14 @@ NOISE = torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch
 HOW = {"seed": 0, "progress": False, "warmup_steps": 300}
 
 
-def location(y):
-    mu = pyro.sample("mu", dist.Normal(0.0, 1e9))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+location = of_rows(lambda mu: dist.Normal(mu, 1.0), mu=normal(sd=1e9))
 
 
-def interval(y):
-    """Fine in unconstrained space, and not in the interval."""
-    mu = pyro.sample("mu", dist.Uniform(1e7 - 50.0, 1e7 + 50.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(mu - 1e7, 1.0), obs=y)
+#: Fine in unconstrained space, and not in the interval.
+interval = of_rows(
+    lambda mu: dist.Normal(mu - 1e7, 1.0),
+    mu=lambda: dist.Uniform(1e7 - 50.0, 1e7 + 50.0),
+)
 
 
 def total(y):

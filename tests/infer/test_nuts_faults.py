@@ -12,6 +12,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from linear import linear_data, regression
+from models import of_rows
 from reference import double
 from repetitions import each_once
 
@@ -222,10 +223,7 @@ def test_without_a_compiler_it_runs_eagerly(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("PATH", "")
 
-    def unseen(y):
-        w = pyro.sample("w", dist.Normal(0.125, 1.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(w, 1.25), obs=y)
+    unseen = of_rows(lambda w: dist.Normal(w, 1.25), w=lambda: dist.Normal(0.125, 1.0))
 
     few = {"num_samples": 5, "warmup_steps": 5, "num_chains": 1, **QUIET}
     with pytest.warns(CompileWarning, match=r"there is no C\+\+ compiler.*compile=False"):

@@ -4,11 +4,11 @@ import functools
 import os
 import signal
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from linear import linear_data, regression
+from models import normal, of_rows
 from repetitions import each_once
 
 import pyro_scale as ps
@@ -150,11 +150,7 @@ def test_what_a_handler_raises_is_no_reason_not_to_compile(where, monkeypatch, a
         os.kill(os.getpid(), signal.SIGALRM)
         raise AssertionError("no signal has come")
 
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-
+    model = of_rows(lambda mu: dist.Normal(mu, 1.0), mu=normal())
     alarm(Handler(error), 0)
     how = {"num_samples": 5, "warmup_steps": 5, **QUIET}
     if where == "BAOA":

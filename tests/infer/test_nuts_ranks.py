@@ -64,7 +64,7 @@ def of_hierarchy(sites, group, y):
     return {"mu": mu, "tau": tau, "z": z[:, 0], "effect": effects[:, 0], "log_lik": log_lik}
 
 
-def counts(group, y=None, power=1.0):
+def grouped_counts(group, y=None, power=1.0):
     """Poisson counts: a Gamma rate, shared out by a simplex."""
     rate = pyro.sample("rate", dist.Gamma(3.0, 0.3))
     share = pyro.sample("share", dist.Dirichlet(torch.full((3,), 2.0)))
@@ -101,7 +101,9 @@ CASES = {
     "hierarchy": Case(
         hierarchy, torch.arange(20) % 5, of_hierarchy, ("mu", "tau", "z", "effect", "log_lik")
     ),
-    "counts": Case(counts, torch.arange(9) % 3, of_counts, ("rate", "first", "last", "log_lik")),
+    "counts": Case(
+        grouped_counts, torch.arange(9) % 3, of_counts, ("rate", "first", "last", "log_lik")
+    ),
     "mixture": Case(
         mixture,
         torch.zeros(25, dtype=torch.float64),

@@ -8,7 +8,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torchopt
+from models import normal, of_rows
 from reference import close, double, normals
+from runs import QUIET
 
 import pyro_scale as ps
 from pyro_scale import kernels
@@ -25,13 +27,12 @@ from pyro_scale.tuning.windows import learn_spread
 
 pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
-QUIET = {"seed": 0, "progress": False}
 N = 40
 X = normals(N, 3, seed=1) * torch.tensor([10.0, 1.0, 0.1])
 Y = X @ normals(3, 2, seed=2) + normals(N, 2, seed=3)
 
 
-def linear(x, y=None):
+def of_two_blocks(x, y=None):
     """Whose posterior is one block of Kronecker factors, and one that is independent of it."""
     w = pyro.sample("w", dist.Normal(torch.zeros(3, 2), 2.0).to_event(2))
     pyro.sample("u", dist.Normal(1.0, 3.0))
@@ -44,8 +45,8 @@ PRECISION = torch.block_diag(
 ).double()
 MEAN = torch.linalg.solve(PRECISION, torch.cat([4 * (X.mT @ Y).flatten(), torch.tensor([1 / 9])]))
 FITS = {
-    "kron": (lambda: ps.Laplace(linear, structure="kron"), KroneckerWhitening),
-    "low rank": (lambda: ps.Laplace(linear, structure="low_rank", rank=6), LowRankWhitening),
+    "kron": (lambda: ps.Laplace(of_two_blocks, structure="kron"), KroneckerWhitening),
+    "low rank": (lambda: ps.Laplace(of_two_blocks, structure="low_rank", rank=6), LowRankWhitening),
 }
 
 
@@ -55,7 +56,7 @@ def fitted(kind):
 
 def problem_of(num_chains=1):
     data, kernel = open_data((X, Y), None, None, None), kernels.BAOA(lr=0.5)
-    return prepare(as_log_posterior(linear, N), data, kernel, None, num_chains, 0)
+    return prepare(as_log_posterior(of_two_blocks, N), data, kernel, None, num_chains, 0)
 
 
 def whitened(gaussian):
@@ -88,7 +89,7 @@ def test_draws_have_the_law_of_the_posterior():
     fit = fitted("kron")
 
     def draws(compile, **more):
-        sampler = ps.BAOA(linear, lr=0.5, friction=1.0, precondition=fit, compile=compile)
+        sampler = ps.BAOA(of_two_blocks, lr=0.5, friction=1.0, precondition=fit, compile=compile)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", VerdictWarning)  # of a step size that is set
             sampler.run((X, Y), batch_size=None, **how | more)
@@ -138,7 +139,7 @@ def test_the_optimizer_moves_in_the_fits_coordinates(kind):
     first = torch.cat([start["w"].flatten(), start["u"]])
     for lr, left in ((1.0, 0.0), (0.5, 0.5)):
         mode = ps.MAP(
-            linear, optimizer=torchopt.sgd(lr), precondition=fit, init_strategy=start
+            of_two_blocks, optimizer=torchopt.sgd(lr), precondition=fit, init_strategy=start
         ).run((X, Y), num_steps=1, **QUIET)
         close(mode.fit.centers[0], MEAN + left * (first - MEAN), 1e-6)
 
@@ -146,10 +147,7 @@ def test_the_optimizer_moves_in_the_fits_coordinates(kind):
 def test_the_mode_is_the_same_after_few_steps():
     """Of a softmax, where the factors are near the curvature, and features of unlike scales."""
 
-    def classes(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(3, 3), 1.0).to_event(2))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
+    classes = of_rows(lambda x, w: dist.Categorical(logits=x @ w), w=normal(3, 3))
 
     data = X, (Y[:, 0] > 0).long() + (Y[:, 1] > 0).long()
     mode = ps.MAP(classes, structure="dense").run(data, num_steps=1, **QUIET)
@@ -166,7 +164,7 @@ def test_the_mode_is_the_same_after_few_steps():
 def test_variational_inference_starts_where_the_factors_say():
     """At draws of the fit: whitened by it, they are standard normals."""
     fit = fitted("kron")
-    vi = ps.VI(linear, init_strategy=fit, optimizer=torchopt.sgd(0.0))
+    vi = ps.VI(of_two_blocks, init_strategy=fit, optimizer=torchopt.sgd(0.0))
     vi.run((X, Y), num_steps=1, num_chains=1000, **QUIET)
     z = (vi.fit.centers - MEAN) @ torch.linalg.cholesky(PRECISION)
     assert float(z.mean(0).abs().max()) < 4.5 / math.sqrt(len(z))
@@ -174,16 +172,16 @@ def test_variational_inference_starts_where_the_factors_say():
 
 
 def test_what_is_no_fit_of_the_model_is_refused():
-    other = ps.Laplace(linear, structure="kron", sites=["w"])
+    other = ps.Laplace(of_two_blocks, structure="kron", sites=["w"])
     with pytest.raises(
         ArgumentError, match=r"precondition=<Laplace.*not run>: pass None, or a fit"
     ):
-        ps.MAP(linear, precondition=other)
+        ps.MAP(of_two_blocks, precondition=other)
     other.run((X, Y), **QUIET)
     with pytest.raises(ArgumentError, match="a fit of all sites"):
-        ps.MAP(linear, precondition=other)
+        ps.MAP(of_two_blocks, precondition=other)
     with pytest.raises(ArgumentError, match="'kron', 'low_rank', 'diag', None, or a fit"):
-        ps.BAOA(linear, precondition="kronecker")
+        ps.BAOA(of_two_blocks, precondition="kronecker")
 
     def smaller(x, y=None):
         pyro.sample("u", dist.Normal(0.0, 1.0))
@@ -192,11 +190,11 @@ def test_what_is_no_fit_of_the_model_is_refused():
 
     fit = ps.Laplace(smaller, structure="diag").run((X[:, :2], Y), **QUIET)
     with pytest.raises(ArgumentError, match="the fit has 1 elements, the model's latent sites"):
-        ps.MAP(linear, precondition=fit).run((X, Y), num_steps=1, **QUIET)
+        ps.MAP(of_two_blocks, precondition=fit).run((X, Y), num_steps=1, **QUIET)
 
 
 def test_a_fit_without_spread_has_no_coordinates():
-    cold = ps.Laplace(linear, structure="kron", temperature=0.0).run((X, Y), **QUIET)
+    cold = ps.Laplace(of_two_blocks, structure="kron", temperature=0.0).run((X, Y), **QUIET)
     for method in (ps.MAP, ps.BAOA):
         with pytest.raises(ArgumentError, match="temperature 0 the fit has no spread"):
-            method(linear, precondition=cold)
+            method(of_two_blocks, precondition=cold)

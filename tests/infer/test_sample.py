@@ -6,22 +6,20 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
 from reference import normals
+from runs import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError
 
-QUIET = {"seed": 0, "progress": False}
 X = normals(400, 2, seed=0).float()
 Y = X @ torch.tensor([1.0, -0.5]) + normals(400, seed=1).float()
 
 
-def line(x, y):
-    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    with pyro.plate("rows", len(x)):
-        pyro.sample("y", dist.Normal(x @ beta, 1.0), obs=y)
+line = of_rows(lambda x, beta: dist.Normal(x @ beta, 1.0), beta=normal(2))
 
 
 def check(run):
@@ -78,7 +76,6 @@ def test_without_the_time_for_nuts_it_is_baoa():
     assert "NUTS would take longer than seconds=2 (NUTS about" in why or "pyro-scale[nuts]" in why
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_network_is_an_ensemble():
     net = ps.bayesianize(nn.Sequential(nn.Linear(2, 200), nn.Tanh(), nn.Linear(200, 2)))

@@ -15,10 +15,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from methods import STOCHASTIC
+from models import of_rows
 from pyro.infer.autoguide import initialization
 from pyro.nn import PyroModule, PyroSample
 from reference import double, normals
 from repetitions import long_but
+from runs import EVERY_STEP, ONE_CHAIN
 from torch import nn
 from torch.distributions import constraints
 from torch.utils.data import DataLoader, Dataset
@@ -29,9 +31,6 @@ from pyro_scale.errors import ArgumentError, NonFiniteError, NotRunError, PyroSc
 SAMPLERS = [ps.BAOA, ps.SGHMC, ps.SGLD]  # with a law in closed form
 METHODS = [row.sampler for row in STOCHASTIC]
 QUIET = {"progress": False}
-#: Every state is a draw, from the first.
-EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
-ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 
 
 def close(actual, expected, rtol=1e-12):
@@ -153,10 +152,10 @@ def test_a_function_has_no_model_to_predict_with(method):
     assert "posterior" in fit.to_arviz().groups()
 
 
-def one_column(y):
-    w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), PRIOR**-0.5))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+one_column = of_rows(
+    lambda w: dist.Normal(w, 1.0),
+    w=lambda: dist.Normal(torch.zeros((), dtype=torch.float64), PRIOR ** (-0.5)),
+)
 
 
 @pytest.mark.parametrize(
@@ -995,11 +994,10 @@ def test_the_signature_shows_the_kernels_hyperparameters():
 def test_the_inflation_is_known_for_batches_of_one_row():
     y = normals(200, seed=5)
 
-    def model(y):
-        w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=torch.float64), 10.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
-
+    model = of_rows(
+        lambda w: dist.Normal(w, 1.0),
+        w=lambda: dist.Normal(torch.zeros((), dtype=torch.float64), 10.0),
+    )
     sampler = ps.BAOA(model, lr=0.1)
     data, kwargs = y, {"batch_size": 1, "sampling": "replacement", "num_samples": 50}
     sampler.run(data, warmup_steps=50, thinning=1, num_chains=1, seed=0, **kwargs, **QUIET)

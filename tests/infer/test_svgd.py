@@ -12,9 +12,11 @@ import pytest
 import torch
 import torchopt
 from both_arviz import groups_of
+from models import normal, of_rows
 from pyro.infer.autoguide import init_to_value
 from reference import Doubled, close, double, normals
 from row_datasets import RowByRow
+from runs import QUIET
 from torch.utils.data import DataLoader
 
 import pyro_scale as ps
@@ -26,7 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the particles' log joint still changed"),
 ]
 
-QUIET = {"seed": 0, "progress": False}
 N, B, D = 23, 5, 2
 X = normals(N, D, seed=1)
 Y = X @ double(0.7, -1.2) + 0.5 * normals(N, seed=2)
@@ -37,16 +38,8 @@ def falling(lr, steps):
     return torchopt.adam(torchopt.schedule.polynomial_schedule(lr, 1e-3 * lr, 1.0, steps))
 
 
-def regression(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(D), 2.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
-
-
-def logistic(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(D), 2.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+regression = of_rows(lambda x, w: dist.Normal(x @ w, 0.5), w=normal(D, sd=2.0))
+logistic = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(D, sd=2.0))
 
 
 def ran(optimizer, num_steps, batch_size=B, start=START, model=regression, data=None, **options):
@@ -118,10 +111,9 @@ def test_steps_are_the_published_ones(name, count):
     close(particles(svgd), by_hand(12, lr, adagrad, 0.7, start=START[:count]), 1e-11)
 
 
-def shifted(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(D), 2.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w + pyro.param("shift", double(0.4)[0]), 0.5), obs=y)
+shifted = of_rows(
+    lambda x, w: dist.Normal(x @ w + pyro.param("shift", double(0.4)[0]), 0.5), w=normal(D, sd=2.0)
+)
 
 
 COMPILED = {
@@ -225,7 +217,7 @@ def test_models_that_vmap_refuses_and_that_subsample_take_the_same_steps():
 # ------------------------------------------------------------------ posteriors
 
 
-def gaussian(size, sd):
+def of_sd(size, sd):
     def model():
         pyro.factor("no data", torch.zeros(()))
         pyro.sample("w", dist.Normal(torch.zeros(size), sd).to_event(1))
@@ -264,7 +256,7 @@ def test_the_papers_mixture():
 
 @pytest.mark.slow
 def test_a_gaussian_in_one_dimension():
-    w = settled(gaussian(1, 3.0), 50, 0.5, 300)
+    w = settled(of_sd(1, 3.0), 50, 0.5, 300)
     assert abs(float(w.mean())) < 0.01 * 3.0
     assert float(w.std()) == pytest.approx(3.0, rel=0.04)
 
@@ -275,14 +267,13 @@ def test_where_dimensions_are_as_many_they_form_a_simplex(temperature):
     """Of n particles in n - 1 dimensions or more, all pairs are h log(n + 1) apart, squared, as the
     median is; phi is 0 where h = 2 T sd^2.  So the variance falls as log(n + 1) / D."""
     n, size, sd = 6, 8, 3.0
-    w = settled(gaussian(size, sd), n, 1.0, 400, temperature=temperature)
+    w = settled(of_sd(size, sd), n, 1.0, 400, temperature=temperature)
     apart = 2 * temperature * sd**2 * math.log(n + 1)
     close(torch.pdist(w).square(), torch.full((15,), apart), 1e-6)
     close(w.mean(0), torch.zeros(size), 1e-6)
     close(w.var(0, correction=0).sum(), apart / 2 * (n - 1) / n, 1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_logistic_regression():
     """Means to a twentieth of a sd and sds to 8%, of sums over a grid."""
@@ -373,7 +364,7 @@ def test_what_cannot_be_is_refused():
         ran(torchopt.sgd(1e9), 200)
     with pytest.raises(ArgumentError, match="pass one of num_steps and num_epochs"):
         ps.SVGD(regression).run((X, Y), **QUIET)
-    with pytest.raises(CallError, match=r"takes \(x, y\): .*'linearized'"):
+    with pytest.raises(CallError, match=r"takes \(x, y=None\): .*'linearized'"):
         ran(torchopt.sgd(1e-3), 1).predict(X, Y, linearized=True)
     for name, there_is in {
         "num_chains": "num_particles=, of the constructor",

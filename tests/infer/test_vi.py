@@ -15,6 +15,7 @@ import pytest
 import torch
 import torchopt
 from gaussian import Bound
+from models import normal, of_rows
 from pyro.infer.autoguide import init_to_value
 from reference import close, double, normals, pyro_log_joint
 from repetitions import long_but
@@ -261,10 +262,7 @@ X = normals(N, 3, seed=1) @ double([1.0, 0.6, -0.3], [0.0, 1.0, 0.5], [0.0, 0.0,
 Y = X @ double(1.0, -0.5, 0.3) + SD * normals(N, seed=2)
 
 
-def linear(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), PRIOR).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(x @ w, SD), obs=y)
+linear = of_rows(lambda x, w: dist.Normal(x @ w, SD), w=normal(3, sd=PRIOR))
 
 
 LAMBDA = torch.eye(3).double() / PRIOR**2 + X.T @ X / SD**2
@@ -390,7 +388,6 @@ def test_particles_average_the_noise():
     assert sds[0] / sds[1] == pytest.approx(2.0, rel=0.2)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_schedule_of_temperatures_ends_where_its_last_value_says():
     schedule = ps.schedules.cosine_decay(4.0, 10_000, end=0.25)
@@ -421,10 +418,7 @@ def test_temperature_zero_is_the_mode(kind):
 LABELS = (X[:, 0] + normals(N, seed=8) > 0).double()
 
 
-def logistic(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+logistic = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(3))
 
 
 @pytest.mark.long
@@ -586,7 +580,7 @@ def test_early_stopping_does_not_end_a_rise():
 # ------------------------------------------------------------------ points
 
 
-def with_point(x, y):
+def of_points(x, y):
     shift = pyro.param("shift", double(0.4))
     sd = pyro.param("sd", double(0.5)[0], constraint=constraints.positive)
     w = pyro.sample("w", dist.Normal(shift, 1.0).expand([3]).to_event(1))
@@ -605,7 +599,7 @@ POINTED = {
 def test_points_move_by_their_mean_gradient_and_get_no_noise(kind):
     pyro.clear_param_store()
     starts = {"w": normals(3, 3, seed=6)}
-    fit = POINTED[kind](with_point, init_strategy=starts)
+    fit = POINTED[kind](of_points, init_strategy=starts)
     fit.run((X, Y), num_steps=1, num_chains=3, **SETTINGS)
     sd = (1 / N / 2.0) ** 0.5 if kind == "IVON" else 0.1
     w = starts["w"] + sd * first_noise(3, 3)
@@ -626,7 +620,7 @@ def test_points_move_by_their_mean_gradient_and_get_no_noise(kind):
 @pytest.mark.long
 def test_points_end_where_the_bound_is_largest():
     """Dense, on a conjugate model, that is where the evidence is: type-II maximum likelihood."""
-    vi = ps.VI(with_point, structure="dense", optimizer=torchopt.adam(falling), compile=True)
+    vi = ps.VI(of_points, structure="dense", optimizer=torchopt.adam(falling), compile=True)
     params = vi.run((X, Y), num_steps=100_000, **SETTINGS).params
 
     def evidence(values):

@@ -4,10 +4,10 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
 from reference import normals
 
 from pyro_scale.errors import ArgumentError
@@ -74,10 +74,7 @@ class OwnColored(Sampler):
     kernel_class = Colored
 
 
-def model(y):
-    mean = pyro.sample("mean", dist.Normal(0.0, 10.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+model = of_rows(lambda mean: dist.Normal(mean, 1.0), mean=normal(sd=10.0))
 
 
 @pytest.mark.slow

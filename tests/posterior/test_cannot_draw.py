@@ -4,6 +4,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
+from runs import QUIET
 
 import pyro_scale as ps
 from pyro_scale.curvature import fisher
@@ -11,7 +13,6 @@ from pyro_scale.errors import ArgumentError, CannotDrawError, ModelError
 from pyro_scale.model.draws import with_totals
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
-QUIET = {"seed": 0, "progress": False}
 SOURCE = torch.Generator().manual_seed(0)
 X = torch.randn(40, 2, generator=SOURCE, dtype=torch.float64)
 DEPTH = torch.randint(5, 50, (40,), generator=SOURCE).double()
@@ -143,11 +144,7 @@ class DensityAlone(dist.TorchDistribution):
 
 
 def test_a_distribution_without_draws_says_so():
-    def model(x, y=None):
-        b = pyro.sample("b", dist.Normal(0.0, 5.0))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", DensityAlone(b * x), obs=y)
-
+    model = of_rows(lambda x, b: DensityAlone(b * x), b=normal(sd=5.0))
     x = X[:, 0]
     curvature = ps.Curvature(ps.LogPosterior(model, num_data=len(x)))
     with pytest.raises(CannotDrawError, match=r"'y': a DensityAlone.*curvature='hessian'"):

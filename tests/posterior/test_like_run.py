@@ -5,6 +5,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
+from runs import QUIET
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, CallError
@@ -13,19 +15,10 @@ GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(40, 3, generator=GENERATOR)
 Y = X @ torch.tensor([1.0, -2.0, 0.5]) + 0.1 * torch.randn(40, generator=GENERATOR)
 FRAME, Z = pd.DataFrame(X.numpy(), columns=["a", "b", "c"]), pd.Series(Y.numpy())
-QUIET = {"seed": 0, "progress": False}
 
 
-def regression(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, 0.1), obs=y)
-
-
-def slope(x, y=None):
-    w = pyro.sample("w", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(w * x.reshape(len(x)), 1.0), obs=y)
+regression = of_rows(lambda x, w: dist.Normal(x @ w, 0.1), w=normal(3))
+slope = of_rows(lambda x, w: dist.Normal(w * x.reshape(len(x)), 1.0), w=normal())
 
 
 def series(x, n, y=None):

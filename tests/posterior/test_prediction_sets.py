@@ -17,6 +17,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torchopt
+from models import normal, of_rows
 from reference import double, normals
 from repetitions import long_but
 from torch import nn
@@ -33,7 +34,7 @@ HELD = 39  # that calibrate: the 36th of 39 scores has a coverage of 36/40
 LEVEL = 0.88  # whose rank is that of 0.9
 
 
-def linear(noise, outputs=None):
+def with_noise(noise, outputs=None):
     def model(x, y=None):
         w = pyro.sample("w", dist.Normal(torch.zeros(2), 3.0).to_event(1))
         mean = x @ w
@@ -73,7 +74,7 @@ def seeded():
 
 @pytest.fixture
 def fit():
-    return fitted(linear(1.0), *rows_of(SIZE, seed=0))
+    return fitted(with_noise(1.0), *rows_of(SIZE, seed=0))
 
 
 # ------------------------------------------------------------------ without calibration
@@ -97,7 +98,7 @@ def test_interval_of_a_linear_model_is_that_of_its_normal_distribution(fit, seed
 
 def test_of_one_draw_of_the_posterior_it_is_the_noise(seeded):
     x, y = rows_of(SIZE, seed=0)
-    fit = ps.MAP(linear(2.0), optimizer=torchopt.adam(0.1))
+    fit = ps.MAP(with_noise(2.0), optimizer=torchopt.adam(0.1))
     fit.run((x, y), num_steps=20, seed=0, progress=False)
     mean = fit.predict(x, reduce="mean")["y"]
     lower, upper = fit.predict(x, interval=0.9)["y"]
@@ -106,7 +107,7 @@ def test_of_one_draw_of_the_posterior_it_is_the_noise(seeded):
         assert abs(z.mean()) * SIZE**0.5 < 4  # draws of the rows are independent
 
 
-def counts(x, y=None, z=None):  # of two sites, each posterior draw has one observation
+def of_counts(x, y=None, z=None):  # of two sites, each posterior draw has one observation
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     with pyro.plate("rows", len(x)):
         pyro.sample("z", dist.Normal(x @ w, 1.0), obs=z)
@@ -117,7 +118,7 @@ def counts(x, y=None, z=None):  # of two sites, each posterior draw has one obse
 def test_counts_have_whole_numbers(seeded, case):
     x, w = normals(1200, 2, seed=0), double(0.7, -0.7)
     rate, z = (x @ w).exp(), x @ w + normals(1200, seed=1)
-    fit = fitted(counts, x[:80], torch.poisson(rate[:80]), z[:80])
+    fit = fitted(of_counts, x[:80], torch.poisson(rate[:80]), z[:80])
     if case == "too wide":  # held out are rows of large rates, which have the narrowest intervals
         order = torch.cat([torch.arange(80), 80 + rate[80:].argsort(descending=True)])
         x, rate, z = x[order], rate[order], z[order]
@@ -153,13 +154,8 @@ def test_counts_have_whole_numbers(seeded, case):
         assert inside((lower, upper), new_y).double().mean() > 0.8 - 4 * math.sqrt(0.16 / 120)
 
 
-def classes(family=None):
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2, 4), 3.0).to_event(2))
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", (family or dist.Categorical)(logits=x @ w), obs=y)
-
-    return model
+def classifier_of(family=None):
+    return of_rows(lambda x, w: (family or dist.Categorical)(logits=x @ w), w=normal(2, 4, sd=3.0))
 
 
 def labels_of(x, seed, sharpness=1.0):
@@ -170,7 +166,7 @@ def labels_of(x, seed, sharpness=1.0):
 
 def test_set_of_classes_is_the_smallest_of_that_probability():
     x = normals(200, 2, seed=0)
-    fit = fitted(classes(), x, labels_of(x, seed=1))
+    fit = fitted(classifier_of(), x, labels_of(x, seed=1))
     probs = fit.predict(x, reduce="mean")["y"]
     for level in (0.5, 0.9, 0.99):
         sets = fit.predict(x, interval=level)["y"]
@@ -265,7 +261,7 @@ def test_a_box_covers_all_elements_of_a_row_at_once(seeded):
         x, y = rows_of(count, seed, sd=0.0)
         return x, y[:, None] * torch.arange(1.0, 4) + 2 * normals(count, 3, seed=seed)
 
-    fit = fitted(linear(1.0, outputs=3), *draw(SIZE, seed=0))
+    fit = fitted(with_noise(1.0, outputs=3), *draw(SIZE, seed=0))
     covered = coverages(fit, draw, lambda box, y: inside(box, y).all(1), 40)
     assert abs(z_of(covered, 0.9)) < 4
 
@@ -293,7 +289,7 @@ def test_conformal_sets_of_classes_cover(seeded, sharpness):
         return x, labels_of(x, seed, sharpness)
 
     x, y = draw(100, seed=1)
-    fit = fitted(classes(), x, labels_of(x, seed=1))  # of sharpness 1
+    fit = fitted(classifier_of(), x, labels_of(x, seed=1))  # of sharpness 1
 
     def hold(sets, labels):
         return sets.gather(1, labels[:, None])[:, 0]
@@ -314,8 +310,8 @@ def test_classes_that_are_hot_or_binary_are_those_of_numbers(seeded):
     x = normals(300, 2, seed=0)
     y = labels_of(x, seed=1)
     held = x[100:200]
-    numbers = fitted(classes(), x[:100], y[:100])
-    hot = fitted(classes(dist.OneHotCategorical), x[:100], torch.eye(4)[y[:100]])
+    numbers = fitted(classifier_of(), x[:100], y[:100])
+    hot = fitted(classifier_of(dist.OneHotCategorical), x[:100], torch.eye(4)[y[:100]])
     torch.manual_seed(0)
     expected = numbers.predict(x[200:], interval=0.9, calibrate=(held, y[100:200]))["y"]
     torch.manual_seed(0)
@@ -324,10 +320,7 @@ def test_classes_that_are_hot_or_binary_are_those_of_numbers(seeded):
     # the same but for a random part of a class, whose numbers follow draws of either family
     assert (found == expected).double().mean() > 0.85
 
-    def binary(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 3.0).to_event(1))
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+    binary = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(2, sd=3.0))
 
     def draw(count, seed):
         x = normals(count, 2, seed=seed)
@@ -379,11 +372,7 @@ def test_every_observed_site_has_a_threshold_of_its_own(seeded):
 
 
 def test_intervals_stay_in_the_support(seeded):
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", dist.LogNormal(w * x, 0.1), obs=y)
-
+    model = of_rows(lambda x, w: dist.LogNormal(w * x, 0.1), w=normal())
     x = normals(200, seed=0)
     y = normals(200, seed=1).exp()
     fit = fitted(model, x[:100], y[:100])
@@ -397,11 +386,11 @@ def test_intervals_stay_in_the_support(seeded):
 def test_samplers_and_filters_have_them(seeded):
     x, y = rows_of(SIZE, seed=0)
     held, (new, new_y) = rows_of(400, seed=1, sd=2.0), rows_of(400, seed=2, sd=2.0)
-    mcmc = ps.BAOA(linear(1.0), lr=0.05, friction=1.0)
+    mcmc = ps.BAOA(with_noise(1.0), lr=0.05, friction=1.0)
     mcmc.run(
         (x, y), num_samples=100, warmup_steps=200, thinning=5, num_chains=2, seed=0, progress=False
     )
-    ekf = ps.EKF(linear(1.0))
+    ekf = ps.EKF(with_noise(1.0))
     assert ekf.predict(new, interval=0.9)["y"].lower.shape == (400,)  # the prior's
     with pytest.raises(NotRunError, match="calibrate: EKF has no fit yet"):
         ekf.predict(new, interval=0.9, calibrate=held)

@@ -15,9 +15,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
 from pyro import poutine
 from reference import double, normals
 from repetitions import each_once, long_but
+from runs import EVERY_STEP, QUIET
 
 import pyro_scale as ps
 from pyro_scale import metrics
@@ -42,7 +44,7 @@ class Case(NamedTuple):
     chances: Any = None
 
 
-def same(e):
+def identity(e):
     return e
 
 
@@ -54,7 +56,7 @@ def softmax(e):
     return e.softmax(-1)
 
 
-def two(e):
+def in_pairs(e):
     return e.unflatten(-1, (2, 3))
 
 
@@ -74,7 +76,7 @@ def spread(chances):
 
 
 CASES = {
-    "Normal": Case(lambda e: dist.Normal(e, 0.7), same, constant(0.49)),
+    "Normal": Case(lambda e: dist.Normal(e, 0.7), identity, constant(0.49)),
     "heteroscedastic": Case(
         lambda e: dist.Normal(e[..., 0], (0.3 * e[..., 1]).exp()),
         lambda e: e[..., 0],
@@ -83,11 +85,11 @@ CASES = {
     ),
     "outputs": Case(
         lambda e: dist.Normal(e, 0.7).mask(e < 9).to_event(1).mask(e[..., 0] < 9),
-        same,
+        identity,
         constant(0.49),
         (3,),
     ),
-    "StudentT": Case(lambda e: dist.StudentT(5.0, e, 0.5), same, constant(0.25 * 5 / 3)),
+    "StudentT": Case(lambda e: dist.StudentT(5.0, e, 0.5), identity, constant(0.25 * 5 / 3)),
     "Poisson": Case(lambda e: dist.Poisson(e.exp()), torch.exp, torch.exp),
     "Gamma": Case(
         lambda e: dist.Gamma(2.0, e.exp()), lambda e: 2 * (-e).exp(), lambda e: 2 * (-2 * e).exp()
@@ -123,20 +125,20 @@ CASES = {
     ),
     "probs": Case(lambda e: dist.Categorical(probs=softmax(e)), out=(3,), chances=softmax),
     "Categoricals": Case(
-        lambda e: dist.Categorical(logits=two(e)).to_event(1),
+        lambda e: dist.Categorical(logits=in_pairs(e)).to_event(1),
         out=(6,),
-        chances=lambda e: softmax(two(e)),
+        chances=lambda e: softmax(in_pairs(e)),
     ),
     "OrderedLogistic": Case(lambda e: dist.OrderedLogistic(e, CUTS), chances=ordered),
     "OneHot": Case(
         lambda e: dist.OneHotCategorical(logits=e), softmax, spread(softmax), (3,), softmax
     ),
     "OneHots": Case(
-        lambda e: dist.OneHotCategorical(logits=two(e)).to_event(1),
-        lambda e: softmax(two(e)),
-        spread(lambda e: softmax(two(e))),
+        lambda e: dist.OneHotCategorical(logits=in_pairs(e)).to_event(1),
+        lambda e: softmax(in_pairs(e)),
+        spread(lambda e: softmax(in_pairs(e))),
         (6,),
-        lambda e: softmax(two(e)),
+        lambda e: softmax(in_pairs(e)),
     ),
 }
 REFUSES = [False]  # whether models branch on their weights, which vmap refuses
@@ -162,15 +164,7 @@ def drawn_from(family, out=()):
 
 
 def run(model, data, method=ps.BAOA, lr=0.05, **kwargs):
-    settings = {
-        "num_samples": 3,
-        "warmup_steps": 0,
-        "thinning": 1,
-        "num_chains": 3,
-        "seed": 0,
-        "progress": False,
-        **kwargs,
-    }
+    settings = {**EVERY_STEP, **QUIET, "num_samples": 3, "num_chains": 3, **kwargs}
     return method(model, lr=lr).run(data, **settings)
 
 
@@ -450,7 +444,6 @@ print(peak() - before)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says its peak there")
 @pytest.mark.parametrize("kind", long_but(["linear", "convolution"], "convolution"))
 @pytest.mark.long
@@ -478,7 +471,7 @@ DRAWN = {
         lambda e: spread(torch.sigmoid)(e) / (2 * e.exp() + 3),
     ),
     **{name: case for name, case in CASES.items() if name not in ("LogNormal", "ZeroInflated")},
-    "StudentT": Case(lambda e: dist.StudentT(9.0, e, 0.5), same, constant(0.25 * 9 / 7)),
+    "StudentT": Case(lambda e: dist.StudentT(9.0, e, 0.5), identity, constant(0.25 * 9 / 7)),
 }
 
 
@@ -581,12 +574,9 @@ def test_linearized_networks_reduce_over_their_linear_arguments(name, count):
     def network(a, b, x=X):
         return torch.tanh(x @ a) @ b
 
-    def model(x, y=None):
-        a = pyro.sample("a", dist.Normal(torch.zeros(2, 2), 1.0).to_event(2))
-        b = pyro.sample("b", dist.Normal(torch.zeros(2, *case.out), 1.0).to_event(2))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", case.family(network(a, b, x)), obs=y)
-
+    model = of_rows(
+        lambda x, a, b: case.family(network(a, b, x)), a=normal(2, 2), b=normal(2, *case.out)
+    )
     data = X, drawn_from(case.family, case.out)
     fit = ps.Laplace(model).run(data, num_chains=2, seed=0, progress=False)
     drawn, e = fit.get_samples(group_by_chain=True), []

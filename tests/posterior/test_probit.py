@@ -7,14 +7,15 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
 from reference import close, normals
+from runs import QUIET
 from torch import nn
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("float64", "store")
-QUIET = {"progress": False, "seed": 0}
 X, NEW = normals(30, 2, seed=1), 3 * normals(5, 2, seed=2)
 LABELS = (X[:, 0] > 0).long() + (X[:, 1] > 0.3).long()
 HEADS = {
@@ -69,10 +70,7 @@ def test_logits_are_divided_by_what_their_variance_says(name, structure):
     close(found, chances, 1e-10)
 
 
-def coin(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+coin = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(2, sd=2.0))
 
 
 def test_a_coins_chance_is_near_its_expectation():
@@ -94,10 +92,7 @@ def test_a_coins_chance_is_near_its_expectation():
 
 
 def test_what_are_no_classes_is_refused():
-    def counts(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Poisson((x @ w).exp()), obs=y)
+    counts = of_rows(lambda x, w: dist.Poisson((x @ w).exp()), w=normal(2, sd=2.0))
 
     fit = ps.Laplace(counts).run((X, LABELS.double()), **QUIET)
     with pytest.raises(ArgumentError, match=r"site 'y' is a Poisson.*linearized=True"):

@@ -16,17 +16,21 @@ import pandas
 import pyro
 import pyro.distributions as dist
 import pytest
+import stored
 import torch
 from both_arviz import IS_1, compared, dataset_of, elpd_of, groups_of, identical
+from models import normal, of_rows
 from pyro import poutine
 from reference import double, normals
 from repetitions import long_but
+from stored import mixture, own_subsamples, regression
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleError
+from pyro_scale.posterior import export
 
 mpl.use("Agg")
 QUIET = {"progress": False}
@@ -48,26 +52,9 @@ X = normals(SIZE, 2, seed=1)
 Y = X @ double(1.0, -0.5) + 0.7 * normals(SIZE, seed=2)
 
 
-def regression(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
-    pyro.deterministic("twice", 2 * w)
-    with pyro.plate("data", len(x)):
-        mean = pyro.deterministic("mean", x @ w)
-        return pyro.sample("y", dist.Normal(mean, s), obs=y)
-
-
-def fitted(model=regression, data=(X, Y), method=ps.BAOA, lr=0.1, temperature=1.0, **kwargs):
-    settings = {
-        "num_samples": 10,
-        "warmup_steps": 0,
-        "thinning": 1,
-        "num_chains": 3,
-        "seed": 0,
-        **QUIET,
-        **kwargs,
-    }
-    return method(model, lr=lr, temperature=temperature).run(data, **settings)
+def fitted(model=regression, data=(X, Y), **kwargs):
+    short = {"num_samples": 10, "batch_size": None, "seed": 0, "lr": 0.1}
+    return stored.fitted(model, data, **{**short, **kwargs})
 
 
 @pytest.mark.parametrize("bare", [True, False])
@@ -124,11 +111,7 @@ def test_draws_are_in_memory_once():
     one of this size, besides what `get_samples` returns."""
     size, draws, chains = 50_000, 120, 2
 
-    def model(y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(size), 1.0).to_event(1))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(w[0], 1.0), obs=y)
-
+    model = of_rows(lambda w: dist.Normal(w[0], 1.0), w=normal(size))
     run = {"num_samples": draws // chains, "warmup_steps": 1, "thinning": 1, "seed": 0, **QUIET}
     with LargeTensors(4 * draws * size) as large:
         sgld = ps.SGLD(model, lr=1e-3, compile=False)
@@ -185,7 +168,6 @@ def test_get_samples_gives_a_dict_of_ones_own():
     assert fit.get_samples()
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_constrained_sites_are_in_their_own_terms():
     """In unconstrained space a LogNormal is Gaussian, which BAOA samples exactly: a Jacobian
@@ -214,11 +196,17 @@ def test_constrained_sites_are_in_their_own_terms():
 # ------------------------------------------------------------------ summary, diagnostics
 
 
-def wide(x):
-    big = pyro.sample("big", dist.Normal(torch.zeros(11, 10).double(), 1.0).to_event(2))
-    pyro.sample("small", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(big.sum(), 1.0), obs=x[:, 0])
+def of_one_site(*shape):
+    def model(x):
+        big = pyro.sample("big", dist.Normal(torch.zeros(shape).double(), 1.0).to_event(2))
+        pyro.sample("small", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(big.mean(), 1.0), obs=x[:, 0])
+
+    return model
+
+
+wide = of_one_site(11, 10)
 
 
 @pytest.mark.slow
@@ -268,14 +256,8 @@ def test_diagnostics_has_the_worst_of_each_latent_site():
 @pytest.mark.parametrize("stored", long_but([False, True], True))
 def test_of_very_large_sites_some_elements_are_looked_at(stored, tmp_path):
     """200 of them, the first and the last among them."""
-
-    def model(x):
-        big = pyro.sample("big", dist.Normal(torch.zeros(21, 20).double(), 1.0).to_event(2))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(big.mean(), 1.0), obs=x[:, 0])
-
     store = tmp_path / "draws.zarr" if stored else None
-    fit = fitted(model, X, num_samples=50, store=store)
+    fit = fitted(of_one_site(21, 20), X, num_samples=50, store=store)
     draws = fit.get_samples(group_by_chain=True)["big"].flatten(2)
     places = [round(419 * i / 199) for i in range(200)]
     posterior = arviz.convert_to_dataset({"big": draws[..., places].numpy()})
@@ -287,20 +269,12 @@ def test_of_very_large_sites_some_elements_are_looked_at(stored, tmp_path):
         assert round(summary.loc["big [21x20], worst", f"ess_{kind}"]) == round(least)
 
 
-def shared(temperature, share=True):
+def of_shared_batches(temperature, share=True):
     """Three chains from one start."""
     start = {"w": torch.ones(3, 2).double(), "s": torch.ones(3).double()}
     fit = ps.SGLD(regression, lr=0.01, temperature=temperature, init_strategy=start)
-    settings = {
-        "batch_size": 3,
-        "num_chains": 3,
-        "num_samples": 60,
-        "warmup_steps": 0,
-        "thinning": 1,
-        "seed": 0,
-        **QUIET,
-    }
-    fit.run((X, Y), share_batches=share, **settings)
+    how = {**stored.HOW, "batch_size": 3, "num_samples": 60, "seed": 0, **QUIET}
+    fit.run((X, Y), share_batches=share, **how)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of the noise of batches
         return fit.diagnostics(), fit.get_samples(group_by_chain=True)
@@ -309,15 +283,15 @@ def shared(temperature, share=True):
 @pytest.mark.slow
 def test_chains_that_share_batches_are_found_out():
     """By the largest mean correlation of a pair of chains; without noise of their own, 1."""
-    table, draws = shared(temperature=1.0)
+    table, draws = of_shared_batches(temperature=1.0)
     assert table.attrs["share_batches"] == 1
     for name, value in draws.items():
         elements = value.reshape(3, 60, -1).unbind(-1)
         pairs = [(np.corrcoef(chains).sum() - 3) / 6 for chains in elements]
         if name in table.index:
             assert table.loc[name, "chain_correlation"] == pytest.approx(max(pairs), rel=1e-9)
-    close(shared(temperature=0.0)[0]["chain_correlation"], [1.0, 1.0])
-    assert "chain_correlation" not in shared(temperature=1.0, share=False)[0]
+    close(of_shared_batches(temperature=0.0)[0]["chain_correlation"], [1.0, 1.0])
+    assert "chain_correlation" not in of_shared_batches(temperature=1.0, share=False)[0]
 
 
 # ------------------------------------------------------------------ log likelihood
@@ -331,23 +305,19 @@ class RowByRow(Dataset):
         return {"x": X[index], "y": Y[index]}
 
 
-def own_subsamples(x, y):
+def parameters():
     w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
-    with pyro.plate("data", SIZE, subsample_size=5) as i:
-        pyro.sample("y", dist.Normal(x[i] @ w, s), obs=y[i])
+    return w, pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
 
 
 def pre_scaled(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
+    w, s = parameters()
     with pyro.plate("data", SIZE, subsample_size=len(x)):
         pyro.sample("y", dist.Normal(x @ w, s), obs=y)
 
 
 def event_rows(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
+    w, s = parameters()
     pyro.sample("y", dist.Normal(x @ w, s).to_event(1), obs=y)
 
 
@@ -413,8 +383,7 @@ MASK = torch.arange(SIZE) % 3 > 0
 
 def test_log_likelihood_keeps_the_users_scale_and_mask_by_site():
     def model(x, y, weights, mask):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
-        s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
+        w, s = parameters()
         with pyro.plate("data", len(x)):
             with poutine.scale(scale=weights), poutine.mask(mask=mask):
                 pyro.sample("y", dist.Normal(x @ w, s), obs=y)
@@ -429,14 +398,6 @@ def test_log_likelihood_keeps_the_users_scale_and_mask_by_site():
     close(values["z"], (-2 * s.log() - math.log(2 * math.pi)).expand(30, SIZE))
     close(values["soft"], 0.1 * samples["w"] @ X.T)
     assert "known" not in values
-
-
-def mixture(y):
-    p = pyro.sample("p", dist.Beta(double(2.0)[0], 2.0))
-    m = pyro.sample("m", dist.Normal(double(-1.0, 1.0), 1.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Bernoulli(p), infer={"enumerate": "parallel"})
-        pyro.sample("y", dist.Normal(m[z.long()], 0.5), obs=y)
 
 
 @pytest.mark.slow
@@ -635,22 +596,15 @@ def test_lp_of_a_minibatch_is_a_total_over_the_data():
 def test_log_likelihood_is_left_out_when_it_is_large_or_unwanted(monkeypatch):
     fit = fitted()
     assert "log_likelihood" not in groups_of(fit.to_arviz(log_likelihood=False))
-    monkeypatch.setattr("pyro_scale.results.posterior._LOG_LIKELIHOOD_BYTES", 30 * SIZE * 8 - 1)
+    assert export.log_likelihood_bytes(fit.posterior.draws, 1) == 30 * SIZE * 8
+    monkeypatch.setattr(export, "log_likelihood_bytes", lambda *args: 2**30 + 1)
     with pytest.warns(UserWarning, match=r"log likelihood would take.*log_likelihood=True"):
         assert "log_likelihood" not in groups_of(fit.to_arviz())
     assert "log_likelihood" in groups_of(fit.to_arviz(log_likelihood=True))
 
 
-def one_mean(y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(()).double(), 1.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(w, 1.0), obs=y)
-
-
-def one_wide_mean(y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(()).double(), 1.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(w, 3.0), obs=y)
+def mean_of(sd):
+    return of_rows(lambda w: dist.Normal(w, sd), w=normal(dtype=torch.float64))
 
 
 @pytest.fixture(scope="module")
@@ -659,8 +613,8 @@ def conjugate():
     y = normals(30, seed=6)
     settings = {"num_samples": 20, "warmup_steps": 60, "thinning": 12, "num_chains": 200}
     return y, {
-        model.__name__: ps.BAOA(model, lr=0.6).run(y, seed=2, **settings, **QUIET)
-        for model in (one_mean, one_wide_mean)
+        name: ps.BAOA(mean_of(sd), lr=0.6).run(y, seed=2, **settings, **QUIET)
+        for name, sd in {"one_mean": 1.0, "one_wide_mean": 3.0}.items()
     }
 
 
@@ -717,10 +671,8 @@ def test_arviz_reads_writes_and_plots(tmp_path):
 
 
 def test_attrs_of_a_schedule_go_through_netcdf(tmp_path):
-    fit = ps.SGLD(one_mean, lr=lambda step: 0.01 / (1 + step))
-    idata = fit.run(
-        Y, num_samples=4, warmup_steps=0, thinning=1, num_chains=1, seed=0, **QUIET
-    ).to_arviz()
+    decaying = {"method": ps.SGLD, "lr": lambda step: 0.01 / (1 + step)}
+    idata = fitted(mean_of(1.0), Y, num_samples=4, num_chains=1, **decaying).to_arviz()
     assert idata.attrs["lr"] == "schedule"
     idata.to_netcdf(str(tmp_path / "schedule.nc"))
     close(idata.sample_stats.lr.values[0], double(*(0.01 / (1 + k) for k in range(4))))
@@ -732,11 +684,7 @@ def test_a_model_without_data_has_posterior_and_stats_alone():
         pyro.factor("no data", torch.zeros(()))
         pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
 
-    idata = (
-        ps.BAOA(model, lr=0.3)
-        .run(None, num_samples=3, warmup_steps=0, thinning=1, num_chains=1, seed=0, **QUIET)
-        .to_arviz()
-    )
+    idata = fitted(model, None, num_samples=3, num_chains=1).to_arviz()
     assert groups_of(idata) == {"posterior", "sample_stats"}
 
 

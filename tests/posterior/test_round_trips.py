@@ -15,10 +15,11 @@ from both_arviz import IS_1, as_own, groups_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as some
 from reference import normals
+from runs import EVERY_STEP
+from stores import buffering
 from warned import quiet
 
 import pyro_scale as ps
-from pyro_scale.posterior import sinks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 ROWS = 6
@@ -109,7 +110,6 @@ def identical(actual, expected, attrs=True):
                 assert np.asarray(one.attrs[key]).dtype.kind == np.asarray(value).dtype.kind
 
 
-@pytest.mark.slow
 @given(models(), some.sampled_from(["memory", "store"]), some.integers(1, 3))
 @settings(
     max_examples=8,
@@ -124,16 +124,8 @@ def test_nothing_is_lost_on_the_way(case, kept, chains):
     directory = Path(tempfile.mkdtemp())
     try:
         fit = ps.BAOA(model, lr=0.02, compile=False)
-        how = {
-            "num_samples": 5,
-            "warmup_steps": 0,
-            "thinning": 1,
-            "num_chains": chains,
-            "batch_size": 4,
-            "seed": 0,
-        }
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sinks, "_MOST_DRAWS", 2)
+        how = {**EVERY_STEP, "num_samples": 5, "num_chains": chains, "batch_size": 4, "seed": 0}
+        with buffering(file_draws=2):
             store = directory / "draws.zarr" if kept == "store" else None
             fit.run(data, progress=False, store=store, **how)
         idata = quiet(fit.to_arviz, log_likelihood=True, posterior_predictive=True)

@@ -1,6 +1,7 @@
 """A posterior is a value: it stays what it is, whatever its method does next."""
 
 import copy
+import functools
 import pickle
 
 import pyro
@@ -10,6 +11,7 @@ import torch
 import torchopt
 from linear import linear_data
 from reference import double
+from runs import QUIET
 from stored import same
 
 import pyro_scale as ps
@@ -19,7 +21,6 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 X, Y = DATA = linear_data(40)
 OTHER = X, Y + 1.0
-QUIET = {"seed": 0, "progress": False}
 
 
 def model(x, y, sd=1.0):
@@ -50,7 +51,7 @@ KINDS = {
     "BAOA": (sampler, baoa),
     "NUTS": (
         lambda: ps.NUTS(model, compile=False),
-        lambda m, data=DATA: m.run(data, num_samples=30, warmup_steps=30, num_chains=2, **QUIET),
+        lambda m, data=DATA: m.run(data, num_samples=15, warmup_steps=15, num_chains=2, **QUIET),
     ),
     "Laplace": (lambda: ps.Laplace(model), lambda m, data=DATA: m.run(data, **QUIET)),
     "EKF": (lambda: ps.EKF(model), lambda m, data=DATA: m.run(data, **QUIET)),
@@ -59,6 +60,15 @@ KINDS = {
     "SVGD": (lambda: ps.SVGD(model, num_particles=7), steps),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@functools.cache
+def finished(kind):
+    """The posterior of a run, which nothing changes."""
+    make, run = KINDS[kind]
+    return run(make()).posterior
+
+
 quiet = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -71,7 +81,7 @@ def test_running_twice_is_two_objects_running_once(kind):
     before = first.get_samples()
     second = run(method, OTHER).posterior
     same(first.get_samples(), before)
-    same(first.get_samples(), run(make()).get_samples())
+    same(first.get_samples(), finished(kind).get_samples())
     same(second.get_samples(), run(make(), OTHER).get_samples())
     assert not torch.equal(first.get_samples()["w"], second.get_samples()["w"])
     assert method.posterior is second
@@ -141,8 +151,7 @@ def test_a_run_that_ended_by_an_error_leaves_none():
 @every_kind
 @pytest.mark.parametrize("copied", ["file", "pickle"])
 def test_it_goes_into_a_file_and_back(kind, copied, tmp_path):
-    make, run = KINDS[kind]
-    before = run(make()).posterior
+    before = finished(kind)
     if copied == "file":
         before.save(tmp_path / "run.ps")
         after = ps.load(tmp_path / "run.ps", model)
@@ -244,7 +253,7 @@ def test_a_posterior_is_where_chains_start():
 
 
 def test_they_say_what_they_are():
-    assert repr(baoa(sampler()).posterior) == "<Posterior by BAOA, N = 40, 2 x 30 draws>"
+    assert repr(finished("BAOA")) == "<Posterior by BAOA, N = 40, 2 x 30 draws>"
     fit = ps.Laplace(model).run(DATA, **QUIET).posterior
     assert repr(fit) == "<GaussianPosterior by Laplace, N = 40, starts: 1>"
     assert isinstance(fit, ps.GaussianPosterior)
@@ -270,8 +279,7 @@ def test_a_step_that_breaks_leaves_the_state_before_it(kind):
 @quiet
 @every_kind
 def test_what_it_cannot_be_asked_is_said(kind):
-    make, run = KINDS[kind]
-    posterior = run(make()).posterior
+    posterior = finished(kind)
     with pytest.raises(CallError, match="did you mean var_names="):
         posterior.summary(var_name=["w"])
     with pytest.raises(CallError):
@@ -293,7 +301,7 @@ def test_fits_go_on_from_a_posterior():
         assert torch.equal(again.fit.centers, fit.fit.centers)
         method = baoa(ps.BAOA(model, lr=0.1, precondition=start))
         assert method.posterior.attrs["whitened"] == 1
-    draws = baoa(sampler()).posterior
+    draws = finished("BAOA")
     with pytest.raises(ArgumentError, match="it has no Gaussian"):
         ps.EKF(model, init_strategy=draws).run(DATA, **QUIET)
     with pytest.raises(ArgumentError, match="a fitted MAP"):
@@ -325,7 +333,7 @@ def test_weights_from_some_rows_leave_the_fit_as_it_is():
 
 @quiet
 def test_what_other_libraries_look_for_has_a_hint():
-    posterior = baoa(sampler()).posterior
+    posterior = finished("BAOA")
     for name, hint in {
         "num_chains": "call .to_arviz",
         "run": "init_strategy=",

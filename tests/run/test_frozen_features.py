@@ -5,6 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from repetitions import each_once, long_but
+from runs import EVERY_STEP, QUIET
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -13,9 +14,6 @@ from pyro_scale.model.frozen import NoBase, frozen_base
 from pyro_scale.run import frozen_features
 
 N, B = 37, 8
-QUIET = {"progress": False, "seed": 0}
-#: Every state is a draw, from the first.
-EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(N, 2, 6, 6, generator=GENERATOR).double()
 SEQUENCE = torch.randn(N, 5, 4, generator=GENERATOR).double()

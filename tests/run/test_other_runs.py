@@ -2,10 +2,10 @@
 
 import functools
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import normal, of_rows
 from torch.utils.data import DataLoader, Dataset
 
 import pyro_scale as ps
@@ -21,22 +21,17 @@ Y = (torch.rand(24, generator=source) < 0.5).float()
 AT_ZERO = {"w": torch.zeros(2, 3)}
 
 
-def classes(x=X, prior=1.0, slope=1.0):
+def holding_covariates(x=X, prior=1.0, slope=1.0):
     """A model that holds its covariates, which its arguments do not show."""
 
-    def model(y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(3), prior).to_event(1))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Bernoulli(logits=slope * (x @ w)), obs=y)
-
-    return model
+    return of_rows(lambda w: dist.Bernoulli(logits=slope * (x @ w)), w=normal(3, sd=prior))
 
 
 OTHERS = {
-    "covariates": (classes(x=2 * X), "log likelihood beside it"),
-    "their order": (classes(x=X[:, [1, 0, 2]]), "log likelihood beside it"),
-    "likelihood": (classes(slope=3.0), "log likelihood beside it"),
-    "prior": (classes(prior=2.0), "log prior where chain 0 starts"),
+    "covariates": (holding_covariates(x=2 * X), "log likelihood beside it"),
+    "their order": (holding_covariates(x=X[:, [1, 0, 2]]), "log likelihood beside it"),
+    "likelihood": (holding_covariates(slope=3.0), "log likelihood beside it"),
+    "prior": (holding_covariates(prior=2.0), "log prior where chain 0 starts"),
 }
 
 
@@ -48,7 +43,7 @@ def baoa(model, **how):
 def written(tmp_path_factory):
     """A run from zero, where its covariates do not show."""
     directory = tmp_path_factory.mktemp("runs") / "run"
-    baoa(classes(), init_strategy=AT_ZERO).run(
+    baoa(holding_covariates(), init_strategy=AT_ZERO).run(
         Y, batch_size=None, checkpoint=directory, **STEPS, **QUIET
     )
     return directory
@@ -71,7 +66,7 @@ def test_rounding_and_threads_do_not_stand_in_the_way(written, monkeypatch):
     )
     torch.set_num_threads(2)
     try:
-        sampler = baoa(classes(X.clone()), init_strategy=AT_ZERO)
+        sampler = baoa(holding_covariates(X.clone()), init_strategy=AT_ZERO)
         longer = {**STEPS, "num_samples": 7}
         sampler.run(Y, batch_size=None, resume=written, **longer, **QUIET)
     finally:
@@ -90,10 +85,7 @@ class Rows(Dataset):
         return self.x[row], Y[row]
 
 
-def logistic(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+logistic = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(3))
 
 
 def test_rows_of_a_loader_beyond_its_first_batch_count(tmp_path):
@@ -128,7 +120,9 @@ def fitted(name):
         "VI": {"num_steps": 5, "seed": 0},
         "EKF": {"batch_size": 24, "seed": 0},
     }
-    method = baoa(classes()) if name == "BAOA" else getattr(ps, name)(classes())
+    method = (
+        baoa(holding_covariates()) if name == "BAOA" else getattr(ps, name)(holding_covariates())
+    )
     return method.run(Y, **how[name], **QUIET)
 
 
@@ -146,4 +140,4 @@ def test_a_file_is_of_one_model(name, tmp_path, monkeypatch):
         "model_fingerprint",
         lambda *args: {n: v * (1 + 5e-4) for n, v in exact(*args).items()},
     )
-    getattr(ps, name).load(path, classes(X.clone()))
+    getattr(ps, name).load(path, holding_covariates(X.clone()))

@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import of_rows
 from reference import double, normals
 from repetitions import long_but
 
@@ -52,13 +53,13 @@ def data():
     return x, x @ double(1, -0.5) + 0.3 * normals(N, seed=2)
 
 
-def ran(sampler, rows, **how):
+def ran(method, rows, **how):
     steps = {"num_samples": 5, "warmup_steps": 0, "thinning": 1, "num_chains": 2, "seed": 0}
-    sampler.run(rows, **{**steps, "batch_size": B, "progress": False, **how})
-    return sampler.posterior.draws.positions
+    method.run(rows, **{**steps, "batch_size": B, "progress": False, **how})
+    return method.posterior.draws.positions
 
 
-def sampler(model):
+def baoa(model):
     return ps.BAOA(model, lr=0.01, compile=False)
 
 
@@ -85,13 +86,13 @@ def understood(monkeypatch):
 def test_what_is_known_serves_again(understood):
     """From other starts, for other numbers of chains; the draws are a new sampler's."""
     model, rows = Regression(), data()
-    first = sampler(model)
+    first = baoa(model)
     ran(first, rows)
     for how in ({"seed": 1}, {"seed": 2, "num_chains": 3}):
         understood.clear()
         found = ran(first, rows, **how)
         assert understood == []
-        assert torch.equal(found, ran(sampler(model), rows, **how))
+        assert torch.equal(found, ran(baoa(model), rows, **how))
         assert understood == ["examine_model", "check_batches"]
 
 
@@ -142,19 +143,19 @@ CHANGES = {
 )
 def test_what_changes_is_seen(change, understood):
     model, rows = Regression(), data()
-    first = sampler(model)
+    first = baoa(model)
     ran(first, rows)
     understood.clear()
     CHANGES[change](model, *rows)
     found = ran(first, rows)
     assert understood == ["examine_model", "check_batches"]
-    assert torch.equal(found, ran(sampler(model), rows))
+    assert torch.equal(found, ran(baoa(model), rows))
 
 
 @pytest.mark.parametrize("how", [{"batch_size": B + 1}, {"batch_size": None}])
 def test_other_batches_are_another_problem(how, understood):
     model, rows = Regression(), data()
-    first = sampler(model)
+    first = baoa(model)
     ran(first, rows)
     understood.clear()
     ran(first, rows, **how)
@@ -163,7 +164,7 @@ def test_other_batches_are_another_problem(how, understood):
 
 def test_equal_data_are_other_data(understood):
     model, rows = Regression(), data()
-    first = sampler(model)
+    first = baoa(model)
     ran(first, rows)
     understood.clear()
     ran(first, tuple(column.clone() for column in rows))
@@ -188,7 +189,7 @@ def test_a_model_that_went_wrong_is_refused(name):
     """NumPy writes to the last row unseen by torch: its value is looked at in every run."""
     break_it, error = WRONG[name]
     model, rows = Regression(), data()
-    first = sampler(model)
+    first = baoa(model)
     ran(first, rows)
     break_it(model, *rows)
     with pytest.raises(error):
@@ -197,7 +198,7 @@ def test_a_model_that_went_wrong_is_refused(name):
 
 def test_a_copy_understands_for_itself(understood):
     model, rows = Regression(), data()
-    first = sampler(model)
+    first = baoa(model)
     found = ran(first, rows)
     understood.clear()
     other = copy.deepcopy(first)
@@ -206,12 +207,10 @@ def test_a_copy_understands_for_itself(understood):
 
 
 def test_first_steps_are_inspected_once(monkeypatch):
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(double(0, 0), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(x @ w, 0.3), obs=y)
-
-    looks, first, rows = [], sampler(model), data()
+    model = of_rows(
+        lambda x, w: dist.Normal(x @ w, 0.3), w=lambda: dist.Normal(double(0, 0), 1.0).to_event(1)
+    )
+    looks, first, rows = [], baoa(model), data()
     monkeypatch.setattr(run, "check_batch", lambda *args: looks.append(args))
     ran(first, rows, num_samples=20)
     assert len(looks) == 2

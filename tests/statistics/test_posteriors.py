@@ -6,11 +6,11 @@ Seeds are fixed; were they drawn anew, a chi-square test here would fail by chan
 
 import warnings
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from logistic import Logistic, logistic
+from models import of_rows
 from reference import double, normals
 from repetitions import long_but
 from scipy.stats import chi2
@@ -58,7 +58,7 @@ SAMPLERS = {
 }
 
 
-def draws_of(density, num_data, name, temperature=1.0, shape=(2,), num_samples=2):
+def sampled(density, num_data, name, temperature=1.0, shape=(2,), num_samples=2):
     """Many copies in many chains, all at first in the shallower well."""
     method, hyperparameters, every = SAMPLERS[name]
     start = {"w": torch.full((COPIES, *shape), -1.0)}
@@ -109,7 +109,7 @@ class TestDoubleWell:
         ),
     )
     def test_both_wells_have_their_weight_and_shape(self, name, num_data):
-        draws = draws_of(wells, num_data, name, num_samples=1 if name == "SGLD" else 2)
+        draws = sampled(wells, num_data, name, num_samples=1 if name == "SGLD" else 2)
         x, y = draws[..., 0], draws[..., 1]
         chi_square(cumulative(of_x)(x))
         standard = (y - 0.5 * x * x) / 0.5
@@ -120,12 +120,12 @@ class TestDoubleWell:
         assert abs(right - share) < 4.4 * (share * (1 - share) / x.numel()) ** 0.5
 
     def test_half_the_temperature(self):
-        draws = draws_of(wells, 1, "BAOA", temperature=0.5, num_samples=3)
+        draws = sampled(wells, 1, "BAOA", temperature=0.5, num_samples=3)
         x = draws[1:, ..., 0]
         chi_square(cumulative(lambda x: of_x(x) / 0.5)(x))
 
     def test_a_wrong_weight_would_be_seen(self):
-        x = draws_of(wells, 1, "BAOA")[..., 0]
+        x = sampled(wells, 1, "BAOA")[..., 0]
         with pytest.raises(AssertionError):
             chi_square(cumulative(lambda x: of_x(x) - 0.2 * x)(x))
         with pytest.raises(AssertionError):
@@ -151,11 +151,11 @@ class TestDoubleWell:
 # ------------------------------------------------------------------ one skewed well
 
 
-def rates(y):
-    """Rates r ~ Gamma(1, 1), y ~ Exponential(r): r given n rows is Gamma(1 + n, 1 + sum y)."""
-    r = pyro.sample("r", dist.Gamma(torch.ones(COPIES), 1.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Exponential(r).to_event(1), obs=y)
+#: Rates r ~ Gamma(1, 1), y ~ Exponential(r): r given n rows is Gamma(1 + n, 1 + sum y).
+rates = of_rows(
+    lambda r: dist.Exponential(r).to_event(1),
+    r=lambda: dist.Gamma(torch.ones(COPIES), 1.0).to_event(1),
+)
 
 
 class TestSkewedWell:

@@ -4,8 +4,6 @@ import functools
 import itertools
 import os
 import random
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -14,13 +12,27 @@ import pandas
 import pyro
 import pyro.distributions as dist
 import pytest
+import stored
 import torch
 from both_arviz import groups_of
-from places import SUPPORT
+from damage import crafted, saved
+from models import normal, of_rows
+from processes import launch
 from pyro.nn import PyroModule, PyroParam
 from reference import double, normals
 from repetitions import long_but
-from stored import of_two_params
+from stored import (
+    QUIET,
+    SIZE,
+    X,
+    Y,
+    mixture,
+    of_two_params,
+    own_subsamples,
+    predicted,
+    regression,
+    same,
+)
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -29,48 +41,22 @@ from pyro_scale.errors import ArgumentError, FileError, NonFiniteError, NotRunEr
 from pyro_scale.infer.method import Method
 from pyro_scale.storage import files
 
-QUIET = {"progress": False}
-SIZE = 12
-X = normals(SIZE, 2, seed=1)
-Y = X @ double(1.0, -0.5) + 0.7 * normals(SIZE, seed=2)
 GROUP = torch.arange(SIZE) % 3
+VECTOR = normal(2, dtype=torch.float64)
 
 
-def regression(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2).to(x), 1.0).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).to(x), 0.5))
-    pyro.deterministic("twice", 2 * w)
-    with pyro.plate("data", len(x)):
-        mean = pyro.deterministic("mean", x @ w)
-        return pyro.sample("y", dist.Normal(mean, s), obs=y)
+def positive():
+    return dist.LogNormal(double(0.0)[0], 0.5)
 
 
-def renamed(x, y=None):
-    w = pyro.sample("weight", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, s), obs=y)
-
-
-def wider(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(3).double(), 1.0).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w[:2], s), obs=y)
-
-
-def narrower_float(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w.double(), s), obs=y)
-
-
-def other_support(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
-    s = pyro.sample("s", dist.Uniform(0 * x[0, 0].detach(), 50.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+renamed = of_rows(lambda x, weight, s: dist.Normal(x @ weight, s), weight=VECTOR, s=positive)
+wider = of_rows(
+    lambda x, w, s: dist.Normal(x @ w[:2], s), w=normal(3, dtype=torch.float64), s=positive
+)
+narrower_float = of_rows(lambda x, w, s: dist.Normal(x @ w.double(), s), w=normal(2), s=positive)
+other_support = of_rows(
+    lambda x, w, s: dist.Normal(x @ w, s), w=VECTOR, s=lambda: dist.Uniform(double(0.0)[0], 50.0)
+)
 
 
 def point_instead(x, y=None):
@@ -93,12 +79,6 @@ def grouped(x, group, y):
         pyro.sample("y", dist.Normal(level[group], s[group]), obs=y)
 
 
-def own_subsamples(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
-    with pyro.plate("data", SIZE, subsample_size=5) as i:
-        pyro.sample("y", dist.Normal(x[i] @ w, 1.0), obs=y[i])
-
-
 def fixed_plate(x, y):
     w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
     with pyro.plate("data", SIZE, subsample_size=5):
@@ -114,14 +94,6 @@ def of_many_supports(x):
     with pyro.plate("data", len(x)):
         scale = p[0] * below * chol
         pyro.sample("y", dist.MultivariateNormal(0 * x[0], scale_tril=scale), obs=x)
-
-
-def mixture(y):
-    p = pyro.sample("p", dist.Beta(double(2.0)[0], 2.0))
-    m = pyro.sample("m", dist.Normal(double(-1.0, 1.0), 1.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Bernoulli(p), infer={"enumerate": "parallel"})
-        pyro.sample("y", dist.Normal(m[z.long()], 0.5), obs=y)
 
 
 def jointly(x, y):
@@ -167,22 +139,12 @@ class RowByRow(Dataset):
         return {"x": X[index], "y": Y[index]}
 
 
-def fitted(model=regression, data=(X, Y), method=ps.BAOA, lr=0.05, **kwargs):
-    options = ("control_variates", "precondition")
-    others = {name: kwargs.pop(name) for name in options if name in kwargs}
-    settings = {
-        "num_samples": 8,
-        "warmup_steps": 0,
-        "thinning": 1,
-        "num_chains": 3,
-        "seed": 0,
-        **QUIET,
-        **kwargs,
-    }
-    return method(model, lr=lr, **others).run(data, **settings)
+def fitted(*args, **kwargs):
+    short = {"num_samples": 8, "batch_size": None, "seed": 0, "compile": "auto"}
+    return stored.fitted(*args, **{**short, **kwargs})
 
 
-def stepped(model=regression, data=(X, Y), **kwargs):
+def after_steps(model=regression, data=(X, Y), **kwargs):
     fit = ps.BAOA(model, lr=0.1, **kwargs)
     pyro.set_rng_seed(3)
     fit.step(*data)
@@ -195,7 +157,7 @@ def decreasing(step):
 
 
 NET = Net()
-BATCHES = DataLoader(RowByRow(), batch_sampler=[range(7), range(7, 12)])
+BATCHES = DataLoader(RowByRow(), batch_sampler=[range(7), range(7, SIZE)])
 LOG_POSTERIOR = ps.LogPosterior.from_function(
     lambda params, batch: -0.5 * (batch[0] @ params["w"]).square().mean(),
     {"w": torch.ones(2).double()},
@@ -203,105 +165,57 @@ LOG_POSTERIOR = ps.LogPosterior.from_function(
 )
 #: By what is special: how to fit, the model, other data and arguments to predict for.
 CASES = {
-    "whole data": (lambda: fitted(), regression, (X, Y), (X[:4],)),
-    "minibatches": (lambda: fitted(batch_size=5), regression, (X, Y), (X[:4],)),
-    "float32": (
-        lambda: fitted(data=(X.float(), Y.float()), batch_size=5),
-        regression,
-        (X.float(), Y.float()),
-        (X[:4].float(),),
-    ),
-    "by name": (lambda: fitted(data={"y": Y, "x": X}, batch_size=5), regression, (X, Y), (X,)),
-    "one draw": (lambda: fitted(num_samples=1), regression, (X, Y), (X,)),
-    "automatic lr": (
-        lambda: fitted(batch_size=5, lr="auto", precondition=None),
-        regression,
-        (X, Y),
-        (X,),
-    ),
-    "chosen coordinates": (lambda: fitted(batch_size=5, lr="auto"), regression, (X, Y), (X,)),
-    "by site": (
-        lambda: fitted(lr={"w": 0.1, "s": lambda step: 0.1 / (1 + step)}, batch_size=5),
-        regression,
-        (X, Y),
-        (X,),
-    ),
-    "control variates": (
-        lambda: fitted(batch_size=3, control_variates=True),
-        regression,
-        (X, Y),
-        (X,),
-    ),
-    "weights": (lambda: fitted(lr=decreasing, method=ps.SGLD), regression, (X, Y), (X[:4],)),
-    "shared batches": (
-        lambda: fitted(batch_size=5, share_batches=True),
-        regression,
-        (X, Y),
-        (X[:4],),
-    ),
-    "compiled": (lambda: fitted_compiled(), regression, (X, Y), (X[:4],)),
-    "params": (lambda: fitted(of_two_params, batch_size=5), of_two_params, (X, Y), (X, Y)),
-    "network": (lambda: fitted(NET, batch_size=5), NET, (X, Y), (X[:4],)),
-    "plates": (
-        lambda: fitted(grouped, (X, GROUP, Y), batch_size=6),
-        grouped,
-        (X, GROUP, Y),
-        (X, GROUP, Y),
-    ),
+    **{
+        name: (lambda how=how: fitted(**how), regression, (X, Y), (X[:4],))
+        for name, how in {
+            "whole data": {},
+            "minibatches": {"batch_size": 5},
+            "by name": {"data": {"y": Y, "x": X}, "batch_size": 5},
+            "one draw": {"num_samples": 1},
+            "automatic lr": {"batch_size": 5, "lr": "auto", "precondition": None},
+            "chosen coordinates": {"batch_size": 5, "lr": "auto"},
+            "by site": {"lr": {"w": 0.1, "s": lambda step: 0.1 / (1 + step)}, "batch_size": 5},
+            "control variates": {"batch_size": 3, "control_variates": True},
+            "weights": {"lr": decreasing, "method": ps.SGLD},
+            "shared batches": {"batch_size": 5, "share_batches": True},
+            "compiled": {"batch_size": 5, "num_chains": 2, "compile": True},
+        }.items()
+    },
+    **{
+        name: (lambda m=model, d=data, b=batch: fitted(m, d, batch_size=b), model, data, arguments)
+        for name, model, data, batch, arguments in [
+            ("float32", regression, (X.float(), Y.float()), 5, (X[:4].float(),)),
+            ("params", of_two_params, (X, Y), 5, (X, Y)),
+            ("network", NET, (X, Y), 5, (X[:4],)),
+            ("plates", grouped, (X, GROUP, Y), 6, (X, GROUP, Y)),
+            ("own subsamples", own_subsamples, (X, Y), None, (X, Y)),
+            ("supports", of_many_supports, X, 5, (X,)),
+            ("enumerated", mixture, Y, 5, (Y,)),
+            ("jointly", jointly, (X, Y), None, (X, Y)),
+            ("a log posterior", ps.LogPosterior(regression), (X, Y), 5, (X[:4],)),
+            ("stream", regression, BATCHES, None, (X[:4],)),
+        ]
+    },
     "loader": (
         lambda: fitted(data=DataLoader(TensorDataset(X, Y), 5, shuffle=True)),
-        regression,
-        DataLoader(TensorDataset(X, Y), 5),
-        (X[:4],),
+        *(regression, DataLoader(TensorDataset(X, Y), 5), (X[:4],)),
     ),
     "by index": (
         lambda: fitted(data=DataLoader(RowByRow(), 5, shuffle=True)),
-        regression,
-        DataLoader(RowByRow(), 5),
-        (X[:4],),
+        *(regression, DataLoader(RowByRow(), 5), (X[:4],)),
     ),
-    "stream": (lambda: fitted(data=BATCHES), regression, BATCHES, (X[:4],)),
-    "own subsamples": (lambda: fitted(own_subsamples), own_subsamples, (X, Y), (X, Y)),
-    "supports": (lambda: fitted(of_many_supports, X, batch_size=5), of_many_supports, X, (X,)),
-    "enumerated": (lambda: fitted(mixture, Y, batch_size=5), mixture, Y, (Y,)),
-    "jointly": (lambda: fitted(jointly), jointly, (X, Y), (X, Y)),
-    "a log posterior": (
-        lambda: fitted(ps.LogPosterior(regression), batch_size=5),
-        ps.LogPosterior(regression),
+    "steps": (lambda: after_steps(num_data=100), regression, (X, Y), (X[:4],)),
+    "steps of own subsamples": (
+        lambda: after_steps(own_subsamples),
+        own_subsamples,
         (X, Y),
-        (X[:4],),
+        (X, Y),
     ),
-    "steps": (lambda: stepped(num_data=100), regression, (X, Y), (X[:4],)),
-    "steps of own subsamples": (lambda: stepped(own_subsamples), own_subsamples, (X, Y), (X, Y)),
     "steps of a fixed plate": (
-        lambda: stepped(fixed_plate, (X[:5], Y[:5])),
-        fixed_plate,
-        None,
-        (X[5:10], Y[5:10]),
+        lambda: after_steps(fixed_plate, (X[:5], Y[:5])),
+        *(fixed_plate, None, (X[5:10], Y[5:10])),
     ),
 }
-
-
-def fitted_compiled():
-    fit = ps.BAOA(regression, lr=0.05, compile=True)
-    return fit.run(
-        (X, Y),
-        batch_size=5,
-        num_samples=8,
-        warmup_steps=0,
-        thinning=1,
-        num_chains=2,
-        seed=0,
-        **QUIET,
-    )
-
-
-def same(actual, expected):
-    """Dicts of tensors, equal bit for bit."""
-    assert list(actual) == list(expected)
-    for name, value in expected.items():
-        assert actual[name].dtype == value.dtype, name
-        assert torch.equal(actual[name].nan_to_num(7.5), value.nan_to_num(7.5)), name
 
 
 def same_groups(actual, expected):
@@ -309,11 +223,6 @@ def same_groups(actual, expected):
     for group in groups_of(expected):
         assert actual[group].identical(expected[group]), group
     assert actual.attrs == expected.attrs
-
-
-def predicted(fit, arguments, **kwargs):
-    pyro.set_rng_seed(0)
-    return fit.predict(*arguments, **kwargs)
 
 
 def same_results(actual, expected, data, arguments):
@@ -378,22 +287,21 @@ def test_what_was_read_can_be_written_again(case, tmp_path):
 
 
 READ = """
-import sys
-sys.path[:0] = sys.argv[1].split(':')
-import torch, test_files
-fit = test_files.ps.BAOA.load(sys.argv[2], test_files.of_two_params)
+import test_files
+from stored import X, Y, of_two_params, predicted
+ready()
+fit = test_files.ps.BAOA.load(sys.argv[1], of_two_params)
 samples, params = fit.get_samples(group_by_chain=True), fit.params
-torch.save([samples, params, test_files.predicted(fit, (test_files.X, test_files.Y))], sys.argv[3])
+torch.save([samples, params, predicted(fit, (X, Y))], sys.argv[2])
 """
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_another_process_reads_the_same(tmp_path):
     fit = fitted(of_two_params, batch_size=5)
     fit.save(tmp_path / "run.ps")
-    places = f"{SUPPORT}:{Path(__file__).parent}", tmp_path / "run.ps", tmp_path / "read"
-    subprocess.run([sys.executable, "-c", READ, *map(str, places)], check=True)
+    paths = tmp_path / "run.ps", tmp_path / "read"
+    assert launch(READ, *paths, places=[Path(__file__).parent]).wait() == 0
     samples, params, drawn = torch.load(tmp_path / "read")
     same(samples, fit.get_samples(group_by_chain=True))
     same(params, fit.params)
@@ -457,7 +365,7 @@ def test_chains_that_finished_are_saved(tmp_path):
     start["w"][1] = 1e150
     fit = ps.SGLD(regression, lr=0.05, init_strategy=start)
     with pytest.raises(NonFiniteError):
-        fit.run((X, Y), num_samples=8, warmup_steps=0, thinning=1, num_chains=3, seed=0, **QUIET)
+        fit.run((X, Y), **{**stored.HOW, "num_samples": 8, "batch_size": None}, **QUIET)
     fit.save(tmp_path / "run.ps")
     after = ps.SGLD.load(tmp_path / "run.ps", regression)
     assert after.get_samples(group_by_chain=True)["w"].shape == (2, 8, 2)
@@ -532,7 +440,7 @@ def test_a_class_loads_its_own_files_and_those_of_classes_below_it(tmp_path):
         (other_support, "'s' has another support or transform"),
         (point_instead, r"'s' is a latent \[\] of float64 in the file, a param \[\] of float64"),
         (of_one_argument, r"does not run on the file's batch \(CallError: .*too many"),
-        (ps.LogPosterior(regression, 50), "N is 12 in the file, 50 here"),
+        (ps.LogPosterior(regression, 50), "N is 13 in the file, 50 here"),
     ],
 )
 def test_another_model_is_refused_by_what_differs(model, message, tmp_path):
@@ -639,17 +547,15 @@ def test_what_is_wrong_is_said(written, tmp_path):
         ps.BAOA.load(path, regression)
 
 
-def test_what_torch_cannot_read_is_an_error_of_ours(tmp_path, monkeypatch):
+def test_what_torch_cannot_read_is_an_error_of_ours(tmp_path):
     """Code in a file of ours is not run: torch refuses it."""
 
     class Code:
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "made"),))
 
-    monkeypatch.setattr(files, "_plain", lambda value, name: value)
-    files.write(tmp_path / "code.ps", {"method": Code()})
     with pytest.raises(FileError, match=r"is intact, but torch .* cannot read it"):
-        files.read(tmp_path / "code.ps")
+        files.read(crafted(tmp_path / "code.ps", saved({"method": Code()})))
     assert not (tmp_path / "made").exists()
 
 

@@ -1,18 +1,12 @@
 """Runs with a store, or without draws, that are cut short, damaged, moved or misused."""
 
-import builtins
 import errno
-import functools
 import itertools
-import math
-import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -22,19 +16,29 @@ import pyro.distributions as dist
 import pytest
 import stored
 import torch
-import xarray
-from places import ROOT, SUPPORT
+from damage import damage
+from places import ROOT
+from processes import kill_until_done, launch
 from repetitions import each_once, long_but
-from stored import X, Y, draws_of, fitted, outcome, regression, same, unconstrained
-from torch.utils.data import DataLoader, Dataset
+from stored import (
+    X,
+    Y,
+    draws_of,
+    ended_by,
+    fitted,
+    held_of,
+    outcome,
+    regression,
+    same,
+    same_outcome,
+    unconstrained,
+)
+from stores import buffering, opened, small_files
 from warned import quiet
 
 import pyro_scale as ps
-from pyro_scale.core import online_moments, tdigest
-from pyro_scale.engine import chains, checkpoint, loop
-from pyro_scale.engine import draws as drive_draws
+from pyro_scale.engine import chains, loop
 from pyro_scale.errors import ArgumentError, FileError, PyroScaleError
-from pyro_scale.posterior import draws as posterior_draws
 from pyro_scale.posterior import sinks
 from pyro_scale.run import config
 from pyro_scale.storage import zarr_store
@@ -44,230 +48,49 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 #: How draws are kept: on disk, or nowhere.
 KEPT = ["store", "nowhere"]
-CYCLES = {"method": ps.SGHMC, "lr": ps.schedules.Cyclical(0.05, 20)}
 
 
 @pytest.fixture(autouse=True)
-def small_files(monkeypatch):
-    monkeypatch.setattr(sinks, "_MOST_DRAWS", 7)
-    monkeypatch.setattr(sinks, "_WAIT_SECONDS", math.inf)
+def _small_files():
+    with small_files():
+        yield
 
 
 def at(kept, tmp_path):
     return {"store": tmp_path / "draws.zarr" if kept == "store" else False}
 
 
-def same_outcome(fit, whole):
-    """Bit for bit, but for what is added up: its rounding is that of blocks as they came."""
-    stored.near(outcome(fit), outcome(whole))
-    same(fit.posterior.draws.sample_stats, whole.posterior.draws.sample_stats)
-    same(fit.params, whole.params)
-    if fit.posterior.draws.online is None:
-        same(unconstrained(fit), unconstrained(whole))
-
-
 # ------------------------------------------------------------------ interrupts and errors
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_an_interrupt_leaves_the_draws_until_then_in_the_store(cut, tmp_path):
-    whole = draws_of(fitted(num_samples=300))
+@pytest.mark.parametrize("kept", KEPT)
+def test_an_interrupt_leaves_what_there_was_until_then(kept, cut, tmp_path):
+    whole = fitted(num_samples=300)
     cut(100)
     with pytest.warns(UserWarning, match=r"interrupted after (\d+) steps") as told:
-        fit = fitted(num_samples=300, store=tmp_path / "draws.zarr")
+        fit = fitted(num_samples=300, **at(kept, tmp_path))
     said = next(str(each.message) for each in told if "interrupted" in str(each.message))
-    count = int(re.search(r"holds the (\d+) draws", said)[1])
-    assert count == int(re.search(r"after (\d+) steps", said)[1])  # no warm-up, no thinning
-    same(draws_of(fit), {name: value[:, :count] for name, value in whole.items()})
-    posterior = xarray.open_datatree(tmp_path / "draws.zarr", engine="zarr", chunks=None).posterior
-    assert posterior.sizes["draw"] == count
-    assert fit.to_arviz().posterior.sizes["draw"] == count
-    assert len(quiet(fit.summary)) == 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("draws", long_but([3, 7, 10], 7))
-def test_an_interrupt_before_a_file_is_full_does_so_too(draws, tmp_path, monkeypatch, cut):
-    monkeypatch.setattr(sinks, "_MOST_DRAWS", 10**6)
-    whole = draws_of(fitted(num_samples=300))
-    cut(draws)
-    fit = fitted(num_samples=300, store=tmp_path / "draws.zarr")
-    held = draws_of(fit)
-    count = held["w"].shape[1]
-    assert 0 < count <= draws
-    same(held, {name: value[:, :count] for name, value in whole.items()})
-
-
-@pytest.mark.slow
-def test_an_interrupt_leaves_the_moments_until_then(cut):
-    whole = draws_of(fitted(num_samples=300))
-    cut(100)
-    fit = fitted(num_samples=300, store=False)
     count = fit.posterior.draws.sample_stats["lp"].shape[1]
     assert 0 < count <= 100
+    assert f"after {count} steps" in said  # no warm-up, no thinning
+    if kept == "store":
+        assert re.search(rf"holds the {count} draws", said)
+        assert held_of(fit, whole) == count
+        assert opened(tmp_path / "draws.zarr").posterior.sizes["draw"] == count
+        assert fit.to_arviz().posterior.sizes["draw"] == count
+        assert len(quiet(fit.summary)) == 5
+        return
     for name, found in fit.moments().items():
-        until = whole[name][:, :count].flatten(0, 1)
+        until = draws_of(whole)[name][:, :count].flatten(0, 1)
         torch.testing.assert_close(found.mean, until.mean(0), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found.sd, until.std(0), rtol=1e-12, atol=1e-12)
-
-
-class Breaks(Dataset):
-    """A data set that cannot be read any more after so many rows."""
-
-    def __init__(self, after):
-        self.left = after
-
-    def __len__(self):
-        return len(X)
-
-    def __getitem__(self, i):
-        self.left -= 1
-        if self.left < 0:
-            raise OSError("the disk is gone")
-        return X[i], Y[i]
-
-
-def from_loader(after, **kwargs):
-    loader = DataLoader(Breaks(after), batch_size=5)
-    return fitted(data=loader, batch_size=None, **kwargs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kept", KEPT)
-# in the run, and when noise is estimated after it
-@pytest.mark.parametrize("after", long_but([200, 310], 200))
-def test_a_loader_that_breaks_leaves_what_there_was(kept, after, tmp_path):
-    where = at(kept, tmp_path)
-    whole = from_loader(10**9, num_samples=20, **at(kept, tmp_path / "whole"))
-    sampler = ps.BAOA(regression, lr=0.05, compile=False)
-    how = {"num_samples": 20, "warmup_steps": 0, "thinning": 1, "num_chains": 3, **stored.QUIET}
-    loader = DataLoader(Breaks(after), batch_size=5)
-    with pytest.raises(OSError, match="the disk is gone") as raised:
-        sampler.run(loader, checkpoint=tmp_path / "run", checkpoint_every=0, **how, **where)
-    assert "holds the" in raised.value.__notes__[-1]
-    if kept == "store":
-        held = draws_of(sampler)
-        count = held["w"].shape[1]
-        assert f"holds the {count} draws" in raised.value.__notes__[-1]
-        assert 0 < count <= 20
-        same(held, {name: value[:, :count] for name, value in draws_of(whole).items()})
-    else:
-        assert sampler.moments()["w"].mean.isfinite().all()
-    resumed = from_loader(10**9, num_samples=20, resume=tmp_path / "run", **where)
-    same_outcome(resumed, whole)
-
-
-MOVERS = chains, loop, sinks, zarr_store, online_moments, tdigest, posterior_draws, drive_draws
-
-
-class Interrupter:
-    """Raises at the n-th line that is run of what moves chains and takes draws."""
-
-    FILES = frozenset(each.__file__ for each in MOVERS)
-
-    def __init__(self, at_line):
-        self.left, self.is_on = at_line, False
-
-    def __call__(self, frame, event, argument):
-        if frame.f_code.co_filename not in self.FILES:
-            return None
-        if frame.f_code.co_name == "move":
-            self.is_on = True
-        return self.line if self.is_on else None
-
-    def line(self, frame, event, argument):
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self.line
-
-
-def interrupted(at_line, **how):
-    """Lines that were run."""
-    tracer, before = Interrupter(at_line), sys.gettrace()
-    sys.settrace(tracer)
-    try:
-        fitted(**how)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return at_line - tracer.left
-
-
-def of_steps(steps):
-    """How few draws are drawn: quantiles of under 64 numbers are exact."""
-    method = CYCLES if steps == "cycles" else {}
-    return {**method, "num_chains": 2, "num_samples": 20 if steps == "cycles" else 31}
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """By how draws are kept and steps are: (the lines of a run, the run)."""
-
-    @functools.cache
-    def run(kept, steps):
-        how, path = of_steps(steps), tmp_path_factory.mktemp("uninterrupted")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sinks, "_MOST_DRAWS", 7)
-            lines = interrupted(10**9, **how, **at(kept, path / "counted"))
-            return lines, fitted(**how, **at(kept, path / "whole"))
-
-    return run
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kept", "steps", "seed"),
-    long_but(
-        itertools.product(KEPT, ["constant", "cycles"], range(60)),
-        *[("store", "cycles", 1), ("nowhere", "constant", 1)],
-    ),
-)
-def test_interrupted_at_any_line_it_goes_on(kept, steps, seed, tmp_path, uninterrupted):
-    """No draw is lost, none comes twice, wherever Control-C hits."""
-    lines, whole = uninterrupted(kept, steps)
-    assert lines > 100
-    source = random.Random(1000 * seed + len(kept) + len(steps))
-    how = {**of_steps(steps), **at(kept, tmp_path), "checkpoint_every": source.choice([0, 1e9])}
-    interrupted(source.randrange(1, lines), checkpoint=tmp_path / "run", **how)
-    same_outcome(fitted(resume=tmp_path / "run", **how), whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("write", "steps"),
-    long_but(
-        [(write, steps) for write in range(3) for steps in ("constant", "cycles")],
-        (2, "cycles"),
-    ),
-)
-@pytest.mark.long
-def test_a_write_that_fails_loses_no_draw(write, steps, tmp_path, monkeypatch):
-    """Nor is one there twice: the disk is full at one of the files, and then is not."""
-    how, append, calls = of_steps(steps), zarr_store.DrawStore.write, itertools.count()
-    whole = fitted(**how)
-
-    def full(self, *values):
-        if next(calls) == write:
-            raise FileError("No space left on device")
-        append(self, *values)
-
-    monkeypatch.setattr(zarr_store.DrawStore, "write", full)
-    how |= at("store", tmp_path)
-    with pytest.raises(FileError, match="No space left"):
-        fitted(checkpoint=tmp_path / "run", checkpoint_every=0, **how)
-    same_outcome(fitted(resume=tmp_path / "run", **how), whole)
 
 
 @pytest.mark.slow
 def test_a_full_disk_costs_what_had_not_been_written_and_says_how_much(tmp_path, monkeypatch):
     """Without a checkpoint: seven draws are on disk, and some more were to be the next seven."""
-    whole = draws_of(fitted())
-    put, sampler = zarr.storage.LocalStore.set, ps.BAOA(regression, lr=0.05, compile=False)
+    whole, put = fitted(), zarr.storage.LocalStore.set
 
     async def full(self, key, *args, **kwargs):
         if key.endswith("/w/2.1.0"):
@@ -275,51 +98,40 @@ def test_a_full_disk_costs_what_had_not_been_written_and_says_how_much(tmp_path,
         await put(self, key, *args, **kwargs)
 
     monkeypatch.setattr(zarr.storage.LocalStore, "set", full)
-    how = {
-        "num_samples": 31,
-        "warmup_steps": 0,
-        "thinning": 1,
-        "num_chains": 3,
-        "batch_size": 5,
-        **stored.QUIET,
-    }
-    with pytest.raises(FileError, match="No space left on device") as raised:
-        sampler.run((X, Y), **how, **at("store", tmp_path))
+    sampler, error = ended_by(FileError, "No space left on device", **at("store", tmp_path))
     said = re.search(
         r"after (\d+) steps; get_samples\(\) holds the 7 draws .*, (\d+) more could not be written",
-        raised.value.__notes__[-1],
+        error.__notes__[-1],
     )
     assert int(said[1]) == 7 + int(said[2])  # no warm-up, no thinning
-    held = draws_of(sampler)
-    same(held, {name: value[:, :7] for name, value in whole.items()})
-    posterior = xarray.open_datatree(tmp_path / "draws.zarr", engine="zarr", chunks=None).posterior
+    assert held_of(sampler, whole) == 7
+    posterior = opened(tmp_path / "draws.zarr").posterior
     assert posterior.sizes["draw"] == 7
-    assert torch.equal(torch.as_tensor(posterior.w.values), held["w"])
+    assert torch.equal(torch.as_tensor(posterior.w.values), draws_of(sampler)["w"])
 
 
 # ------------------------------------------------------------------ by time
 
 
+AT_ONCE = {"file_draws": 7, "wait_seconds": 0.0, "wait_times": 0}
+
+
 @pytest.mark.long
 def test_draws_that_wait_for_a_full_file_are_written_by_time(tmp_path, monkeypatch):
     """Whoever looks after a step sees its draw; what is there in the end is as ever."""
-    monkeypatch.setattr(sinks, "_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(sinks, "_WAIT_TIMES", 0)
-    counts, publish = [], zarr_store.DrawStore._publish
+    counts, show = [], zarr_store.DrawStore.show
 
     def seen(self, count):
-        publish(self, count)
-        tree = xarray.open_datatree(self.path, engine="zarr", chunks=None)
-        counts.append(tree.posterior.sizes["draw"])
+        show(self, count)
+        counts.append(opened(self.path).posterior.sizes["draw"])
 
-    monkeypatch.setattr(zarr_store.DrawStore, "_publish", seen)
     how = {"num_samples": 100, "batch_size": 5, "num_chains": 3}
-    fit = fitted(**how, **at("store", tmp_path))
-    monkeypatch.setattr(zarr_store.DrawStore, "_publish", publish)
+    with monkeypatch.context() as patch, buffering(**AT_ONCE):
+        patch.setattr(zarr_store.DrawStore, "show", seen)
+        fit = fitted(**how, **at("store", tmp_path))
     assert counts == sorted(counts)
     assert {2, 7, 100} <= set(counts)  # the first block is of 2 steps
     assert any(count % 7 for count in counts[:-2])
-    monkeypatch.setattr(sinks, "_WAIT_SECONDS", math.inf)
     other = fitted(**how, **at("store", tmp_path / "other"))
     same(draws_of(fit), draws_of(other))
     same(unconstrained(fit), unconstrained(other))
@@ -329,8 +141,6 @@ def test_draws_that_wait_for_a_full_file_are_written_by_time(tmp_path, monkeypat
 def test_writing_is_a_small_part_of_the_time(tmp_path, monkeypatch):
     """The next one comes after 20 times what the last one took, by a clock of ours."""
     now, when = [0.0], []
-    monkeypatch.setattr(sinks, "_MOST_DRAWS", 10**6)
-    monkeypatch.setattr(sinks, "_WAIT_SECONDS", 5.0)
     monkeypatch.setattr(sinks, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     append, move = zarr_store.DrawStore.write, chains.Chains.move
 
@@ -346,43 +156,36 @@ def test_writing_is_a_small_part_of_the_time(tmp_path, monkeypatch):
     monkeypatch.setattr(zarr_store.DrawStore, "write", slow)
     monkeypatch.setattr(chains.Chains, "move", at_a_step_a_second)
     monkeypatch.setattr(loop, "steps_within_budget", lambda *args: 1)
-    fitted(num_samples=60, **at("store", tmp_path))
+    with buffering(file_draws=10**6, wait_seconds=5.0):
+        fitted(num_samples=60, **at("store", tmp_path))
     assert when[:4] == pytest.approx([5.0, 26.0, 47.0, 52.1], abs=1.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cut_at", long_but([3, 9, 17], 9))
 @pytest.mark.long
 def test_what_was_written_by_time_stays_where_a_run_goes_on(cut_at, tmp_path, monkeypatch, cut):
-    """Readers lose no draw that the checkpoint holds; the end is bit for bit that of one run."""
-    monkeypatch.setattr(sinks, "_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(sinks, "_WAIT_TIMES", 0)
-    how, counts = {"num_samples": 31, **at("store", tmp_path)}, []
-    with pytest.MonkeyPatch.context() as patch:
+    """Readers lose no draw that the checkpoint holds."""
+    counts, truncate = [], zarr_store.DrawStore.truncate
+    with pytest.MonkeyPatch.context() as patch, buffering(**AT_ONCE):
         patch.setattr(zarr_store.DrawStore, "put", lambda *args: None)
         cut(cut_at)
-        fitted(checkpoint=tmp_path / "run", **how)
+        fitted(checkpoint=tmp_path / "run", **at("store", tmp_path))
     monkeypatch.undo()
-    monkeypatch.setattr(sinks, "_MOST_DRAWS", 7)
-    before = zarr_store.DrawStore.open(how["store"]).count
-    truncate = zarr_store.DrawStore.truncate
+    before = zarr_store.DrawStore.open(tmp_path / "draws.zarr").count
 
     def seen(self, count):
         truncate(self, count)
         counts.append(self.count)
 
     monkeypatch.setattr(zarr_store.DrawStore, "truncate", seen)
-    resumed = fitted(resume=tmp_path / "run", **how)
+    resumed = fitted(resume=tmp_path / "run", **at("store", tmp_path))
     assert counts == [before]
-    same_outcome(resumed, fitted(num_samples=31))
-    other = fitted(num_samples=31, **at("store", tmp_path / "other"))
-    same(draws_of(resumed), draws_of(other))
+    same(draws_of(resumed), draws_of(fitted(**at("store", tmp_path / "other"))))
 
 
 # ------------------------------------------------------------------ going on
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", long_but([7, 17], 17))
 @pytest.mark.long
 def test_a_finished_run_is_extended(first, tmp_path):
@@ -397,29 +200,6 @@ def test_a_finished_run_is_extended(first, tmp_path):
     stored.same_draws(again, longer)
     with pytest.raises(ArgumentError, match="num_samples"):
         fitted(num_samples=20, resume=tmp_path / "run", **where)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("written", long_but([1, 4], 4))
-@pytest.mark.long
-def test_a_store_may_be_ahead_of_the_checkpoint(written, tmp_path, monkeypatch):
-    """As where a run was killed before it wrote the next one: its later draws come again."""
-    write, calls = checkpoint.Checkpoints.write, itertools.count()
-
-    def until_then(self, *args):
-        if next(calls) < written:
-            write(self, *args)
-
-    how = {"num_samples": 100, **at("store", tmp_path)}
-    monkeypatch.setattr(checkpoint.Checkpoints, "write", until_then)
-    fitted(checkpoint=tmp_path / "run", checkpoint_every=0, **how)
-    monkeypatch.setattr(checkpoint.Checkpoints, "write", write)
-    assert checkpoint.read(tmp_path / "run").run_state.step < 100
-    resumed = fitted(resume=tmp_path / "run", **how)
-    same_outcome(resumed, fitted(num_samples=100))
-    posterior = xarray.open_datatree(how["store"], engine="zarr", chunks=None).posterior
-    assert posterior.sizes["draw"] == 100
-    assert torch.equal(torch.as_tensor(posterior.w.values), draws_of(resumed)["w"])
 
 
 def test_a_finished_run_without_draws_is_not_extended(tmp_path):
@@ -443,7 +223,6 @@ def test_draws_stay_where_they_were(then, now, tmp_path):
     assert then == "store" or not (tmp_path / "draws.zarr").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_store_of_another_run_is_refused(tmp_path):
     where = at("store", tmp_path)
@@ -456,17 +235,14 @@ def test_the_store_of_another_run_is_refused(tmp_path):
     stored.same_draws(fitted(resume=tmp_path / "run", **where), fitted())
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_store_that_is_gone_is_an_error_and_nothing_else(tmp_path):
-    sampler = ps.BAOA(regression, lr=0.05, compile=False)
-    steps = {"warmup_steps": 0, "thinning": 1}
-    how = {**steps, "batch_size": 5, "num_chains": 3, **stored.QUIET}
     where = at("store", tmp_path)
-    sampler.run((X, Y), num_samples=10, checkpoint=tmp_path / "run", **how, **where)
+    sampler = fitted(num_samples=10, checkpoint=tmp_path / "run", **where)
     moved = shutil.move(where["store"], tmp_path / "elsewhere.zarr")
+    how = {**stored.HOW, **stored.QUIET, **where, "resume": tmp_path / "run"}
     with pytest.raises(FileError, match=r"draws\.zarr' cannot be read"):
-        sampler.run((X, Y), num_samples=20, resume=tmp_path / "run", **how, **where)
+        sampler.run((X, Y), **how)
     assert not where["store"].exists()  # none is begun in its place
     shutil.move(moved, where["store"])
     assert draws_of(sampler)["w"].shape[1] == 10  # a refusal takes nothing away
@@ -495,7 +271,6 @@ def test_a_store_that_goes_while_it_is_written_is_said_to_be_gone(tmp_path):
     stored.same_draws(resumed, fitted(num_samples=200))
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_one_run_at_a_time_writes_into_a_store(tmp_path, monkeypatch):
     """Another one is refused before it has changed anything; readers are not."""
@@ -503,13 +278,13 @@ def test_one_run_at_a_time_writes_into_a_store(tmp_path, monkeypatch):
     fit = fitted(checkpoint=tmp_path / "run", num_samples=10, store=path)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     (tmp_path / "link.zarr").symlink_to(path)
-    other = "import sys; from pyro_scale.storage.zarr_store import writing_into\n"
-    other += "with writing_into(sys.argv[1]), writing_into(sys.argv[2]):\n"
-    other += "    print('in', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", other, str(path), str(tmp_path / "new/draws.zarr")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes) as process:
-        assert process.stdout.readline() == b"in\n"
+    other = """
+from pyro_scale.storage.zarr_store import writing_into
+with writing_into(sys.argv[1]), writing_into(sys.argv[2]):
+    ready()
+    sys.stdin.read()
+"""
+    with launch(other, path, tmp_path / "new/draws.zarr", stdin=subprocess.PIPE) as process:
         before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
         with monkeypatch.context() as patch:
             patch.setattr(chains.Chains, "move", None)
@@ -520,7 +295,7 @@ def test_one_run_at_a_time_writes_into_a_store(tmp_path, monkeypatch):
                 fitted(store=tmp_path / "new/draws.zarr")
         assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
         same(draws_of(fit), draws_of(fitted(num_samples=10)))
-        posterior = xarray.open_datatree(path, engine="zarr", chunks=None).posterior
+        posterior = opened(path).posterior
         assert posterior.sizes["draw"] == 10
         process.kill()
     stored.same_draws(fitted(resume=tmp_path / "copy", store=path), fitted())
@@ -529,12 +304,9 @@ def test_one_run_at_a_time_writes_into_a_store(tmp_path, monkeypatch):
 
 
 RACER = """
-import sys, warnings
-sys.path.insert(0, {tests!r})
-warnings.simplefilter("ignore")
-import zarr, torch, stored
+import zarr, stored
 from pyro_scale.errors import PyroScaleError
-print("ready", flush=True)
+ready()
 sys.stdin.readline()
 try:
     torch.save(stored.outcome(stored.fitted(num_samples=500, store=sys.argv[1])), sys.argv[2])
@@ -546,21 +318,12 @@ except PyroScaleError as error:
 
 @pytest.mark.long
 def test_of_runs_that_start_at_once_one_has_the_store(tmp_path):
-    code = RACER.format(tests=str(SUPPORT))
     expected = draws_of(fitted(num_samples=500))
     for i in range(5):
         path = tmp_path / f"{i}.zarr"
         racers = [
-            subprocess.Popen(
-                [sys.executable, "-c", code, str(path), str(tmp_path / f"{i}-{j}.pt")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for j in range(3)
+            launch(RACER, path, tmp_path / f"{i}-{j}.pt", stdin=subprocess.PIPE) for j in range(3)
         ]
-        for racer in racers:
-            assert racer.stdout.readline() == "ready\n"
         for racer in racers:
             racer.stdin.write("go\n")
             racer.stdin.flush()
@@ -568,11 +331,10 @@ def test_of_runs_that_start_at_once_one_has_the_store(tmp_path):
         assert said.count("written") == 1
         assert {*said} <= {"written", "FileError", "ArgumentError"}
         same(torch.load(next(tmp_path.glob(f"{i}-*.pt"))), expected)
-        posterior = xarray.open_datatree(path, engine="zarr", chunks=None).posterior
+        posterior = opened(path).posterior
         same({name: torch.as_tensor(posterior[name].values) for name in expected}, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_store_may_be_moved_while_nothing_runs(tmp_path):
     fitted(checkpoint=tmp_path / "run", num_samples=10, **at("store", tmp_path))
@@ -581,27 +343,19 @@ def test_a_store_may_be_moved_while_nothing_runs(tmp_path):
 
 
 CHILD = """
-import sys, warnings
-sys.path.insert(0, {tests!r})
-warnings.simplefilter("ignore")
-import shutil, torch
-from pathlib import Path
-from pyro_scale.posterior import draws as posterior_draws
-from pyro_scale.posterior import sinks
-import stored
-sinks._MOST_DRAWS, sinks._WAIT_SECONDS = 200, 0.0
+import shutil, stored, stores
 where, path, saved, draws = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
 kind = "resume" if list(where.glob("state-*")) else "checkpoint"
 if kind == "checkpoint":
     shutil.rmtree(path, ignore_errors=True)  # killed before its first checkpoint
 store = False if path == "nowhere" else path
-print("ready", flush=True)
-fit = stored.fitted(num_samples=draws, store=store, checkpoint_every=0, **{{kind: where}})
+ready()
+with stores.buffering(file_draws=200, wait_seconds=0.0):
+    fit = stored.fitted(num_samples=draws, store=store, checkpoint_every=0, **{kind: where})
 torch.save(stored.outcome(fit), saved)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kept", "kills", "draws"),
     [
@@ -613,33 +367,10 @@ torch.save(stored.outcome(fit), saved)
 )
 @pytest.mark.long
 def test_killed_at_any_moment_it_goes_on_bit_for_bit(kept, kills, draws, tmp_path):
-    source, saved = random.Random(kills), tmp_path / "outcome.pt"
-    path = str(tmp_path / "draws.zarr") if kept == "store" else "nowhere"
-    arguments = [str(tmp_path / "run"), path, str(saved), str(draws)]
-    code, done = CHILD.format(tests=str(SUPPORT)), 0
-
-    def checkpoints():
-        files = (tmp_path / "run").glob("state-*")
-        return max((int(file.name.partition("-")[2]) for file in files), default=0)
-
-    while not saved.exists():
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert process.stdout is not None
-        process.stdout.readline()
-        if done < kills:
-            enough = checkpoints() + source.randrange(1, 5)
-            while checkpoints() < enough and process.poll() is None:
-                time.sleep(0.01)
-            time.sleep(source.uniform(0.0, 0.1))
-            done += process.poll() is None
-            process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert done < kills or process.returncode in (0, -signal.SIGKILL)
-    assert done >= min(kills, 2)
+    saved = tmp_path / "outcome.pt"
+    path = tmp_path / "draws.zarr" if kept == "store" else "nowhere"
+    arguments = (tmp_path / "run", path, saved, draws)
+    kill_until_done(lambda: launch(CHILD, *arguments), tmp_path / "run", saved, kills)
     whole = fitted(num_samples=draws, **({"store": False} if kept == "nowhere" else {}))
     found, expected = torch.load(saved), outcome(whole)
     if kept == "store":
@@ -807,14 +538,7 @@ def test_an_empty_directory_is_taken(tmp_path):
 
 
 def test_without_zarr_it_is_said_what_to_install(tmp_path, monkeypatch):
-    original = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.partition(".")[0] == "zarr":
-            raise ImportError("No module named 'zarr'")
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "zarr", None)
     with pytest.raises(ArgumentError, match=r"needs the package zarr: pip install"):
         fitted(store=tmp_path / "draws.zarr")
     fitted()
@@ -842,7 +566,6 @@ def test_names_of_sites_that_cannot_be_files_are_refused(name, tmp_path):
     assert not (tmp_path / "draws.zarr").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
@@ -863,7 +586,7 @@ def test_names_that_look_like_others_are_kept_apart(names, tmp_path):
     inside, fit = fitted(model, X), fitted(model, X, store=tmp_path / "draws.zarr")
     stored.same_draws(fit, inside)
     stored.same_trees(fit.to_arviz(), inside.to_arviz())
-    tree = xarray.open_datatree(tmp_path / "draws.zarr", engine="zarr", chunks=None)
+    tree = opened(tmp_path / "draws.zarr")
     for name in names:
         assert tree.unconstrained_posterior[name].shape == (3, 31, 2)
 
@@ -911,14 +634,12 @@ def test_a_budget_is_a_number_of_bytes(value):
 
 
 def test_a_refusal_takes_no_draws_away(tmp_path):
-    sampler = ps.BAOA(regression, lr=0.05, compile=False)
-    how = {"num_samples": 10, "warmup_steps": 0, "thinning": 1, "num_chains": 1, **stored.QUIET}
-    sampler.run((X, Y), **how)
+    sampler = fitted()
     held = draws_of(sampler)
     (tmp_path / "file").write_text("")
     for wrong in ({"store": tmp_path / "file"}, {"memory_budget": 1}, {"store": 3}):
         with pytest.raises(PyroScaleError):
-            sampler.run((X, Y), **how, **wrong)
+            sampler.run((X, Y), **stored.HOW, **stored.QUIET, **wrong)
         same(draws_of(sampler), held)
 
 
@@ -926,36 +647,26 @@ def test_a_refusal_takes_no_draws_away(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def original(tmp_path_factory):
     """(A file of results, the store that it speaks of, a copy of that, the draws)."""
     directory = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sinks, "_MOST_DRAWS", 7)
+    with small_files():
         fit = fitted(store=directory / "draws.zarr")
     fit.save(directory / "run.ps")
     shutil.copytree(directory / "draws.zarr", directory / "copy")
     return directory / "run.ps", directory / "draws.zarr", directory / "copy", draws_of(fit)
 
 
-def damaged(path, source):
-    """How a file was damaged."""
-    held = bytearray(path.read_bytes())
-    place = source.randrange(len(held))
-    kind = source.choice(["flip", "flip", "cut", "empty", "append", "zero", "gone"])
-    if kind == "flip":
-        held[place] ^= 1 << source.randrange(8)
-    elif kind == "cut":
-        del held[place:]
-    elif kind == "empty":
-        held.clear()
-    elif kind == "append":
-        held += bytes([place % 256])
-    elif kind == "zero":
-        held[place : place + 16] = bytes(len(held[place : place + 16]))
-    path.write_bytes(held)
-    if kind == "gone":
-        path.unlink()
-    return f"{path}: {kind} at {place}"
+@pytest.fixture
+def intact(original):
+    """(A file of results, an intact store, which the test may damage, the draws)."""
+    saved, path, copy, draws = original
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(copy, path)
+    return saved, path, draws
+
+
+KINDS = ["flip", "flip", "cut", "empty", "append", "zero", "gone"]
 
 
 def is_of_draws(file):
@@ -964,16 +675,14 @@ def is_of_draws(file):
 
 @pytest.mark.parametrize("seed", long_but(range(100), *range(6)))
 @pytest.mark.parametrize("kind", ["draws", "facts"])
-def test_damage_is_noticed(kind, seed, whole):
+def test_damage_is_noticed(kind, seed, intact):
     """It is an error of ours, or the draws are right; for xarray, any error, or NaN."""
-    saved, path, copy, expected = whole
-    shutil.rmtree(path, ignore_errors=True)
-    shutil.copytree(copy, path)
+    saved, path, expected = intact
     source = random.Random(seed)
     files = sorted(each for each in path.rglob("*") if each.is_file())
     of_kind = [file for file in files if is_of_draws(file) == (kind == "draws")]
-    damage = damaged(source.choice(of_kind), source)
-    assert is_noticed(saved, path, expected), damage
+    how = damage(source.choice(of_kind), source, KINDS)
+    assert is_noticed(saved, path, expected), how
 
 
 def is_noticed(saved, path, expected):
@@ -995,7 +704,7 @@ def is_noticed(saved, path, expected):
         if not right:
             return False
     try:
-        posterior = xarray.open_datatree(path, engine="zarr", chunks=None).posterior.load()
+        posterior = opened(path).posterior.load()
     except Exception:
         return True
     alike = {n: torch.as_tensor(posterior[n].values) for n in expected if n in posterior}
@@ -1015,10 +724,8 @@ def is_noticed(saved, path, expected):
         *[("draw/0", "damaged"), ("s/1.2", "gone"), ("../.zmetadata", "damaged")],
     ),
 )
-def test_what_arviz_cannot_read_is_an_error_of_ours(file, how, whole):
-    saved, path, copy, _ = whole
-    shutil.rmtree(path, ignore_errors=True)
-    shutil.copytree(copy, path)
+def test_what_arviz_cannot_read_is_an_error_of_ours(file, how, intact):
+    saved, path, _ = intact
     loaded = ps.BAOA.load(saved, regression)
     name = path / "posterior" / file
     held = name.read_bytes()
@@ -1045,12 +752,10 @@ def test_coordinates_of_one_chain_and_one_draw_are_there(tmp_path):
 @pytest.mark.parametrize(
     "file", long_but([".zmetadata", "posterior/w/.zarray", ".zattrs"], "posterior/w/.zarray")
 )
-def test_no_digit_or_letter_can_change_unnoticed(file, whole):
+def test_no_digit_or_letter_can_change_unnoticed(file, intact):
     """Of what says how draws are to be read, of which Zarr has no checksum."""
-    saved, path, copy, expected = whole
-    shutil.rmtree(path, ignore_errors=True)
-    shutil.copytree(copy, path)
-    held, source = (copy / file).read_text(), random.Random(0)
+    saved, path, expected = intact
+    held, source = (path / file).read_text(), random.Random(0)
     heads = [
         match.start() for match in re.finditer(r'"(?:dtype|shape|chunks|order|filters)"', held)
     ]

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import random
 import re
 import shutil
@@ -17,29 +16,39 @@ import pyro.distributions as dist
 import pytest
 import stored as s
 import torch
-import xarray
 from both_arviz import as_own, dataset_of, groups_of, identical
+from models import normal, of_rows
 from places import SUPPORT
+from processes import launch
 from reference import double
 from repetitions import long_but
-from stored import QUIET, SIZE, X, Y, draws_of, fitted, of_two_params, same
+from stored import (
+    HOW,
+    QUIET,
+    SIZE,
+    X,
+    Y,
+    draws_of,
+    fitted,
+    of_two_params,
+    same,
+)
+from stores import buffering, opened, small_files
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from warned import quiet, without_replay
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, NonFiniteError, NotRunError
-from pyro_scale.posterior import sinks
 
 zarr = pytest.importorskip("zarr")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @pytest.fixture(autouse=True)
-def small_files(monkeypatch):
-    """Seven draws of a chain in a file, so that there are many, and a last one that is not full."""
-    monkeypatch.setattr(sinks, "_MOST_DRAWS", 7)
-    monkeypatch.setattr(sinks, "_WAIT_SECONDS", math.inf)
+def _small_files():
+    with small_files():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -81,11 +90,11 @@ def with_plates(x, group, y):
         pyro.sample("y", dist.Normal(level[group], s[group]), obs=y)
 
 
-def of_two_dtypes(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(double(0.0)[0], 0.5))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w.double(), s), obs=y)
+of_two_dtypes = of_rows(
+    lambda x, w, s: dist.Normal(x @ w.double(), s),
+    w=normal(2),
+    s=lambda: dist.LogNormal(double(0.0)[0], 0.5),
+)
 
 
 def network():
@@ -100,7 +109,7 @@ def network():
     return model
 
 
-def falling(step):
+def decaying(step):
     return 0.05 / (1 + step) ** 0.3
 
 
@@ -121,7 +130,7 @@ CASES = {
     "scalars": ({"model": of_scalars, "data": Y}, (Y,)),
     "plates": ({"model": with_plates, "data": (X, GROUP, Y)}, (X, GROUP, Y)),
     "network": ({"model": network()}, (X[:4],)),
-    "weights": ({"method": ps.SGLD, "lr": falling}, (X[:4],)),
+    "weights": ({"method": ps.SGLD, "lr": decaying}, (X[:4],)),
     "cycles": ({"method": ps.SGHMC, "lr": CYCLES}, (X[:4],)),
     "by site": ({"lr": {"w": 0.05, "s": 0.02}}, (X[:4],)),
     "a chosen step": ({"lr": "auto", "precondition": None}, (X[:4],)),
@@ -141,8 +150,7 @@ def pairs(tmp_path_factory):
     @functools.cache
     def pair(case):
         how, _ = CASES[case]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sinks, "_MOST_DRAWS", 7)
+        with small_files():
             path = tmp_path_factory.mktemp("pair") / "draws.zarr"
             return fitted(**how, store=path), fitted(**how)
 
@@ -190,31 +198,26 @@ def test_reduced_predictions_are_those_of_a_run_in_memory(reduce, pairs):
         torch.testing.assert_close(part, expected, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", long_but(["minibatches", "supports"], "minibatches"))
 @pytest.mark.long
-def test_the_size_of_files_changes_nothing(case, tmp_path, monkeypatch):
+def test_the_size_of_files_changes_nothing(case, tmp_path):
     how = {**CASES[case][0], "num_samples": 9}
     inside = fitted(**how)
     for draws in (1, 2, 8, 9, 10):
-        monkeypatch.setattr(sinks, "_MOST_DRAWS", draws)
-        s.same_draws(fitted(**how, store=tmp_path / f"{draws}.zarr"), inside)
+        with buffering(file_draws=draws):
+            s.same_draws(fitted(**how, store=tmp_path / f"{draws}.zarr"), inside)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("bound", [{"file_bytes": 5 * 8 * 9}, {"waiting_bytes": 5 * 3 * 8 * 9}])
 @pytest.mark.long
-def test_a_file_is_of_bounded_size(tmp_path, monkeypatch):
+def test_a_file_is_of_bounded_size(bound, tmp_path):
     """Not the number of draws alone bounds it, nor what all chains hold of them."""
-    monkeypatch.setattr(sinks, "_MOST_DRAWS", 10**6)
-    inside = fitted()
-    for name, most in (("_FILE_BYTES", 8 * 9), ("_WAITING_BYTES", 3 * 8 * 9)):
-        monkeypatch.setattr(sinks, name, 5 * most)
-        stored = fitted(store=tmp_path / f"{name}.zarr")
-        files = list((tmp_path / f"{name}.zarr/posterior/w").iterdir())
-        chunks = [file for file in files if not file.name.startswith(".")]
-        assert len(chunks) > 3 * 4
-        same(draws_of(stored), draws_of(inside))
-        monkeypatch.setattr(sinks, name, 2**40)
+    with buffering(file_draws=10**6, **bound):
+        stored = fitted(store=tmp_path / "draws.zarr")
+    files = list((tmp_path / "draws.zarr/posterior/w").iterdir())
+    chunks = [file for file in files if not file.name.startswith(".")]
+    assert len(chunks) > 3 * 4
+    same(draws_of(stored), draws_of(fitted()))
 
 
 def cliff(x, y=None):
@@ -238,32 +241,23 @@ def indefinite(x, y=None):
         pyro.sample("y", dist.Normal(w + 0 * chol[0, 0], 30.0 * s), obs=y)
 
 
-def with_broken_chains(model=cliff, **kwargs):
-    start = {"w": torch.zeros(6), "s": torch.ones(6)}
-    fit = ps.SGLD(model, lr=0.3, compile=False, init_strategy=start)
-    with pytest.raises(NonFiniteError) as raised:
-        fit.run(
-            (X, Y),
-            batch_size=5,
-            num_samples=31,
-            warmup_steps=0,
-            thinning=1,
-            num_chains=6,
-            **QUIET,
-            **kwargs,
-        )
-    return fit, str(raised.value)
-
-
 @pytest.fixture
 def float64():
+    """For a test, as models of other tests have two dtypes."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(default)
 
 
-@pytest.mark.slow
+def with_broken_chains(model=cliff, **kwargs):
+    start = {"w": torch.zeros(6), "s": torch.ones(6)}
+    fit = ps.SGLD(model, lr=0.3, compile=False, init_strategy=start)
+    with pytest.raises(NonFiniteError) as raised:
+        fit.run((X, Y), **{**HOW, "num_chains": 6}, **QUIET, **kwargs)
+    return fit, str(raised.value)
+
+
 @pytest.mark.long
 def test_chains_that_broke_are_left_out(tmp_path, float64):
     inside, said = with_broken_chains()
@@ -291,24 +285,14 @@ def test_where_the_draws_of_chains_are_that_all_stopped(tmp_path, float64):
     path = tmp_path / "draws.zarr"
     fit = ps.SGLD(cliff, lr=0.3, compile=False, init_strategy={"w": 1.9 * torch.ones(2)})
     with pytest.raises(NonFiniteError):
-        fit.run(
-            (X, Y),
-            batch_size=5,
-            num_samples=10_000,
-            warmup_steps=0,
-            thinning=1,
-            num_chains=2,
-            store=path,
-            **QUIET,
-        )
+        fit.run((X, Y), **{**HOW, "num_samples": 10_000, "num_chains": 2}, store=path, **QUIET)
     with pytest.raises(NotRunError) as raised:
         fit.get_samples()
     assert f"their draws up to then are in the store '{path}'" in str(raised.value)
-    held = xarray.open_datatree(path, engine="zarr", chunks=None)["posterior"]["w"].values
+    held = opened(path)["posterior"]["w"].values
     assert np.isfinite(held[:, 0]).all()
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_chains_have_the_numbers_that_the_error_counts_by(tmp_path, float64):
     """In all groups, in memory and on disk, of a run and of its file."""
@@ -356,17 +340,16 @@ def test_chains_that_broke_do_not_count_in_moments(float64):
             torch.testing.assert_close(part, other, equal_nan=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "most", long_but([1, 7, 100], 7)
 )  # in a file: what breaks a chain is in its last draw
 @pytest.mark.long
-def test_of_chains_that_broke_the_model_is_not_asked(most, tmp_path, float64, monkeypatch):
+def test_of_chains_that_broke_the_model_is_not_asked(most, tmp_path, float64):
     """Where it cannot say anything, at the state that breaks a chain and NaN after that."""
-    monkeypatch.setattr(sinks, "_MOST_DRAWS", most)
     inside, said = with_broken_chains(indefinite)
-    stored, told = with_broken_chains(indefinite, store=tmp_path / "draws.zarr")
-    nowhere, _ = with_broken_chains(indefinite, store=False)
+    with buffering(file_draws=most):
+        stored, told = with_broken_chains(indefinite, store=tmp_path / "draws.zarr")
+        nowhere, _ = with_broken_chains(indefinite, store=False)
     assert without_replay(told) == without_replay(said)
     same(draws_of(stored), draws_of(inside))
     for name, expected in inside.moments().items():
@@ -491,10 +474,6 @@ def test_draws_with_weights_have_no_plain_moments(tmp_path):
 # ------------------------------------------------------------------ other readers
 
 
-def opened(path):
-    return xarray.open_datatree(path, engine="zarr", chunks=None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
@@ -522,7 +501,7 @@ def test_xarray_and_arviz_open_it_by_themselves(case, tmp_path):
 def test_arviz_reads_it_as_its_own(tmp_path):
     fitted(store=tmp_path / "draws.zarr")
     expected = fitted().to_arviz()
-    tree = xarray.open_datatree(tmp_path / "draws.zarr", engine="zarr", chunks=None)
+    tree = opened(tmp_path / "draws.zarr")
     found = as_own(tree)
     assert {"posterior", "sample_stats"} <= groups_of(found)
     assert identical(found.posterior, expected.posterior)
@@ -540,23 +519,18 @@ def test_the_order_of_sites_is_the_models(tmp_path):
 @pytest.fixture
 def reads(monkeypatch):
     """The files of draws that are read."""
-    found, get = [], zarr.storage.LocalStore.get
+    found, local = [], zarr.storage.LocalStore
 
-    async def counted(self, key, *args, **kwargs):
-        if re.fullmatch(r"(?:unconstrained_)?posterior/\w+/[\d.]+", key):
-            found.append(key)
-        return await get(self, key, *args, **kwargs)
-
-    monkeypatch.setattr(zarr.storage.LocalStore, "get", counted)
-    if hasattr(zarr.storage.LocalStore, "get_sync"):
-        get_sync = zarr.storage.LocalStore.get_sync
-
-        def counted_sync(self, key, *args, **kwargs):
+    def counting(read):
+        def counted(self, key, *args, **kwargs):
             if re.fullmatch(r"(?:unconstrained_)?posterior/\w+/[\d.]+", key):
                 found.append(key)
-            return get_sync(self, key, *args, **kwargs)
+            return read(self, key, *args, **kwargs)  # to be awaited, of `get`
 
-        monkeypatch.setattr(zarr.storage.LocalStore, "get_sync", counted_sync)
+        return counted
+
+    for name in {"get", "get_sync"} & {*dir(local)}:
+        monkeypatch.setattr(local, name, counting(getattr(local, name)))
     return found
 
 
@@ -579,7 +553,6 @@ def test_draws_are_read_when_they_are_needed(tmp_path, reads):
     assert of_sites(reads) == ["posterior/w/1.2.0", "posterior/w/1.3.0"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_only_files_that_are_needed_are_read(tmp_path, reads):
     fit = fitted(store=tmp_path / "draws.zarr", num_samples=70)
@@ -671,7 +644,6 @@ def test_at_any_moment_a_reader_sees_whole_draws(snapshots):
     assert set(counts) == {0, 7, 14, 21, 28, 31}
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_at_any_moment_a_reader_of_a_run_that_goes_on_sees_whole_draws(snapshots, tmp_path):
     path, kept = snapshots
@@ -685,33 +657,25 @@ def test_at_any_moment_a_reader_of_a_run_that_goes_on_sees_whole_draws(snapshots
 
 
 CHILD = """
-import sys, warnings
-sys.path.insert(0, {tests!r})
-warnings.simplefilter("ignore")
-import torch
-from pathlib import Path
-from pyro_scale.posterior import sinks
-import stored
-sinks._MOST_DRAWS = 70
-where, path, saved, draws = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
-how = {{"num_samples": draws, "store": False if path == "nowhere" else path}}
-kind = "resume" if list(where.glob("state-*")) else "checkpoint"
-print("ready", flush=True)
-fit = stored.fitted(**how, **{{kind: where}}, checkpoint_every=0.02)
-torch.save(stored.outcome(fit), saved)
+import stored, stores
+path, draws = sys.argv[1], int(sys.argv[2])
+ready()
 """
-
-
-def child(tmp_path, store, draws, code=CHILD):
-    code = code.format(tests=str(SUPPORT))
-    paths = [str(tmp_path / "run"), store, str(tmp_path / "outcome.pt"), str(draws)]
-    return subprocess.Popen([sys.executable, "-c", code, *paths], stdout=subprocess.PIPE)
+BY_FILE = f"""{CHILD}
+with stores.buffering(file_draws=70):
+    stored.fitted(num_samples=draws, store=path)
+"""
+#: Writes all the time, again and again a file that readers see.
+BUSY = f"""{CHILD}
+with stores.buffering(file_draws=500, wait_seconds=0.0, wait_times=0):
+    stored.fitted(num_samples=draws, store=path)
+"""
 
 
 @pytest.mark.long
 def test_another_process_reads_while_it_runs(tmp_path):
     draws, path = 800, tmp_path / "draws.zarr"
-    process, seen = child(tmp_path, str(path), draws), []
+    process, seen = launch(BY_FILE, path, draws), []
     expected = draws_of(fitted(num_samples=draws))
     while process.poll() is None:
         if (path / ".zmetadata").exists():
@@ -723,14 +687,6 @@ def test_another_process_reads_while_it_runs(tmp_path):
     assert whole_until_some_draw(opened(path), expected) == draws
 
 
-#: Writes all the time, again and again a file that readers see.
-BUSY = f"""{CHILD.partition("kind = ")[0]}
-sinks._MOST_DRAWS, sinks._WAIT_SECONDS, sinks._WAIT_TIMES = 500, 0.0, 0
-print("ready", flush=True)
-stored.fitted(**how)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", long_but([1, 3, 100], 1))
 def test_killed_at_any_moment_it_has_written_whole_draws(kills, tmp_path):
@@ -740,8 +696,7 @@ def test_killed_at_any_moment_it_has_written_whole_draws(kills, tmp_path):
     expected = draws_of(fitted(num_samples=draws))
     for kill in range(kills):
         path = tmp_path / f"{kill}.zarr"
-        process = child(tmp_path, str(path), draws, BUSY)
-        process.stdout.readline()
+        process = launch(BUSY, path, draws)
         wanted, seen = 10 ** source.uniform(0, 2), 0
         while seen < wanted and process.poll() is None:
             if (path / ".zmetadata").exists():

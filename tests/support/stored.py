@@ -4,6 +4,7 @@ import numpy as np
 import pandas
 import pyro
 import pyro.distributions as dist
+import pytest
 import torch
 from both_arviz import groups_of
 from reference import double, normals
@@ -17,12 +18,17 @@ Y = X @ torch.tensor([1.0, -0.5], dtype=torch.float64) + 0.7 * normals(SIZE, see
 QUIET = {"progress": False, "seed": 3}
 
 
+#: Every state is a draw, from the first.
+HOW = {"num_samples": 31, "warmup_steps": 0, "thinning": 1, "num_chains": 3, "batch_size": 5}
+
+
 def regression(x, y=None):
     w = pyro.sample("w", dist.Normal(torch.zeros(2).to(x), 1.0).to_event(1))
     s = pyro.sample("s", dist.LogNormal(torch.zeros(()).to(x), 0.5))
     pyro.deterministic("twice", 2 * w)
     with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+        mean = pyro.deterministic("mean", x @ w)
+        return pyro.sample("y", dist.Normal(mean, s), obs=y)
 
 
 def of_two_params(x, y):
@@ -33,19 +39,36 @@ def of_two_params(x, y):
         pyro.sample("y", dist.Normal(x @ w, scale), obs=y)
 
 
+def own_subsamples(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
+    s = pyro.sample("s", dist.LogNormal(double(0.0)[0], 0.5))
+    with pyro.plate("data", len(x), subsample_size=5) as i:
+        pyro.sample("y", dist.Normal(x[i] @ w, s), obs=y[i])
+
+
+def mixture(y):
+    """An enumerated site."""
+    p = pyro.sample("p", dist.Beta(double(2.0)[0], 2.0))
+    m = pyro.sample("m", dist.Normal(double(-1.0, 1.0), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Bernoulli(p), infer={"enumerate": "parallel"})
+        pyro.sample("y", dist.Normal(m[z.long()], 0.5), obs=y)
+
+
 def fitted(model=regression, data=(X, Y), method=ps.BAOA, lr=0.05, **kwargs):
-    options = {name: kwargs.pop(name) for name in ("compile", "precondition") if name in kwargs}
-    options = {"compile": False, **options}
-    settings = {
-        "num_samples": 31,
-        "warmup_steps": 0,
-        "thinning": 1,
-        "num_chains": 3,
-        "batch_size": 5,
-        **QUIET,
-        **kwargs,
-    }
-    return method(model, lr=lr, **options).run(data, **settings)
+    names = ("compile", "precondition", "control_variates", "temperature")
+    options = {name: kwargs.pop(name) for name in names if name in kwargs}
+    return method(model, lr=lr, **{"compile": False, **options}).run(
+        data, **{**HOW, **QUIET, **kwargs}
+    )
+
+
+def ended_by(error, match, model=regression, data=(X, Y), **kwargs):
+    """(A sampler whose run raises such an error, the error)."""
+    sampler = ps.BAOA(model, lr=0.05, compile=False)
+    with pytest.raises(error, match=match) as raised:
+        sampler.run(data, **{**HOW, **QUIET, **kwargs})
+    return sampler, raised.value
 
 
 def draws_of(fit, **kwargs):
@@ -59,6 +82,15 @@ def same(actual, expected):
         assert actual[name].dtype == value.dtype, name
         assert actual[name].shape == value.shape, name
         assert torch.equal(actual[name].nan_to_num(7.5), value.nan_to_num(7.5)), name
+
+
+def held_of(fit, whole):
+    """The number of draws of a chain in a fit, which are the first ones of a whole run."""
+    held = draws_of(fit)
+    count = held["w"].shape[1]
+    near(held, {name: value[:, :count] for name, value in draws_of(whole).items()})
+    assert count > 0
+    return count
 
 
 def near(actual, expected):
@@ -149,3 +181,12 @@ def outcome(fit):
         for name, moments in fit.moments().items()
         for part, value in moments._asdict().items()
     }
+
+
+def same_outcome(fit, whole):
+    """Bit for bit, but for what is added up: its rounding is that of blocks as they came."""
+    near(outcome(fit), outcome(whole))
+    same(fit.posterior.draws.sample_stats, whole.posterior.draws.sample_stats)
+    same(fit.params, whole.params)
+    if fit.posterior.draws.online is None:
+        same(unconstrained(fit), unconstrained(whole))
