@@ -585,7 +585,8 @@ class LogPosterior:
         return other
 
     def is_of_same_model(self, other: LogPosterior) -> bool:
-        """Whether another log posterior has the same model and the same prior, compared as objects.
+        """Whether another log posterior has the same model and the same prior (the same
+        objects).
         """
         return self.model is other.model and self._prior is other._prior
 
