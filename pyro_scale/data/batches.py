@@ -48,7 +48,8 @@ class Batch:
         return [*rows.leaves(self.arguments), *indices]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
-        """A copy of the batch with other tensors, in the order of `tensors`."""
+        """A copy of the batch in which the given tensors replace those of the property `tensors`,
+        in its order."""
         leaves = iter(tensors)
         arguments = rows.map_rows(lambda _: next(leaves), self.arguments)
         return Batch(arguments, self.per_chain, None if self.indices is None else next(leaves))

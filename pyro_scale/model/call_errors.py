@@ -228,8 +228,9 @@ def argument_name(model: Callable[..., Any], arguments: Arguments, place: str) -
 def _dtype_error(
     model: Callable[..., Any], arguments: Arguments, error: Exception, init: InitFunction
 ) -> DataError | None:
-    """The error about arguments of the wrong dtype; None if converting them does not make the model
-    run. Arguments as for `explain_first_call`."""
+    """The error that says which arguments have the wrong dtype, and how to convert them; None if
+    converting them does not make the model run. Returns the error and does not raise it. Arguments
+    as for `explain_first_call`."""
     failed = Recorder()
     # a matrix that cannot be factorized: higher precision may help, but the dtype is not the cause
     is_numerical = isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]

@@ -97,7 +97,8 @@ class Comparison:
     shifted: Sequence[Probe]
 
     def scaling(self) -> Scaling:
-        """The scaling rules of all terms, for N rows.
+        """The rules by which each term of the log joint density counts once or is multiplied by N/B
+        (rows of the data over rows of the batch).
 
         Raises:
             PlateError: the factor of a term is ambiguous, or the term needs the whole data and B <
@@ -106,7 +107,8 @@ class Comparison:
         return Scaling(self.num_data, {name: self.rule(term) for name, term in self.terms.items()})
 
     def rule(self, term: Term) -> Rule:
-        """The scaling rule of one term: prior, rows (multiplied by N/B), or global (counted once).
+        """The scaling rule of one term of the log joint density: a prior or a global term, which
+        counts once, or rows, which are multiplied by N/B (rows of the data over rows of the batch).
 
         Raises:
             PlateError: the factor is ambiguous, or the term needs the whole data and B < N.
@@ -241,8 +243,8 @@ class Comparison:
     # ------------------------------------------------------------------ terms that count N/B times
 
     def _scaled_rule(self, term: Term, rows: Rule) -> Rule:
-        """The rule of a likelihood term, which is multiplied by N/B: by Pyro (in a plate), by the
-        user (a `poutine.scale`), or by this library.
+        """The rule of a likelihood term, which is multiplied by N/B (rows of the data over rows of
+        the batch): by Pyro (in a plate), by the user (a `poutine.scale`), or by this library.
 
         Args:
             term: the term.

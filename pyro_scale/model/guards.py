@@ -98,7 +98,8 @@ def trace_modules() -> Iterator[ModuleTrace]:
 
 
 def _check_module(module: nn.Module, trace: ModuleTrace) -> None:
-    """Raises for BatchNorm in train mode or without running statistics, and for active dropout."""
+    """Raises a `ModelError` for BatchNorm in train mode or without running statistics, and for
+    active dropout."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         if module.running_mean is None:
             raise ModelError(
@@ -159,7 +160,7 @@ def forbid_writes(model: Callable[..., Any], arguments: Arguments) -> Iterator[A
 
 
 def _are_same(copy: Tensor, original: Tensor) -> bool:
-    """Whether two tensors are equal, with NaN equal to NaN."""
+    """Whether two tensors have the same shape and equal elements, with NaN equal to NaN."""
     if copy.shape != original.shape:
         return False
     return bool(((copy == original) | ((copy != copy) & (original != original))).all())

@@ -194,18 +194,16 @@ class LogPosterior:
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
         """The gradient of each row's log likelihood with respect to the params, `[B, *shape]` by
-        site, not multiplied by N/B. The model must have seen a batch before. Arguments as for a
-        call.
-        """
+        site, not scaled up from the batch to the data (by N/B). Arguments as for a call."""
         return derivatives.row_gradients(lambda p: self(p, batch, indices).log_lik, params)
 
     @_explains_errors
     def log_likelihood(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Each row's log likelihood in nats, `[B]` by observed site: not multiplied by N/B, but by
-        the user's `poutine.scale`. If rows depend on each other, a row's log likelihood is
-        conditional on the other rows. Arguments as for a call."""
+        """Each row's log likelihood in nats, `[B]` by observed site: not scaled up from the batch
+        to the data (by N/B), but multiplied by the user's `poutine.scale`. If rows depend on each
+        other, a row's log likelihood is conditional on the other rows. Arguments as for a call."""
         arguments = rows.as_arguments(batch)
         sites = self.run(params, arguments, indices).sites
         return self.model_info.scaling.log_likelihood(sites, self.batch_size(arguments))
@@ -222,7 +220,7 @@ class LogPosterior:
         validate: bool = False,
     ) -> Recorder:
         """Runs the model once at unconstrained params and returns the recorder, which holds every
-        site of the run. Nothing is scaled by N/B.
+        site of the run. Nothing is scaled up from the batch to the data.
 
         Args:
             params: unconstrained tensors by site; point-estimated sites keep their first value if
@@ -617,13 +615,15 @@ class LogPosterior:
         return other
 
     def without_jacobian(self) -> LogPosterior:
-        """A copy without the Jacobians: the density of the constrained values, as a function of
-        unconstrained params. Its mode does not depend on the transforms."""
+        """A copy whose log prior lacks the log determinants of the transforms: the density of the
+        constrained values, as a function of unconstrained params. Its mode does not depend on the
+        transforms."""
         return self._with_prior(partial(_without_log_dets, self._prior))
 
     def with_jacobian(self) -> LogPosterior:
-        """A copy with the Jacobians: the density of unconstrained params. The inverse of
-        `without_jacobian`."""
+        """A copy whose log prior has the log determinants of the transforms, so that it is the
+        density of unconstrained params. The inverse of `without_jacobian`; other log posteriors are
+        returned as they are."""
         prior = self._prior
         if not (isinstance(prior, partial) and prior.func is _without_log_dets):
             return self

@@ -162,7 +162,8 @@ def row_axes(
 
 
 def model_warnings(info: ModelInfo) -> list[str]:
-    """Warnings about possible mistakes in a model that can be run.
+    """Messages, one string each, about possible mistakes in a model that can be run; empty if there
+    are none. Nothing is raised or printed.
 
     A constant scale that equals N/B may have been meant as N/B. Rows that no site follows may have
     been forgotten. A mask that leaves out everything may be inverted.

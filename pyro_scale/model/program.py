@@ -202,7 +202,8 @@ def _named_ids(module: nn.Module, *, every_path: bool) -> Iterator[tuple[str, in
 
 
 class _FixedStart:
-    """Starting values of a function's params, the same for all chains."""
+    """Starting values of a function's params, the same for all chains, with the methods of a
+    network that initialization strategies call."""
 
     def __init__(self, values: Mapping[str, Tensor]):
         self._values = {name: torch.as_tensor(value).detach() for name, value in values.items()}

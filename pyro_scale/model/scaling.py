@@ -45,7 +45,8 @@ Prior: TypeAlias = Callable[[Mapping[str, Site], Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Rule:
-    """How one term enters the log joint density: counted once or multiplied by N/B, and by whom.
+    """How one term enters the log joint density: counted once or multiplied by N/B (rows of the
+    data over rows of the batch), and by whom.
 
     Attributes:
         role: what the term is: a latent's density, rows of the data, or a global term that counts
@@ -112,8 +113,8 @@ class Scaling:
         return Evaluation(log_joint, log_prior, log_lik)
 
     def rows(self, terms: Mapping[str, Term], batch_size: int) -> dict[str, Tensor]:
-        """Each row's log likelihood in nats, `[B]` by data term: not multiplied by N/B, but by the
-        user's scale and mask.
+        """Each row's log likelihood in nats, `[B]` by data term: not scaled up from the batch to
+        the data (by N/B), but with the user's scale and mask.
 
         Args:
             terms: terms of a run, by name.
@@ -175,8 +176,8 @@ def _terms_among(sites: Mapping[str, Site], names: Collection[str]) -> dict[str,
 
 
 def rows_of(term: Term, rule: Rule) -> Tensor:
-    """The log likelihood of each row, `[B]`, of a data term, with the user's scale if its rule
-    keeps that, without N/B."""
+    """The log likelihood of each row, `[B]`, of a data term: with the user's scale if its rule
+    keeps that, and not scaled up from the batch to the data."""
     log_prob = term.unwrap(rule.depth)
     if rule.keeps_scale:
         log_prob = log_prob * aligned_scale(term, log_prob)

@@ -75,7 +75,8 @@ class PosteriorDraws:
 
     @property
     def weights(self) -> Tensor | None:
-        """Weights of the draws, `[chains, draws]`, 1 on average; None if all are equal."""
+        """Weights of the draws for posterior expectations, `[chains, draws]`, 1 on average; None if
+        all draws have equal weights."""
         return self.sample_stats.get("weight")
 
     @cached_property

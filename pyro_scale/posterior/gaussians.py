@@ -123,10 +123,11 @@ class Fit:
         return self._as_draws(torch.cat(self.by_start(chosen))[None])
 
     def draws(self, noise: Tensor) -> PosteriorDraws:
-        """n new draws, `[1, n, D]` as one chain, from each start in turn.
+        """New draws from the Gaussians, `[1, n, D]` as one chain, from each start in turn; for MAP,
+        the modes.
 
         Args:
-            noise: standard normal numbers, `[n, d]`.
+            noise: standard normal numbers `[n, d]`, for the d elements that have a Gaussian.
         """
         starts = torch.arange(len(noise)) % len(self.centers)
         positions = self.centers[starts]
@@ -136,7 +137,8 @@ class Fit:
         return self._as_draws(positions[None])
 
     def noise(self, count: int, source: torch.Generator | None = None) -> Tensor:
-        """Standard normal numbers `[count, d]`, in the dtype and on the device of the fit.
+        """Standard normal numbers `[count, d]` for new draws of the d elements that have a
+        Gaussian, in the dtype and on the device of the fit.
 
         Args:
             count: number of draws that they are for.
@@ -146,8 +148,8 @@ class Fit:
         return torch.randn(shape, generator=source, dtype=self.centers.dtype).to(self.centers)
 
     def seeded_noise(self, count: int, seed: int) -> Tensor:
-        """Standard normal numbers `[count, d]`, a function of the seed; the first draws are the
-        same for any count."""
+        """Standard normal numbers `[count, d]` for new draws of the d elements that have a
+        Gaussian: a function of the seed. The first draws are the same for any count."""
         sources = (generator(seed, i, Purpose.APPROXIMATION, block=1) for i in range(count))
         return torch.cat([self.noise(1, source) for source in sources])
 
@@ -177,7 +179,13 @@ class Fit:
         return self.layout.places(self.sites)
 
     def at(self, start: int, noise: Tensor) -> Tensor:
-        """Draws `[n, D]` of one start's Gaussian, from standard normal numbers `[n, d]`."""
+        """Unconstrained draws `[n, D]` of one start's Gaussian; elements without a Gaussian have
+        the center's value.
+
+        Args:
+            start: index of the start.
+            noise: standard normal numbers `[n, d]`, for the d elements that have a Gaussian.
+        """
         positions = self.centers[start].repeat(len(noise), 1)
         positions[:, self.places] = self.gaussians[start].sample(noise)
         return positions

@@ -61,7 +61,7 @@ class ToMoments:
         return self._parts
 
     def end(self, finished: Sequence[Sequence[int]]) -> None:
-        """Merges the moments of all ranks, on every rank.
+        """Merges the moments of all ranks after the last step, on every rank; sets `totals`.
 
         Args:
             finished: for each part, the indices of its chains that reached the end.

@@ -181,7 +181,7 @@ class _Numbers:
 
     @property
     def _is_discrete(self) -> bool:
-        """Whether the site's values are integers."""
+        """Whether the site is observed and its values are integers."""
         return self.site.kind == "observed" and bool(getattr(self._support, "is_discrete", False))
 
     @property

@@ -65,8 +65,8 @@ def check_model(log_posterior: LogPosterior, argument: str) -> None:
 
 
 def log_likelihood(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
-    """Log likelihood of every row at every draw, in nats, without the factor N/B: `[chains * draws,
-    N]` by data site, rows in the data's order."""
+    """Log likelihood of every row of the data at every draw, in nats, not scaled (by N/B): `[chains
+    * draws, N]` by data site, rows in the data's order."""
     log_posterior = result.log_posterior
 
     def of_chunk(chunk: Chunk) -> dict[str, Tensor]:
@@ -197,7 +197,7 @@ def reduce_batches(
     """
 
     def reduce_chunk(chunk: Chunk) -> tuple[dict[str, Any], dict[str, int]]:
-        """(The reduced values of the chunk's rows, the rows' axis in these), by site."""
+        """(The predictions for one chunk of rows; the axis of the rows in each), both by site."""
         axes: dict[str, int] = {}
 
         def terms(sites: Mapping[str, Site]) -> dict[str, tuple[Tensor, ...]]:
@@ -358,10 +358,10 @@ def in_proportion(weights: Tensor, count: int) -> Tensor:
 
 
 def spread_evenly(total: int, num_samples: int) -> Tensor:
-    """`num_samples` indices, evenly spaced over `range(total)`.
+    """`num_samples` indices from 0 to `total` - 1, evenly spaced, in ascending order.
 
     Raises:
-        ArgumentError: `num_samples` is not from 1 to `total`.
+        ArgumentError: `num_samples` is not an integer from 1 to `total`.
     """
     if type(num_samples) is not int or not 1 <= num_samples <= total:
         raise ArgumentError(

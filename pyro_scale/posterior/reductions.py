@@ -323,12 +323,14 @@ def _is_categorical(site: Site) -> bool:
 
 
 def is_of_classes(site: Site) -> bool:
-    """Whether an observed site's values are classes: numbers of classes, one-hot, or 0 and 1."""
+    """Whether an observed site is Categorical, OneHotCategorical or Bernoulli, so that its values
+    are classes."""
     return isinstance(_base(site), _CLASSES)
 
 
 def is_one_hot(site: Site) -> bool:
-    """Whether the last dimension of an observed site's values is that of the classes."""
+    """Whether an observed site is OneHotCategorical, so that its values' last dimension is that of
+    the classes."""
     return isinstance(_base(site), torch.distributions.OneHotCategorical)
 
 

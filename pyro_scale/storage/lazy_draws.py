@@ -96,7 +96,7 @@ class StoredSamples(Mapping[str, Tensor]):
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """The shape of one draw of every site."""
+        """The shape of one constrained draw of every site, by name."""
         store = self.positions.store
         return {n: store.shape_of(f"{POSTERIOR}/{n}") for n in store.sites(POSTERIOR)}
 

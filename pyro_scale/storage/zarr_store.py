@@ -191,10 +191,11 @@ class DrawStore:
             self._publish(count)
 
     def drop(self, chains: Sequence[int], count: int) -> None:
-        """Removes the files of some chains that hold only draws after the first `count`.
+        """Removes those files of some chains that hold only draws after the first `count`; others
+        stay.
 
         Raises:
-            FileError: they cannot be removed.
+            FileError: the files cannot be removed.
         """
         with store_errors(self.path, "written"):
             for name in self._fields:

@@ -27,7 +27,7 @@ def weight_decay(decay: float, num_data: int) -> dist.Normal:
 
     Args:
         decay: the optimizer's `weight_decay`, above 0.
-        num_data: N, the rows of the training data.
+        num_data: N, the number of rows of the training data.
 
     Raises:
         ArgumentError: a value that is not above 0.

@@ -112,7 +112,7 @@ class ShardedModule(PyroModule):
         return self.weights()
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Writes values into this rank's parts of weights, by name."""
+        """Overwrites this rank's parts of weights with these values, by the weight's name."""
         parts = self._parts()
         with torch.no_grad():
             for name, value in values.items():
@@ -181,8 +181,8 @@ def looking() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stepping() -> Iterator[None]:
-    """A block in which models may call sharded networks with gradients, which are then left in the
-    networks' parameters (`ShardedModule.gradients`)."""
+    """Context in which models may call sharded networks with gradients enabled, which `backward()`
+    then leaves in the networks' parameters (`ShardedModule.gradients`). For a sampler's step."""
     before, ShardedModule.is_stepped = ShardedModule.is_stepped, True
     try:
         yield
@@ -191,13 +191,19 @@ def stepping() -> Iterator[None]:
 
 
 def shards_of(sites: Mapping[str, Site]) -> dict[str, tuple[ShardedModule, str]]:
-    """The sites that are parts of sharded weights, as (the network, the weight's name in it)."""
+    """The sites that are parts of sharded weights: a dict from the site's name to (the sharded
+    network, the weight's name in it)."""
     weights = {name: site.infer[WEIGHT] for name, site in sites.items() if WEIGHT in site.infer}
     return {name: pair for name, pair in weights.items() if isinstance(pair[0], ShardedModule)}
 
 
 def _checked(name: str, prior: Any) -> Any:
-    """The prior, if its support is all real numbers, so that positions are the weights."""
+    """The prior itself, if its support is all real numbers, so that unconstrained values are the
+    weights.
+
+    Raises:
+        ArgumentError: the prior has another support.
+    """
     if prior.support is not constraints.real and getattr(
         prior.support, "base_constraint", None
     ) not in (constraints.real,):
