@@ -21,7 +21,7 @@ from pyro_scale.data.memory_layout import store_by_column
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.errors import DataError
 
-#: Number of spans whose end positions are kept: more than are drawn ahead.
+#: Number of latest calls of `take` whose end positions are kept: more than are read ahead.
 _POSITIONS = 16
 
 

@@ -102,8 +102,8 @@ def isolate(
         yield batch, before
 
 
-#: Dict from torch's message about a worker, or the way it ended, to cause and advice, in the order
-#: of trial.
+#: Cause and advice by a pattern of torch's message about a worker or of how it ended; the first
+#: pattern that matches counts.
 _DEATHS = {
     r"shared memory|file </torch_|Bus error|SIGBUS": "out of shared memory: give the machine more "
     "of /dev/shm (docker run --shm-size), or pass",

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_scale.core.rows import Arguments
 from pyro_scale.model.log_posterior import LogPosterior, Params
 
-#: Distance of the second point from the first, by element, in unconstrained space.
+#: Largest distance of an element of the second point from the first, in unconstrained space.
 _DISTANCE = 0.1
 
 

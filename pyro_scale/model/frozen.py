@@ -89,7 +89,8 @@ class FrozenBase:
 
 
 class NoBase(Exception):
-    """Raised with the reason why a log posterior cannot be separated."""
+    """Raised with the reason why a log posterior cannot be separated into features of rows and a
+    function of features and params."""
 
 
 def frozen_base(

@@ -21,7 +21,7 @@ from pyro_scale.model.site_checks import check_terms, first_differing_term, loca
 from pyro_scale.model.sites import free_dim
 from pyro_scale.model.terms import terms_of
 
-#: Distance of the second latent values from the first, unconstrained.
+#: Distance of the second latent values from the first ones, in unconstrained space.
 _SHIFT = 0.71
 #: Distances from the first latent values at which masks of latents are compared.
 _MASK_SHIFTS = 0.0, _SHIFT, -2.0, 2.0

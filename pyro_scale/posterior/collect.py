@@ -25,7 +25,7 @@ from pyro_scale.storage.lazy_draws import Positions, spread
 
 #: Draws of a chain that are needed to estimate the posterior's variance.
 _MIN_DRAWS = 20
-#: Numbers in the draws by which the variance is estimated, at most.
+#: Most numbers (draws times parameters) from which the variance is estimated.
 _MAX_NUMBERS = 2**21
 
 

@@ -47,7 +47,8 @@ from pyro_scale.posterior.predictive import (
 from pyro_scale.posterior.reductions import Reduce, Reduction, as_reduction
 from pyro_scale.posterior.row_batches import data_sites, row_batches
 
-#: Unconstrained arguments of sites by name, as tensors, at one position.
+#: A vector `[D]` of unconstrained parameters -> the unconstrained arguments of the sites'
+#: distributions, by site and name of the argument.
 Outputs = Callable[[Tensor], dict[str, dict[str, Tensor]]]
 
 #: Axes of a Gaussian along which changes are computed together, to limit memory.

@@ -20,7 +20,7 @@ from pyro_scale.posterior.draws import (
 from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem
 
-#: Draws of all chains that are kept to measure temperatures, and their bytes, at most.
+#: Most draws of all chains that are kept to measure temperatures, and most bytes of these.
 _KEPT_DRAWS, _KEPT_BYTES = 1000, 2**25
 
 

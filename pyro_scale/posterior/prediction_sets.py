@@ -24,7 +24,7 @@ from pyro_scale.posterior.predictive import join
 from pyro_scale.posterior.reductions import Central, Ranked, Reduction, is_of_classes, is_one_hot
 from pyro_scale.posterior.row_batches import data_sites
 
-#: The reduced predictions of some sites, by name.
+#: (The model's arguments, names of sites, a reduction) -> the reduced predictions, by site.
 Predict = Callable[[Arguments, Sequence[str], Reduction], dict[str, Any]]
 
 #: Predictive draws of each row from which an interval is computed, at least.

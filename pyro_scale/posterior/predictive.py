@@ -40,7 +40,7 @@ from pyro_scale.posterior.row_batches import (
     run_at_first_draw,
 )
 
-#: A reduction's terms of sites, by name.
+#: Sites by name -> the tensors of each that a reduction accumulates, by site.
 Terms = Callable[[Mapping[str, Site]], dict[str, tuple[Tensor, ...]]]
 
 

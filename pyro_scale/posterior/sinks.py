@@ -26,7 +26,7 @@ from pyro_scale.storage.zarr_store import POSTERIOR, UNCONSTRAINED, DrawStore, F
 
 #: Most bytes of all chains' draws that are pending in memory.
 _WAITING_BYTES = 2**25
-#: Bytes and draws of a file, at most.  Larger files would be hardly faster, and malloc would keep
+#: Most bytes and most draws of a file.  Larger files would be hardly faster, and malloc would keep
 #: the memory of their buffers.
 _FILE_BYTES, _MOST_DRAWS = 2**21, 2**14
 #: Draws are pending for at most this long: seconds, or this multiple of the time a write takes.
