@@ -71,8 +71,8 @@ def check_has_observation(
 
 def _likely_observation(sites: Mapping[str, Site], count: int | None) -> Site | None:
     """The unobserved site that is most likely meant to be the data's: the last one in a plate of
-    `count` elements, otherwise the last one with a dimension of that size (network weights
-    excluded); None if there is none."""
+    `count` elements (in any plate if `count` is None), otherwise the last one with a dimension of
+    that size. Network weights are excluded. None if there is no such site."""
 
     def is_in_data_plate(site: Site) -> bool:
         sizes = {size for frame in site.plates for size in (frame.size, frame.full_size)}
