@@ -21,19 +21,20 @@ from pyro_scale.data.memory_layout import store_by_column
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.errors import DataError
 
-#: Number of spans whose end positions are kept: more than are drawn ahead.
+#: Number of latest calls of `take` whose end positions are kept: more than are read ahead.
 _POSITIONS = 16
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's data of all chains.
+    """The minibatches of all chains at one step.
 
     Attributes:
-        arguments: of the model.  Rows are `[chains, B, ...]` (or `[1, B, ...]`, of chains that have
-            one batch) if `per_chain`, else `[B, ...]`.
-        per_chain: whether rows have a dimension of chains.
-        indices: of the rows, `[chains, B]`, for a model that subsamples by itself.
+        arguments: the model's arguments. Tensors of rows are `[chains, B, ...]` (or `[1, B, ...]`,
+            of chains that have one batch) if `per_chain`, otherwise `[B, ...]`.
+        per_chain: whether tensors of rows have a dimension of chains.
+        indices: indices `[chains, B]` of the rows, for a model that subsamples by itself; None for
+            others.
     """
 
     arguments: Arguments
@@ -42,65 +43,79 @@ class Batch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The arguments' rows, and the indices."""
+        """A list of the tensors of rows among the arguments, and the indices if there are any."""
         indices = [] if self.indices is None else [self.indices]
         return [*rows.leaves(self.arguments), *indices]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
-        """The batch with its tensors replaced by these."""
+        """A copy of the batch in which the given tensors replace those of the property `tensors`,
+        in its order."""
         leaves = iter(tensors)
         arguments = rows.map_rows(lambda _: next(leaves), self.arguments)
         return Batch(arguments, self.per_chain, None if self.indices is None else next(leaves))
 
     def of_chain(self, chain: int) -> tuple[Arguments, Tensor | None]:
-        """One chain's arguments and indices."""
+        """(Arguments, indices) of one chain; the indices are None for a model that does not
+        subsample by itself."""
         arguments = rows.take(self.arguments, chain) if self.per_chain else self.arguments
         return arguments, None if self.indices is None else self.indices[chain]
 
 
 class Batches(Protocol):
-    """An endless stream of batches, one for each step."""
+    """The minibatches of every step and chain, without end, in two parts: tensors that all steps
+    share (`fixed`), and tensors that change from step to step (such as row indices)."""
 
     @property
     def fixed(self) -> Any:
-        """What all steps share: a pytree of tensors."""
+        """The tensors that all steps share, such as all rows of the data: a pytree."""
         ...
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
-        """The changing part of steps start, ..., stop - 1: a pytree of tensors
-        `[chains, stop - start, ...]`.  Each call begins where the last one ended.
+        """The changing tensors of steps start, ..., stop - 1: a pytree of tensors `[chains, stop -
+        start, ...]`. Each call must begin where the last one ended.
 
         Args:
             start: first step.
             stop: step after the last.
-            out: result of an earlier call for as many steps, to write over.
+            out: result of an earlier call for as many steps, which may be overwritten; None for new
+                tensors.
         """
         ...
 
     def batch(self, fixed: Any, changing: Any) -> Batch:
-        """The batch of one step, whose changing tensors are `[chains, ...]`; a pure function."""
+        """The minibatches of one step, from the fixed tensors and that step's changing ones,
+        `[chains, ...]`; a pure function, which can be compiled."""
         ...
 
     def sources(self, changing: Any) -> list[Source]:
-        """Where each of `Batch.tensors` comes from, for the steps of a block."""
+        """For each of `Batch.tensors`, how a compiled loop computes it in a block of steps: fixed,
+        gathered by index, or one for each step.
+
+        Args:
+            changing: changing tensors of the block's steps, as `take` returns them.
+        """
         ...
 
     def position(self, step: int) -> Any:
-        """What `seek` needs to continue at a step, where one of the latest spans ended: a pytree of
-        tensors and plain values."""
+        """What `seek` needs to continue at `step`, at which one of the latest calls of `take`
+        ended: a pytree of tensors and plain values, for a checkpoint."""
         ...
 
     def seek(self, step: int, position: Any) -> None:
-        """Makes the next call of `take` begin at a step."""
+        """Makes the next call of `take` begin at `step`. `position` is what `position(step)`
+        returned.
+        """
         ...
 
     def of_rows(self, part: slice) -> Batches:
-        """Batches of these rows of every batch; other rows are not read, where possible."""
+        """The same minibatches reduced to a slice of their rows; other rows are not read, where
+        possible. For processes that share out the rows of a minibatch."""
         ...
 
 
 class ByStep:
-    """Batches that are functions of the step's number, so that `seek` has nothing to do."""
+    """Base class of minibatches that are functions of the step's number, so that `seek` has nothing
+    to do."""
 
     def position(self, step: int) -> Any:
         return None
@@ -111,14 +126,18 @@ class ByStep:
 
 @dataclass(frozen=True)
 class WholeData(ByStep):
-    """All rows at every step."""
+    """All rows of the data at every step.
+
+    Attributes:
+        fixed: the model's arguments, with all rows.
+    """
 
     fixed: Arguments
 
     @functools.cached_property
     def by_column(self) -> WholeData:
-        """The same with tables stored by column, so that operations on all rows fill vector
-        registers."""
+        """The same data with narrow matrices stored by column, so that operations on all rows fill
+        vector registers."""
         return WholeData(store_by_column(self.fixed))
 
     def of_rows(self, part: slice) -> WholeData:
@@ -136,13 +155,14 @@ class WholeData(ByStep):
 
 @dataclass(frozen=True)
 class GatheredRows(ByStep):
-    """Rows in memory, gathered by index.
+    """Minibatches that are gathered by index from rows in memory.
 
     Attributes:
-        fixed: all rows.
-        indices: of the rows of each step.
-        packed: returns the rows as compiled loops read them, a tensor for each of `fixed`.
-        part: the part of every batch that is used; None for all of it.
+        fixed: the model's arguments, with all rows.
+        indices: row indices of each step and chain.
+        packed: function that returns the rows as compiled loops read them, one tensor for each of
+            `fixed`.
+        part: slice of every minibatch that is used; None for all of it.
     """
 
     fixed: Arguments
@@ -167,7 +187,12 @@ class GatheredRows(ByStep):
 
 @dataclass(frozen=True)
 class OwnIndices(ByStep):
-    """All rows, and indices for a model that subsamples by itself."""
+    """For a model that subsamples by itself: all rows, and the indices of each step's subsample.
+
+    Attributes:
+        fixed: the model's arguments, with all rows.
+        indices: row indices of each step and chain.
+    """
 
     fixed: Arguments
     indices: RowIndices
@@ -186,30 +211,33 @@ class OwnIndices(ByStep):
 
 
 class Stream(Protocol):
-    """The batches of all chains, step by step, without end."""
+    """The minibatches of all chains in a sequence without end, which is read step by step."""
 
     def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
-        """Yields (arguments of every chain, position after them) for each step.
+        """Yields, for each step, (the model's arguments of every chain, the position in the stream
+        after the step).
 
         Args:
             start: first step.
-            position: after the step before; None at step 0, and for streams without positions.
+            position: position in the stream after the step before; None at step 0, and for streams
+                without positions.
         """
         ...
 
     def of_rows(self, part: slice) -> Stream:
-        """The stream of these rows of every batch."""
+        """The same stream with every minibatch reduced to a slice of its rows."""
         ...
 
 
 class ReadBatches:
-    """Batches that are read from a loader.
+    """Minibatches that are read from a loader.
 
-    Only rows may change from batch to batch; other arguments must equal those of the first batch.
+    Only tensors of rows may change from batch to batch; other arguments must equal those of the
+    first batch.
 
     Args:
-        stream: yields the batches of all chains.
-        first: a batch.
+        stream: yields the minibatches of all chains, step by step.
+        first: arguments of a batch, with which others are compared.
     """
 
     fixed: Any = ()
@@ -265,7 +293,12 @@ class ReadBatches:
 
 @dataclass(frozen=True)
 class SharedBatches:
-    """The batches of one chain, used by all chains."""
+    """The minibatches of one chain, used by all chains.
+
+    Attributes:
+        batches: minibatches of the one chain.
+        num_chains: number of chains that use them.
+    """
 
     batches: Batches
     num_chains: int
@@ -298,7 +331,7 @@ class SharedBatches:
 
 
 def batches_from(batches: Batches, step: int, count: int) -> list[Batch]:
-    """The batches of steps step, ..., step + count - 1."""
+    """The minibatches of steps step, ..., step + count - 1, one `Batch` for each step."""
     spans = [batches.take(step + i, step + i + 1) for i in range(count)]
     drawn = [pytree.tree_map(lambda leaf: leaf[:, 0], changing) for changing in spans]
     return [batches.batch(batches.fixed, changing) for changing in drawn]

@@ -21,7 +21,13 @@ Features = Callable[[Arguments], tuple[Tensor, ...]]
 
 
 def table_of(data: TensorData, features: Features, batch_size: int) -> TensorData:
-    """The features of all rows, as data in memory, computed in batches of `batch_size`."""
+    """The features of all rows, as data in memory.
+
+    Args:
+        data: the rows.
+        features: function from a batch's arguments to its features, tensors `[B, ...]`.
+        batch_size: B, the only batch size at which `features` is called.
+    """
     num_rows = rows.count(data.arguments) or 0
     parts = []
     for start in range(0, num_rows, batch_size):
@@ -34,7 +40,12 @@ def table_of(data: TensorData, features: Features, batch_size: int) -> TensorDat
 
 @dataclass(frozen=True)
 class FeatureData:
-    """Data whose batches are features, computed when a batch is read."""
+    """Data whose minibatches are features of rows, computed when a minibatch is read.
+
+    Attributes:
+        data: the rows.
+        features: function from a batch's arguments to its features, tensors `[B, ...]`.
+    """
 
     data: Data
     features: Features
@@ -48,7 +59,13 @@ class FeatureData:
 
 @dataclass(frozen=True)
 class FeatureBatches:
-    """The features of the batches of all chains."""
+    """Minibatches of features, computed from the minibatches of rows of all chains.
+
+    Attributes:
+        batches: minibatches of rows.
+        features: function from a batch's arguments to its features, tensors `[B, ...]`.
+        fixed: empty, since features have no part that all steps share.
+    """
 
     batches: Batches
     features: Features
@@ -75,7 +92,12 @@ class FeatureBatches:
         self.batches.seek(step, position)
 
     def _of_step(self, changing: Any, place: int) -> list[Tensor]:
-        """The features of one step, `[chains, B, ...]`."""
+        """The features of one step's minibatches, `[chains, B, ...]` each.
+
+        Args:
+            changing: indices or rows of a span of steps, `[chains, steps, ...]`.
+            place: which of these steps.
+        """
         drawn = pytree.tree_map(lambda leaf: leaf[:, place], changing)
         batch = self.batches.batch(self.batches.fixed, drawn)
         chains = range(len(batch.tensors[0]))

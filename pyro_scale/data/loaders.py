@@ -19,7 +19,9 @@ from pyro_scale.errors import DataError
 
 
 def is_iterable_style(loader: Any) -> bool:
-    """Whether a loader is a DataLoader whose data set cannot be read by index."""
+    """Whether a loader is torch's DataLoader over an IterableDataset, which cannot be read by
+    index.
+    """
     return isinstance(loader, torch_data.DataLoader) and isinstance(
         loader.dataset, torch_data.IterableDataset
     )
@@ -31,7 +33,15 @@ def read_by_index(
     seed: int,
     device: torch.device | None,
 ) -> Iterator[Arguments]:
-    """The batches of the user's loader, with `order` (indices of each batch) as its sampler."""
+    """Yields the user's rows in batches of our choice, as the model's arguments, with the loader's
+    workers and collate function.
+
+    Args:
+        loader: the user's loader, over a data set that can be read by index.
+        order: row indices of each batch.
+        seed: seed of torch's generator, for data sets that draw augmentations.
+        device: device to which batches are moved; None to leave them where they are.
+    """
     workers = {}
     if loader.num_workers > 0:
         workers = {
@@ -54,16 +64,19 @@ def read_by_index(
 def isolate(
     loader: Iterable[Any], seed: int, state: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[Any, dict[str, Any] | None]]:
-    """Yields (batch, loader's state before it), with torch's generator seeded for this loader.
+    """Yields the batches of one pass over a loader, with a random generator of its own.
 
-    Samplers, and data sets that draw augmentations, use torch's generator; other code does not see
-    the seeded one.
+    Samplers, and data sets that draw augmentations, use torch's generator, which is seeded for
+    them; other code does not see the seeded one.
 
     Args:
-        loader: the user's.
-        seed: of the generator.
-        state: to continue from, for a loader that has states (torchdata's `StatefulDataLoader`);
-            states of others are None.
+        loader: the user's loader.
+        seed: seed of the generator.
+        state: state from which to continue; None for the beginning. Only torchdata's
+            `StatefulDataLoader` has states.
+
+    Yields:
+        (Batch, loader's state before the batch; None for a loader without states).
     """
     stateful: Any = loader if hasattr(loader, "load_state_dict") else None
     with own_generator(seed):
@@ -89,8 +102,8 @@ def isolate(
         yield batch, before
 
 
-#: Dict from torch's message about a worker, or the way it ended, to cause and advice, in the order
-#: of trial.
+#: Cause and advice by a pattern of torch's message about a worker or of how it ended; the first
+#: pattern that matches counts.
 _DEATHS = {
     r"shared memory|file </torch_|Bus error|SIGBUS": "out of shared memory: give the machine more "
     "of /dev/shm (docker run --shm-size), or pass",
@@ -104,12 +117,12 @@ _DEATHS = {
 
 
 def worker_error(error: BaseException, loaded: Any = None) -> DataError | None:
-    """An error that explains why a loader's worker died; None if `error` has another cause, such
-    as the data set's code.
+    """The error that explains why a worker process of a loader died; None if `error` has another
+    cause, such as the data set's code. Returns the error and does not raise it.
 
     Args:
-        error: raised by torch.
-        loaded: the loader's iterator, whose processes have exit codes.
+        error: exception that torch raised.
+        loaded: iterator of the loader, whose processes have exit codes; None if it is not known.
     """
     text = str(error).strip()
     place = traceback.extract_tb(error.__traceback__)[-1:]
@@ -134,17 +147,21 @@ def _in_words(exit_code: int) -> str:
 
 
 def receive(batch: Any, device: torch.device | None) -> Arguments:
-    """A loader's batch as the model's arguments, on the model's device."""
+    """The model's arguments from a loader's batch, on a device (None: where they are).
+
+    Raises:
+        DataError: an argument is not a tensor although it has rows.
+    """
     arguments = rows.as_arguments(batch)
     check_tensors(arguments)
     return to_device(arguments, device)
 
 
 def check_tensors(arguments: Arguments) -> None:
-    """Checks that there are no sparse matrices and the like, which would pass as constants.
+    """Raises for sparse matrices and the like among the arguments, which would pass as constants.
 
     Raises:
-        DataError: it names the argument.
+        DataError: there is one; the message names the argument.
     """
     for name, leaf in rows.named_leaves(arguments):
         if not isinstance(leaf, Tensor) and getattr(leaf, "ndim", 0) > 0:
@@ -156,8 +173,8 @@ def check_tensors(arguments: Arguments) -> None:
 
 
 def to_device(arguments: Arguments, device: torch.device | None) -> Arguments:
-    """The arguments with their rows on a device (where they are, if None).  Lazy negations and
-    conjugations are resolved."""
+    """The arguments with their tensors of rows moved to a device (None: where they are). Lazy
+    negations and conjugations are resolved."""
 
     def move(tensor: Tensor) -> Tensor:
         return tensor.to(device or tensor.device).resolve_conj().resolve_neg()

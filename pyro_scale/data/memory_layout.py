@@ -28,8 +28,8 @@ _SHARE = 1 / 8
 
 
 def store_by_column(arguments: Arguments) -> Arguments:
-    """The arguments with narrow tables stored by column; unchanged if memory is too small for a
-    copy."""
+    """The arguments with narrow matrices stored by column, so that sums over rows of data are fast;
+    the same arguments if memory is too small for a copy."""
     in_bytes = sum(leaf.nbytes for leaf in rows.leaves(arguments))
     if in_bytes > _spare_bytes(rows.device(arguments) or torch.device("cpu")):
         return arguments
@@ -42,13 +42,11 @@ def store_by_column(arguments: Arguments) -> Arguments:
 
 
 def pack(tables: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of tables, as views of one piece of memory in which the tables' rows lie side by side.
-
-    Returns the tables themselves if that gains nothing (long rows, other devices), or if memory is
-    too small for a copy.
+    """Copies of tensors of rows, as views of one piece of memory in which the parts of a row of
+    data lie side by side, so that gathering random rows is fast.
 
     Args:
-        tables: at least one, each `[rows, ...]`.
+        tables: at least one tensor, all with the same number of rows, `[rows, ...]`.
     """
     places, size = [], 0
     for table in tables:
@@ -71,13 +69,15 @@ def pack(tables: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _spare_bytes(device: torch.device) -> float:
-    """Largest size of a copy of the rows."""
+    """The largest size in bytes that a copy of the rows may have on a device: an eighth of its
+    memory.
+    """
     return _SHARE * bytes_of(device)
 
 
 def _memory(num_bytes: int) -> Tensor:
-    """Memory, in huge pages where the system has them: a processor caches the addresses of only a
-    few thousand pages."""
+    """An uninitialized tensor of bytes, in huge pages where the system has them: a processor caches
+    the addresses of only a few thousand pages."""
     if sys.platform != "linux":
         return torch.empty(num_bytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -25,18 +25,19 @@ def open_data(
     num_data: int | None = None,
     device: torch.device | None = None,
 ) -> Data:
-    """Opens data.
+    """The source of minibatches for the data that a user passes, with N and B.
 
     Args:
         data: a loader (any iterable with `.dataset`), or the model's own arguments: a tensor, a
             tuple by position, a dict by name, None for a model without arguments.
-        batch_size: B, for arguments; a loader has its own.
-        num_data: N, which overrides what the data say.
-        device: to which batches are moved; they stay where they are, if None.
+        batch_size: B, for the model's arguments; None for all rows, and for a loader, which has its
+            own.
+        num_data: N, which overrides the number of rows that the data have; None to use that number.
+        device: device to which batches are moved; None to leave them where they are.
 
     Raises:
         DataError: the data are empty, of unknown length, smaller than a batch, or not tensors.
-        ArgumentError: `batch_size` is no count, or is passed with a loader, which has its own.
+        ArgumentError: `batch_size` is not a positive integer, or is passed with a loader.
     """
     if batch_size is not None:
         batch_size = as_count("batch_size", batch_size, hint=", or None for all rows")
@@ -120,7 +121,12 @@ def _open_loader(loader: Any, num_data: int | None, device: torch.device | None)
 
 
 def _batch_sampler(loader: Any) -> torch_data.BatchSampler | None:
-    """torch's batch sampler of a DataLoader over a map-style data set; None for other loaders."""
+    """torch's batch sampler of a DataLoader over a map-style data set; None for other loaders, and
+    for a sampler of batches that the user wrote.
+
+    Raises:
+        DataError: the DataLoader's batching is switched off.
+    """
     if not isinstance(loader, torch_data.DataLoader):
         return None
     if loader.batch_sampler is None and not is_iterable_style(loader):
@@ -133,7 +139,16 @@ def _batch_sampler(loader: Any) -> torch_data.BatchSampler | None:
 
 
 def _indices_of(sampler: Any, length: int | None) -> Tensor | None:
-    """The rows that a sampler draws with equal probability; None for one that the user wrote."""
+    """Indices of the rows that torch's sampler draws with equal probability; None for a sampler
+    that the user wrote.
+
+    Args:
+        sampler: sampler of a DataLoader.
+        length: number of rows of the data set.
+
+    Raises:
+        DataError: the sampler draws rows with unequal probabilities.
+    """
     if isinstance(sampler, torch_data.WeightedRandomSampler):
         raise DataError(
             "a WeightedRandomSampler draws rows with unequal probability, so the batches do not "
@@ -147,13 +162,15 @@ def _indices_of(sampler: Any, length: int | None) -> Tensor | None:
 
 
 def _is_plain(sampler: Any, *names: str) -> bool:
-    """Whether a sampler is torch's class of one of these names, or torchdata's."""
+    """Whether a sampler's class is one of torch's or torchdata's with one of these names, and not
+    the user's."""
     kind = type(sampler)
     return kind.__name__ in names and kind.__module__.split(".")[0] in ("torch", "torchdata")
 
 
 def _tensors_of(dataset: Any, index: Tensor) -> Arguments | None:
-    """Rows of the tensors of a TensorDataset, or of a subset of one; None for other data sets."""
+    """The tensors of a TensorDataset, or of a subset of one, at the rows `index`; None for other
+    data sets."""
     while isinstance(dataset, torch_data.Subset):
         index = torch.as_tensor(dataset.indices)[index]
         dataset = dataset.dataset
@@ -182,5 +199,5 @@ def _length(dataset: Any) -> int | None:
 
 
 def _is_row(data: Any) -> bool:
-    """Whether data are a list of arrays, as a loader collates the model's arguments."""
+    """Whether the data are a list of arrays, as a loader collates the model's arguments."""
     return isinstance(data, list) and bool(data) and all(hasattr(d, "__array__") for d in data)

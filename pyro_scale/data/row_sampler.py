@@ -20,31 +20,26 @@ _MOST_BYTES = 4 * 2**30
 
 
 def check_sampling(sampling: object) -> None:
-    """Checks the argument `sampling`.
+    """Raises for an unknown `sampling=`.
 
     Raises:
-        ArgumentError: it is not one of `Sampling`.
+        ArgumentError: `sampling` is not one of `Sampling`.
     """
     if sampling not in get_args(Sampling):
         raise ArgumentError(f"sampling={sampling!r}: pass one of {get_args(Sampling)}")
 
 
 class RowIndices:
-    """Row indices of chains, functions of seed, chain and step alone.
-
-    `"shuffle"` goes through all rows in a new order each epoch; a batch that would cross the
-    epoch's end is filled from the next epoch, so that every row counts equally.  `"replacement"`
-    draws every index independently.  `"symmetric"` goes through full batches in a new order and
-    then through the same batches backwards (Paulin et al. 2024); rows left over are not used in
-    these two epochs.
+    """The row indices of every chain's minibatch at every step: functions of seed, chain and step
+    alone.
 
     Args:
         seed: the run's seed, or one for each chain.
         chains: numbers of the chains.
-        num_rows: indices are below this number, at most 2^32.
-        batch_size: indices of each step.
-        sampling: how they are drawn.
-        device: of the indices.
+        num_rows: number of rows; indices are below this number, which is at most 2^32.
+        batch_size: number of indices of each step and chain.
+        sampling: how indices are drawn, see above.
+        device: device of the indices; None for the CPU.
 
     Raises:
         ArgumentError: an unknown `sampling`; permutations that would not fit in memory.
@@ -75,16 +70,17 @@ class RowIndices:
         self._epoch = -1
 
     def at(self, step: int) -> Tensor:
-        """The indices of one step, `[chains, batch_size]`."""
+        """The row indices of one step, `[chains, batch_size]`."""
         return self.span(step, step + 1)[:, 0]
 
     def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """The indices of steps start, ..., stop - 1, `[chains, stop - start, batch_size]`.
+        """The row indices of steps start, ..., stop - 1, `[chains, stop - start, batch_size]`.
 
         Args:
             start: first step.
             stop: step after the last.
-            out: an earlier result for as many steps, to write over.
+            out: result of an earlier call for as many steps, which is overwritten; None for a new
+                tensor.
         """
         if out is None:
             shape = len(self._streams.chains), stop - start, self._batch_size

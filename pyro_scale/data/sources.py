@@ -31,47 +31,57 @@ _SECTION_STEPS = 1024
 
 
 class Data(Protocol):
-    """Data from which batches are read."""
+    """A data set from which minibatches are read: tensors in memory, or a loader."""
 
     @property
     def num_data(self) -> int | None:
-        """N; None if only the model knows it."""
+        """N, the number of rows; None if only the model knows it."""
         ...
 
     @property
     def batch_size(self) -> int | None:
-        """B; None for all rows."""
+        """B, the rows of a minibatch; None for all rows."""
         ...
 
     def first(self) -> Arguments:
-        """One batch, for the model's preflight."""
+        """One batch, as the model's arguments, for the model's preflight."""
         ...
 
     def batches(
         self, seed: int, num_chains: int, sampling: Sampling, chains: Sequence[int] | None = None
     ) -> Batches:
-        """Endless batches of all chains, or of those with the numbers `chains`."""
+        """The minibatches of every step and chain, without end.
+
+        Args:
+            seed: seed of the run.
+            num_chains: number of all chains.
+            sampling: how rows are drawn.
+            chains: numbers of the chains that this process moves; None for all.
+        """
         ...
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
-        """All rows once, in the data's order."""
+        """Yields all rows once, in the data's order, in batches of at most `batch_size` rows (None:
+        B)."""
         ...
 
     def spread(self, count: int) -> list[tuple[Arguments, Tensor | None]]:
-        """At most `count` full batches of different random rows, as (arguments, indices).
+        """At most `count` full batches of different random rows, the same at each call, to check a
+        model on.
 
-        Indices are for a model that subsamples by itself, else None.  There are no batches if rows
-        cannot be read by index.
+        Returns:
+            A list of (arguments, indices). Indices are for a model that subsamples by itself,
+            otherwise None. The list is empty if rows cannot be read by index.
         """
         ...
 
 
 @dataclass
 class TensorData:
-    """The model's own arguments: tensors in memory, or none at all.
+    """The model's own arguments as data: tensors in memory, or none at all.
 
     Attributes:
-        columns: column names of arguments that were data frames, by name of the argument.
+        columns: column names of arguments that were data frames, by the argument's name.
     """
 
     arguments: Arguments
@@ -122,7 +132,15 @@ class TensorData:
 
 @dataclass
 class OwnSubsamples:
-    """All rows, for a model that subsamples by itself, at indices that it receives."""
+    """All rows in memory, for a model that subsamples by itself: at each step it receives all rows
+    and the indices of its subsample.
+
+    Attributes:
+        arguments: the model's arguments, with all rows.
+        num_data: N, the number of rows.
+        batch_size: B, rows of a subsample.
+        columns: column names of arguments that were data frames, by the argument's name.
+    """
 
     arguments: Arguments
     num_data: int
@@ -149,7 +167,16 @@ class OwnSubsamples:
 
 @dataclass
 class IndexedData:
-    """A loader over a data set that is read by index; the loader's function collates the rows."""
+    """Data of a loader whose data set is read by index, in our order; the loader's function
+    collates the rows.
+
+    Attributes:
+        loader: the user's loader.
+        subset: indices of the data set's rows that are used.
+        num_data: N, the number of rows.
+        batch_size: B, rows of a minibatch.
+        device: device to which batches are moved; None to leave them where they are.
+    """
 
     loader: torch_data.DataLoader[Any]
     subset: Tensor
@@ -179,18 +206,33 @@ class IndexedData:
     def read(
         self, order: Iterable[list[int]], seed: int, section: int = 0, chain: int = 0
     ) -> Iterator[Arguments]:
-        """The batches of rows `order`; data sets draw random numbers of (seed, section, chain)."""
+        """Yields batches of rows, as the model's arguments. Random numbers of the data set
+        (augmentations) are a function of (seed, section, chain).
+
+        Args:
+            order: row indices of each batch.
+            seed: seed of the run.
+            section: number of the section of the run.
+            chain: number of the first chain that is read for.
+        """
         loader_seed = derived_seed(seed, chain, Purpose.DATA_LOADER, section)
         return read_by_index(self.loader, order, loader_seed, self.device)
 
 
 @dataclass
 class ByIndex:
-    """A stream of batches that are read at indices.
+    """A stream of minibatches that are read at random row indices from a loader's data set.
 
-    Data sets may draw augmentations, so a batch depends on those read before it.  Therefore reading
-    begins anew at every section of `_SECTION_STEPS` steps; to continue within a section, it is read
-    from its beginning.
+    Data sets may draw augmentations, so a batch depends on those read before it. Therefore reading
+    begins anew at every section of 1024 steps (an epoch, if that is longer); to continue within a
+    section, it is read from its beginning.
+
+    Attributes:
+        data: the loader's data.
+        indices: row indices of each step and chain, within `data.subset`.
+        seed: seed of the run.
+        chains: numbers of the chains.
+        part: slice of each batch's rows that is read.
     """
 
     data: IndexedData
@@ -220,14 +262,20 @@ class ByIndex:
 
 
 def _spread_rows(total: int, size: int, count: int) -> list[Tensor]:
-    """At most `count` batches of `size` different places below `total`, the same at each call."""
+    """At most `count` tensors of `size` different indices below `total`, the same at each call."""
     places = torch.randperm(total, generator=torch.Generator().manual_seed(0))
     return [part for part in places[: count * size].split(size) if len(part) == size]
 
 
 def blocks_in_order(data: Data, batch_size: int | None, most: int) -> Iterator[Arguments]:
-    """Yields all rows once, in the data's order, as arguments whose rows are `[batches, B, ...]`:
-    at most `most` batches at a time, of one shape.  Tensors in memory are not copied."""
+    """Yields all rows once, in the data's order, as arguments whose tensors are `[batches, B,
+    ...]`: at most `most` batches at a time, all of one shape. Tensors in memory are not copied.
+
+    Args:
+        data: the data set.
+        batch_size: B; None for the data's own, or all rows.
+        most: largest number of batches that are yielded together.
+    """
     if isinstance(data, TensorData):
         yield from _views(data.arguments, batch_size, most)
         return

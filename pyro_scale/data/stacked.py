@@ -17,19 +17,20 @@ from pyro_scale.data.row_sampler import RowIndices
 
 @dataclass(frozen=True)
 class StackedBatches(ByStep):
-    """Batches of chains that have a data set each.
+    """Minibatches of chains that have a data set each, for many models that are run together; rows
+    that all data sets share are stored once.
 
     A batch's arguments are `(constants, shared, own)`: tensors of the chain, such as its
-    coordinates; rows that all data sets share; rows of the chain's data set.  The number of the
+    coordinates; rows that all data sets share; rows of the chain's data set. The number of the
     chain's data set is an index, like those of its rows, so that one compiled loop serves all
-    chains.  Constants are `[1, ...]`, and so is `own` if every step has all rows.
+    chains. Constants are `[1, ...]`, and so is `own` if every step has all rows.
 
     Attributes:
-        shared: rows that all data sets share, `[N, ...]`.
-        own: rows of each data set, `[chains, N, ...]`.
-        num_rows: N.
-        constants: of each chain, `[chains, ...]`.
-        indices: of the rows of each step; None for all rows.
+        shared: rows that all data sets share, `[N, ...]` each.
+        own: rows of each data set, `[chains, N, ...]` each.
+        num_rows: N, number of rows of each data set.
+        constants: tensors of each chain, `[chains, ...]`.
+        indices: row indices of each step; None if every step has all rows.
     """
 
     shared: Arguments
@@ -45,12 +46,14 @@ class StackedBatches(ByStep):
 
     @property
     def fixed(self) -> Any:
-        """The shared rows.  Other data sets are other inputs of the same program."""
+        """The shared rows: inputs of the compiled program, so that it serves other data sets,
+        too.
+        """
         return self.shared
 
     @property
     def num_chains(self) -> int:
-        """Number of data sets."""
+        """The number of chains, each with its data set."""
         return len(rows.leaves((*self.constants, self.own))[0])
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:

@@ -26,10 +26,17 @@ from pyro_scale.rng.streams import fill_permutations
 
 @dataclass
 class StreamData:
-    """A loader that cannot be read by index.  Its rows are cut into batches of one size.
+    """Data of a loader that cannot be read by index. Its rows are cut into batches of one size,
+    that of its first batch.
 
-    A step takes as many batches as there are chains; rows left over at the end of an epoch begin
-    the next one.
+    A step uses as many batches as there are chains; rows left over at the end of an epoch begin the
+    next one.
+
+    Attributes:
+        loader: the user's loader, which can be iterated again and again.
+        num_data: N, the number of rows; None if only the model knows it.
+        device: device to which batches are moved; None to leave them where they are.
+        batch_size: B, known once the first batch is read.
     """
 
     loader: Iterable[Any]
@@ -64,7 +71,11 @@ class StreamData:
         return ReadBatches(DealtBatches(self, seed, chains or range(num_chains), num_chains), first)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
-        """All rows once, in the data set's order if it can be read by index, else the loader's.
+        """Yields all rows once, in batches, in the data set's order if it can be read by index,
+        otherwise the loader's.
+
+        Args:
+            batch_size: rows of a batch if the data set can be read by index; None for B.
 
         Raises:
             DataError: the loader yields more than N rows, so that it may never end.
@@ -77,7 +88,11 @@ class StreamData:
         return read_by_index(loader, (part.tolist() for part in order), 0, self.device)
 
     def _read_to_the_end(self) -> Iterator[Arguments]:
-        """The batches of one epoch, which must end after N rows."""
+        """Yields the batches of one epoch.
+
+        Raises:
+            DataError: the loader yields more than N rows.
+        """
         count, num_data = 0, self.num_data
         for batch in self.epoch(seed=0, epoch=0):
             count += rows.count(batch) or 0
@@ -95,12 +110,14 @@ class StreamData:
         return []
 
     def epoch(self, seed: int, epoch: int) -> Iterator[Arguments]:
-        """The loader's batches of one epoch; it draws random numbers of (seed, epoch)."""
+        """Yields the loader's batches of one epoch, as the model's arguments. Random numbers of the
+        loader are a function of (seed, epoch)."""
         return (batch for batch, _ in self.with_states(seed, epoch, None))
 
     def with_states(self, seed: int, epoch: int, state: Any) -> Iterator[tuple[Arguments, Any]]:
-        """Yields (batch, loader's state before it) for one epoch, from a state on; loaders without
-        states have None."""
+        """Yields (batch as the model's arguments, loader's state before the batch) for one epoch.
+        `state` is the state to continue from, None for the beginning; loaders without states yield
+        None."""
         loader_seed = derived_seed(seed, 0, Purpose.DATA_LOADER, epoch)
         for batch, before in isolate(self.loader, loader_seed, state):
             yield receive(batch, self.device), before
@@ -108,15 +125,16 @@ class StreamData:
 
 @dataclass
 class DealtBatches:
-    """A stream that cuts a loader's rows, epoch after epoch, into pieces of exactly B rows, and
-    deals them to all chains.
+    """A stream of minibatches: cuts a loader's rows, epoch after epoch, into pieces of exactly B
+    rows, and deals them to all chains in random order.
 
     Attributes:
-        data: the loader.
-        seed: of the run.
+        data: the loader's data.
+        seed: seed of the run.
         chains: numbers of the chains of this process.
         num_chains: number of all chains.
-        part: rows of each piece that are used.
+        part: slice of each piece's rows that is used, for chains whose rows are shared out among
+            processes.
     """
 
     data: StreamData
@@ -139,11 +157,14 @@ class DealtBatches:
             yield batches, dealt[-1][1]
 
     def _pieces(self, position: Any) -> Iterator[tuple[Arguments, Any]]:
-        """Yields (piece, position after it).
+        """Yields (piece of B rows, position in the stream after the piece), without end.
 
-        A position is (epoch, number of batches before the one that the piece ends in, rows that
-        those left over, pieces taken since, loader's state before that batch).  A loader without
-        states is read again from the epoch's beginning.
+        A position is (epoch, number of batches before the one that the piece ends in, rows left
+        over from earlier batches, pieces cut since, loader's state before that batch). A loader
+        without states is read again from the epoch's beginning.
+
+        Args:
+            position: position after an earlier piece, to continue from; None for the beginning.
         """
         size = self.data.batch_size or 1
         first, passed, left, num_dealt, state = position or (0, 0, [], 0, None)

@@ -49,8 +49,8 @@ def check_model(model: Any) -> None:
     """Raises for an object that cannot be a model, whatever its arguments.
 
     Raises:
-        ArgumentError: it is not callable, or it is a class or a guide.
-        ModelError: it is a network.
+        ArgumentError: the object is not callable, or is a class or a guide.
+        ModelError: the object is a network without Pyro statements.
     """
     if not callable(model):
         raise ArgumentError(
@@ -74,13 +74,14 @@ def check_model(model: Any) -> None:
 def explain_first_call(
     model: Callable[..., Any], arguments: Arguments, error: Exception, init: InitFunction
 ) -> PyroScaleError | None:
-    """The error that explains why a model's first call failed; None if no cause is found.
+    """The error that explains why a model's first call failed; None if no cause is found. Returns
+    the error and does not raise it.
 
     Args:
-        model: the user's.
-        arguments: of the call.
-        error: what it raised.
-        init: where latents start when the call is repeated.
+        model: the user's model.
+        arguments: the arguments of the call.
+        error: the exception that the call raised.
+        init: initialization strategy of the latents when the call is repeated.
     """
     if isinstance(model, nn.Module) and _is_network(model, arguments, init):
         return _network_error(model)
@@ -105,8 +106,16 @@ def explain_later_call(
     error: Exception,
     init: InitFunction,
 ) -> PyroScaleError | None:
-    """The error that explains why a later call failed; `example` is a batch on which the model
-    ran."""
+    """The error that explains why a later call failed: arguments that do not match the signature,
+    or have other dtypes than before; None if that is not the cause.
+
+    Args:
+        model: the user's model.
+        arguments: the arguments of the call.
+        example: arguments on which the model ran.
+        error: the exception that the call raised.
+        init: initialization strategy of the latents when the call is repeated.
+    """
     if misfit := _signature_error(model, arguments, error):
         return misfit
     dtypes = {name: leaf.dtype for name, leaf in rows.named_rows(example)}
@@ -119,8 +128,9 @@ def explain_later_call(
 
 
 def _is_network(model: nn.Module, arguments: Arguments, init: InitFunction) -> bool:
-    """Whether a module is a plain network: its only sites are weights. To test this, it is called
-    with all arguments, or with the first ones if it takes fewer."""
+    """Whether a module is a network without Pyro statements of its own: its only sites, if any, are
+    weights. To test this, the module is called with all arguments, or with the first ones if it
+    takes fewer."""
     for count in range(len(arguments), 0, -1):
         part: Arguments = (
             dict(islice(arguments.items(), count))
@@ -146,7 +156,7 @@ def _network_error(net: nn.Module) -> ModelError:
 
 
 def nested_error() -> CallError:
-    """The error about arguments that are wrapped in a tuple, list or dict."""
+    """The error to raise if the model's arguments were passed in one tuple, list or dict."""
     return CallError(
         "the model's arguments were passed in one tuple, list or dict, but it takes them one by "
         "one: write predict(x), step(x, y) and init(seed, x, y), and run((x, y), ...)"
@@ -154,7 +164,9 @@ def nested_error() -> CallError:
 
 
 def any_holds_rows(arguments: Arguments) -> bool:
-    """Whether an argument is a tuple, list or dict with tensors of rows in it."""
+    """Whether one of the model's arguments is a tuple, list or dict that contains tensors of
+    rows.
+    """
     return any(map(_holds_rows, _values(arguments)))
 
 
@@ -168,7 +180,8 @@ def _holds_rows(value: Any) -> bool:
 
 
 def _only_argument(arguments: Arguments) -> Arguments | None:
-    """The content of the only argument if that is a container of rows; otherwise None."""
+    """The content of the model's only argument, as arguments, if that is a tuple, list or dict that
+    contains tensors of rows; None in other cases."""
     values = _values(arguments)
     if len(values) != 1 or not _holds_rows(values[0]):
         return None
@@ -181,7 +194,8 @@ def _only_argument(arguments: Arguments) -> Arguments | None:
 def _signature_error(
     model: Callable[..., Any], arguments: Arguments, error: Exception
 ) -> CallError | None:
-    """The error about arguments that do not fit the model's signature; None if they do."""
+    """The error that says that the arguments do not match the model's signature; None if they
+    match, or `error`, which the call raised, is not a TypeError."""
     if not isinstance(error, TypeError):
         return None
     try:
@@ -196,7 +210,8 @@ def _signature_error(
 
 
 def argument_name(model: Callable[..., Any], arguments: Arguments, place: str) -> str:
-    """The model's name for an argument, from its place in `rows.named_leaves`."""
+    """The name in the model's signature of a tensor among its arguments, such as `x` or `x['age']`,
+    from its place as `rows.named_leaves` gives it; the place itself if there is no signature."""
     if isinstance(arguments, dict):
         return place.replace("'", "", 2)
     number, bracket, tail = place.partition("[")
@@ -213,8 +228,9 @@ def argument_name(model: Callable[..., Any], arguments: Arguments, place: str) -
 def _dtype_error(
     model: Callable[..., Any], arguments: Arguments, error: Exception, init: InitFunction
 ) -> DataError | None:
-    """The error about arguments of the wrong dtype; None if converting them does not make the model
-    run. Arguments as for `explain_first_call`."""
+    """The error that says which arguments have the wrong dtype, and how to convert them; None if
+    converting them does not make the model run. Returns the error and does not raise it. Arguments
+    as for `explain_first_call`."""
     failed = Recorder()
     # a matrix that cannot be factorized: higher precision may help, but the dtype is not the cause
     is_numerical = isinstance(error, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
@@ -246,8 +262,13 @@ def _dtype_error(
 
 
 def _conversions(model: Callable[..., Any], leaves: list[Any]) -> Iterator[dict[int, torch.dtype]]:
-    """Conversions to try, as dicts from a leaf's place to its new dtype: first single leaves, then
-    all floating-point leaves, then all leaves."""
+    """Yields conversions of dtype to try, as dicts from the place of a tensor in `leaves` to its
+    new dtype: first of single tensors, then of all floating-point tensors, then of all tensors.
+
+    Args:
+        model: the user's model, whose weights' dtypes are tried, too.
+        leaves: the tensors among the model's arguments, in order.
+    """
     module = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
     weights = module.parameters() if isinstance(module, nn.Module) else ()
     of_weights = [weight.dtype for weight in weights if weight.dtype in _CASTS]
@@ -263,8 +284,8 @@ def _conversions(model: Callable[..., Any], leaves: list[Any]) -> Iterator[dict[
 
 
 def _failing_site(recorder: Recorder) -> str:
-    """Quoted name of the first site whose density cannot be evaluated; if there is none, of the
-    last site."""
+    """The quoted name of the first recorded site whose density cannot be evaluated; if there is
+    none, of the last site; '?' without sites."""
     for site in recorder.sites.values():
         if not _has_density(site):
             return f"'{site.name}'"
@@ -285,7 +306,15 @@ def _runs(
     init: InitFunction,
     recorder: Recorder | None = None,
 ) -> bool:
-    """Whether a first run of the model on these arguments succeeds, densities included."""
+    """Whether the model runs on these arguments with latents from `init`, and all log densities can
+    be evaluated.
+
+    Args:
+        model: the user's model.
+        arguments: the model's arguments.
+        init: initialization strategy of the latents.
+        recorder: recorder of the run, which has the sites up to an error; None for a new one.
+    """
     recorder = recorder or Recorder()
     try:
         with exclusive, own_generator(), torch.no_grad(), InitMessenger(init):

@@ -35,13 +35,14 @@ from pyro_scale.model.terms import Term, aligned_scale, terms_of
 
 @dataclass(frozen=True)
 class Probe:
-    """A run of the model on different rows: some of the batch's, or others.
+    """Sites and log densities of one run of the model on other rows than the batch's full set: on a
+    part of the batch, on the batch in another order, or on rows outside it.
 
     Attributes:
-        sites: of the run.
-        terms: of the run.
-        origin: index in the batch of each of the run's rows, `[b]`; -1 for rows that are not in the
-            batch.
+        sites: the run's sites by name.
+        terms: the run's terms of the log joint density by name.
+        origin: index in the batch of each of the run's b rows of data, `[b]`; -1 for rows that are
+            not in the batch.
     """
 
     sites: Mapping[str, Site]
@@ -50,27 +51,42 @@ class Probe:
 
     @classmethod
     def from_sites(cls, sites: Mapping[str, Site], origin: Tensor) -> Probe:
-        """The probe with the terms of a run's sites."""
+        """The probe of a run, with its terms computed from its sites. Arguments as for the
+        class.
+        """
         return cls(sites, terms_of(sites), origin)
 
     def shared_rows(self, of_batch: Tensor, of_probe: Tensor) -> tuple[Tensor, Tensor]:
-        """Values of the rows that both runs share: (from the batch, from the probe)."""
+        """The entries of two tensors for the rows of data that the batch and this run share, row by
+        row.
+
+        Args:
+            of_batch: one entry for every row of the batch, `[B, ...]`.
+            of_probe: one entry for every row of this run, `[b, ...]`.
+
+        Returns:
+            (Entries of `of_batch`, entries of `of_probe`), `[shared rows, ...]` both, in the run's
+            order.
+        """
         is_shared = self.origin >= 0
         return of_batch[self.origin[is_shared]], of_probe[is_shared]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run on a batch, compared with probes: finds each term's rule.
+    """Compares a run on a batch with runs on other rows (probes), to find for every term of the log
+    joint density whether it counts once or is multiplied by N/B. All runs have the same latent
+    values.
 
     Attributes:
-        terms: of the run on the batch.
-        probes: the same model on other rows; none if it runs on the whole data only.
-        batch_size: B.
-        num_data: N.
-        own_plate: the plate that the model subsamples by itself, if there is one.
-        shifted: a second comparison at other latent values: a dependence on the rows may be
-            invisible at the first values.
+        terms: terms of the run on the batch, by name.
+        probes: runs of the same model on other rows; empty if the model runs on the whole data
+            only.
+        batch_size: B, rows of the batch.
+        num_data: N, rows of the whole data set.
+        own_plate: name of the plate that the model subsamples by itself; None if there is none.
+        shifted: the run on the batch, then the probes, at other latent values: a dependence on the
+            rows may be invisible at the first values. Empty if these values are impossible.
     """
 
     terms: Mapping[str, Term]
@@ -81,15 +97,22 @@ class Comparison:
     shifted: Sequence[Probe]
 
     def scaling(self) -> Scaling:
-        """The rules of all terms.
+        """The rules by which each term of the log joint density counts once or is multiplied by N/B
+        (rows of the data over rows of the batch).
 
         Raises:
-            PlateError: the factor of a term is ambiguous.
+            PlateError: the factor of a term is ambiguous, or the term needs the whole data and B <
+                N.
         """
         return Scaling(self.num_data, {name: self.rule(term) for name, term in self.terms.items()})
 
     def rule(self, term: Term) -> Rule:
-        """The rule of one term."""
+        """The scaling rule of one term of the log joint density: a prior or a global term, which
+        counts once, or rows, which are multiplied by N/B (rows of the data over rows of the batch).
+
+        Raises:
+            PlateError: the factor is ambiguous, or the term needs the whole data and B < N.
+        """
         if any(term.name not in probe.terms for probe in self.probes):
             if self.batch_size == self.num_data:
                 return self._joint_rule(term, None)
@@ -112,7 +135,8 @@ class Comparison:
     # ------------------------------------------------------------------ the rows of a term
 
     def _find_rows(self, term: Term) -> Rule | None:
-        """Finds the row dimension of a term, with `to_event` undone as far as necessary."""
+        """The row dimension of a term and the number of `to_event` layers that are undone to expose
+        it, as a `Rule`; None if no dimension follows the number of rows."""
         for depth in range(term.max_depth + 1):
             dim = self._row_dim(term, depth)
             if dim is not None:
@@ -120,8 +144,13 @@ class Comparison:
         return None
 
     def _row_dim(self, term: Term, depth: int) -> int | None:
-        """The row dimension, counted from the right: its size is the number of rows in every run,
-        or smaller by the same number in all runs."""
+        """The row dimension of a term (negative, counted from the right) once `depth` layers of
+        `to_event` are undone; None if there is none or, without probes, more than one. Its size is
+        the number of rows in every run, or smaller by the same number in all runs.
+
+        Raises:
+            PlateError: at depth 0, several dimensions follow the number of rows.
+        """
         if self.own_plate is not None:
             return next((f.dim for f in term.plates if f.name == self.own_plate), None)
         shape = term.unwrap(depth).shape
@@ -149,7 +178,7 @@ class Comparison:
 
     @property
     def _sizes(self) -> list[int]:
-        """Number of rows of the batch and of every probe."""
+        """The numbers of rows of the batch and of every probe, in this order."""
         return [self.batch_size, *(len(probe.origin) for probe in self.probes)]
 
     def _has_all_rows(self, term: Term, rows: Rule) -> bool:
@@ -157,7 +186,8 @@ class Comparison:
         return self.own_plate is not None or size == self.batch_size
 
     def _rows_match(self, term: Term, rows: Rule) -> bool:
-        """Whether a row's value does not depend on the other rows."""
+        """Whether every row's log density is the same in the batch and in the probes, up to
+        rounding: then it does not depend on the other rows."""
         dtype, pairs = self._dtype(term), self._row_pairs(term, rows)
         return all(close(mine, theirs, dtype=dtype) for _, mine, theirs in pairs)
 
@@ -166,8 +196,9 @@ class Comparison:
         return dtype_of(term, [site.value for site in priors if site is not None])
 
     def _row_pairs(self, term: Term, rows: Rule) -> Iterator[tuple[Probe, Tensor, Tensor]]:
-        """(Probe, rows' values in the batch, the same rows' values in the probe), at the first
-        latent values and at the shifted ones."""
+        """Yields (probe, log densities of the rows that it shares with the batch, computed in the
+        batch, the same rows' log densities computed in the probe), first at the first latent
+        values, then at the shifted ones."""
         runs = [(term, self.probes)]
         runs += [(run.terms[term.name], self.shifted[1:]) for run in self.shifted[:1]]
         for of_batch, probes in runs:
@@ -191,7 +222,8 @@ class Comparison:
         return Rule("prior", whole_data=True, why="latent; its prior needs the whole data")
 
     def _is_constant(self, term: Term) -> bool:
-        """Whether a term's total is the same in all runs, at both sets of latent values."""
+        """Whether a term's total is the same in all runs up to rounding, at the first and at the
+        shifted latent values."""
         shifted = [run.terms[term.name] for run in self.shifted]
         return _same_totals(self._runs(term)) and _same_totals(shifted)
 
@@ -205,13 +237,22 @@ class Comparison:
                 )
 
     def _runs(self, term: Term) -> list[Term]:
-        """The term in the batch and in each probe."""
+        """The versions of a term in the batch and in every probe, in this order."""
         return [term, *(probe.terms[term.name] for probe in self.probes)]
 
     # ------------------------------------------------------------------ terms that count N/B times
 
     def _scaled_rule(self, term: Term, rows: Rule) -> Rule:
-        """The rule of a likelihood term, which Pyro or this library multiplies by N/B."""
+        """The rule of a likelihood term, which is multiplied by N/B (rows of the data over rows of
+        the batch): by Pyro (in a plate), by the user (a `poutine.scale`), or by this library.
+
+        Args:
+            term: the term.
+            rows: its row dimension and depth, as found by `_find_rows`.
+
+        Raises:
+            PlateError: a plate and a `poutine.scale` both multiply by N/B.
+        """
         plate = self._scaling_plate(term)
         keeps_scale = self._keeps_scale(term, rows)
         if not keeps_scale and plate is not None:
@@ -231,7 +272,12 @@ class Comparison:
         return Rule(rows.role, rows.dim, rows.depth, keeps_scale, False, pyro, ours, why)
 
     def _scaling_plate(self, term: Term) -> str | None:
-        """The plate for which Pyro multiplies the term by N/B; None if Pyro does not."""
+        """The name of the plate for which Pyro multiplies the term by N/B; None if Pyro does not,
+        or the model subsamples by itself.
+
+        Raises:
+            PlateError: the plate declares another number of rows than N.
+        """
         if self.own_plate is not None:
             return None
         for run in self._runs(term):
@@ -249,8 +295,12 @@ class Comparison:
         return None
 
     def _keeps_scale(self, term: Term, rows: Rule) -> bool:
-        """Whether the `poutine.scale` around a term is the user's weight and kept (True), or a
-        handwritten N/B and replaced (False)."""
+        """Whether the `poutine.scale` around a term is the user's weight, which is kept (True), or
+        a handwritten N/B, which is replaced (False).
+
+        Raises:
+            PlateError: the scale depends on the batch, but is not N/B.
+        """
         scales = [run.scale for run in self._runs(term)]
         if all(not isinstance(scale, Tensor) or scale.numel() == 1 for scale in scales):
             numbers = [float(scale) for scale in scales]
@@ -279,8 +329,16 @@ class Comparison:
     # ------------------------------------------------------------------ joint densities of rows
 
     def _joint_rule(self, term: Term, rows: Rule | None) -> Rule:
-        """The rule of a term that depends on all rows together; if `rows` is not None, it has one
-        value for every row."""
+        """The rule of a term that is a joint density of all rows, counted once; raises unless B =
+        N.
+
+        Args:
+            term: the term.
+            rows: its row dimension, if it has one value for every row; None if it has none.
+
+        Raises:
+            PlateError: the batch is only a part of the data.
+        """
         if self.batch_size != self.num_data:
             raise PlateError(self._why_joint(term, rows))
         why = "a joint density of all rows; the whole data only"
@@ -301,8 +359,13 @@ class Comparison:
         return joint_message(term.name, "neither", self.num_data)
 
     def _changed_rows(self, term: Term, rows: Rule) -> list[tuple[bool, Tensor]]:
-        """For each half of the batch: (whether it is the second half, which of its rows change).
-        None if probes are not halves, or the term lacks rows."""
+        """The rows whose log density changes if the batch's other half is left out.
+
+        Returns:
+            A list of (whether the rows are the second half, mask of its changed rows `[b]`), up to
+            two for each set of latent values; empty if the model subsamples by itself, the batch is
+            one row, or the term lacks rows.
+        """
         if self.own_plate is not None or self.batch_size == 1 or not self._has_all_rows(term, rows):
             return []
         dtype = self._dtype(term)
@@ -314,7 +377,7 @@ class Comparison:
 
 
 def _row_scales(term: Term, rows: Rule) -> Tensor:
-    """The user's scale along the rows, `[B, ...]`."""
+    """The user's `poutine.scale` of a term for every row, `[B, ...]`, the row dimension first."""
     log_prob = term.unwrap(rows.depth)
     scale = torch.as_tensor(aligned_scale(term, log_prob), dtype=log_prob.dtype)
     assert rows.dim is not None
@@ -341,22 +404,26 @@ def _same_totals(runs: Sequence[Term]) -> bool:
 def close(
     a: Tensor, b: Tensor, roundings: float | None = None, dtype: torch.dtype | None = None
 ) -> bool:
-    """Whether all elements are equal up to rounding, by `are_close`."""
+    """Whether two tensors have the same shape and all elements are equal up to rounding. The
+    tolerance and the arguments are those of `are_close`."""
     return a.shape == b.shape and bool(are_close(a, b, roundings, dtype).all())
 
 
 def are_close(
     a: Tensor, b: Tensor, roundings: float | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Whether elements of two tensors are equal up to rounding, elementwise.
+    """Mask of the elements of two tensors that are equal up to rounding, of their shape. Infinite
+    and NaN elements count as different.
 
     Args:
-        a: a tensor.
-        b: another, of the same shape.
-        roundings: the tolerance in roundings, both of the element and of 1. By default, 64 of the
-            element, and of 1 a third of the dtype's digits, or of the largest element if that is
-            below 1: batches of different sizes are summed in different orders.
-        dtype: the coarsest dtype that the numbers were computed in; by default their own.
+        a: first tensor; the relative tolerance is in units of its elements.
+        b: second tensor, of the same shape.
+        roundings: tolerance in multiples of the machine epsilon, absolute (of 1) plus relative (of
+            the element). If None, 64 relative; absolute a third of the dtype's digits, in units of
+            1 or of the largest element if that is below 1: batches of different sizes are summed in
+            different orders.
+        dtype: coarsest dtype that the numbers were computed in, which gives the epsilon; None for
+            the tensors' own.
     """
     eps = _eps(dtype or torch.promote_types(a.dtype, b.dtype))
     largest = min(1.0, float(a.detach().abs().max())) if a.numel() else 1.0
@@ -366,9 +433,14 @@ def are_close(
 
 
 def dtype_of(term: Term, latents: Iterable[Tensor]) -> torch.dtype:
-    """The coarsest dtype that a term is computed in: its own, those of its distribution's
-    arguments and of the latents (values in float64 may have a mean in float32). Latents in half
-    precision are left out, since they may belong to other sites."""
+    """The coarsest dtype that a term is computed in, for tolerances: of its log density, its
+    distribution's arguments and the latents (observations in float64 may have a mean in float32).
+    Latents in half precision are ignored, since they may belong to other sites.
+
+    Args:
+        term: a term of the log joint density.
+        latents: values of the model's latents.
+    """
     tensors = [term.log_prob, *(value for value in latents if _eps(value.dtype) <= _SINGLE_EPS)]
     for fn in layers(term.site.fn) if term.site is not None else ():
         tensors += [value for value in vars(fn).values() if isinstance(value, Tensor)]

@@ -20,8 +20,16 @@ Gradient = dict[str, Tensor]
 def gradient(
     function: Callable[[Params], Evaluation], params: Params
 ) -> tuple[Gradient, Evaluation]:
-    """(The gradient of the log joint, the evaluation), by `torch.func`: it goes through
-    `torch.vmap`."""
+    """The gradient of a log joint density with respect to params, by `torch.func`: works under
+    `torch.vmap`.
+
+    Args:
+        function: params -> evaluation, whose log joint is differentiated.
+        params: unconstrained values by site.
+
+    Returns:
+        (The gradient, of each site's shape by site; the evaluation at these params).
+    """
 
     def log_joint(params: Params) -> tuple[Tensor, Evaluation]:
         evaluation = function(params)
@@ -35,7 +43,8 @@ def gradient(
 def plain_gradient(
     function: Callable[[Params], Evaluation], params: Params
 ) -> tuple[Gradient, Evaluation]:
-    """As `gradient`, by `torch.autograd`."""
+    """As `gradient`, by `torch.autograd`: for models that `torch.func` does not support. Does not
+    work under `torch.vmap`; both results are detached."""
     with torch.enable_grad():
         leaves = _leaves(params)
         evaluation = function(leaves)
@@ -46,8 +55,8 @@ def plain_gradient(
 
 
 def gradient_of(value: Tensor, leaves: Params) -> Gradient:
-    """The gradient of a value that was computed from leaves; its graph is kept. Zero where the
-    value does not depend on a leaf."""
+    """The gradient of a scalar with respect to the leaves that it was computed from, by name. The
+    graph is kept for further calls. Zero where the scalar does not depend on a leaf."""
     if not value.requires_grad:
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     gradients = torch.autograd.grad(
@@ -57,8 +66,8 @@ def gradient_of(value: Tensor, leaves: Params) -> Gradient:
 
 
 def row_gradients(function: Callable[[Params], Tensor], params: Params) -> Gradient:
-    """The gradient of each of a function's values `[B, ...]`, by site, `[B, ..., *shape]`; one by
-    one for models that vmap or functorch's gradient refuses."""
+    """The gradient of each of a function's values `[B, ...]` with respect to the params, `[B, ...,
+    *shape]` by site; computed one by one for models that vmap or functorch's gradient refuses."""
     try:
         with torch.no_grad():
             return torch.func.jacrev(function, chunk_size=256)(dict(params))
@@ -76,27 +85,35 @@ def row_gradients(function: Callable[[Params], Tensor], params: Params) -> Gradi
 
 
 def hessian(gradient: Tensor, *leaves: Tensor) -> Tensor:
-    """The Hessian `[D, D]`, from a gradient `[D]` that has a graph.
+    """The Hessian `[D, D]` of a function, symmetrized, from the function's gradient.
 
     Args:
-        gradient: in the order of the leaves' elements.
-        leaves: what it was computed from; of D elements together.
+        gradient: the gradient `[D]`, with an autograd graph, in the order of the leaves' elements.
+        leaves: tensors that the gradient was computed from, of D elements together.
     """
     matrix = torch.cat([rows for _, rows in jacobian_rows(gradient, leaves)])
     return (matrix + matrix.T) / 2
 
 
 def hessian_diagonal(gradient: Tensor, *leaves: Tensor) -> Tensor:
-    """The Hessian's diagonal `[D]`: as many products as for `hessian`, without the matrix."""
+    """The diagonal `[D]` of the Hessian, without the matrix in memory; costs as many Hessian-vector
+    products as `hessian`. Arguments as for `hessian`."""
     rows = jacobian_rows(gradient, leaves)
     return torch.cat([part[:, first:].diagonal() for first, part in rows])
 
 
 def jacobian_rows(values: Tensor, leaves: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """The Jacobian of values `[K]` that have a graph, with respect to leaves of D elements
-    together: (number of the first row, the next rows `[k, D]`).
+    """Yields the Jacobian of K values with respect to leaves of D elements together, in blocks of
+    rows.
 
-    By plain autograd, for many rows at once where vmap takes the model.
+    Computed by plain autograd, for many rows at once where vmap supports the model.
+
+    Args:
+        values: the values `[K]`, with an autograd graph.
+        leaves: tensors that the values were computed from.
+
+    Yields:
+        (Number of the block's first row, the block `[k, D]`).
     """
     is_batched = True
     for first in range(0, len(values), _JACOBIAN_ROWS):

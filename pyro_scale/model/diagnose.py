@@ -44,14 +44,14 @@ def find_broken_site(
     indices: Tensor | None = None,
     validate: bool = False,
 ) -> tuple[str | None, str]:
-    """The first site whose log density is not finite or cannot be evaluated, and why.
+    """The first site whose log density is NaN or infinite or cannot be evaluated, and why.
 
     Args:
-        log_posterior: the model.
-        params: unconstrained tensors by site.
-        arguments: of the model.
-        indices: `[B]`, for a model that subsamples by itself.
-        validate: whether with Pyro's and torch's validation.
+        log_posterior: the model, after its preflight.
+        params: unconstrained values by site, at which to look.
+        arguments: a batch, as the model's arguments.
+        indices: indices `[B]` of the rows, for a model that subsamples by itself; random if None.
+        validate: whether Pyro's and torch's validation are on.
 
     Returns:
         (The site, None if all are finite; "NaN", "infinite", or the error that the model raised).
@@ -72,22 +72,24 @@ def find_broken_site(
 
 
 def nan_or_infinite(values: Tensor) -> str:
-    """The word for values that are not all finite: "NaN" if one of them is, or "infinite"."""
+    """The word "NaN" if one of the values is NaN, otherwise "infinite", for messages about values
+    that are not all finite."""
     return "NaN" if bool(values.isnan().any()) else "infinite"
 
 
 def error_in_short(error: Exception) -> str:
-    """An error's class and message on one line, cut to a length that fits into a message."""
+    """An error's class and message on one line, the message cut to 300 characters."""
     text = " ".join(format(error).split())
     return f"{type(error).__name__}: {text[:_MOST_CHARACTERS]}"
 
 
 class _DensityRecorder(Recorder):
-    """A recorder that evaluates every site's log density as soon as the site is recorded.
+    """A recorder that evaluates each site's log density as soon as the model reaches the site, so
+    that the first site that fails is known.
 
     Args:
-        evaluated: the names of sites whose log density could be evaluated are added to it.
-        others: a recorder's arguments.
+        evaluated: list to which the names of sites whose log density could be evaluated are added.
+        others: arguments of `Recorder`.
     """
 
     def __init__(self, *, evaluated: list[str], **others: Any):
@@ -109,13 +111,13 @@ class _DensityRecorder(Recorder):
 def cut_gradients(
     log_posterior: LogPosterior, params: Params, arguments: Arguments
 ) -> dict[str, list[str]]:
-    """Observed sites and factors that depend on latents although the likelihood's gradient with
-    respect to these is 0, because of `.detach()` and the like.
+    """Observed sites and factors that depend on latents although the gradient of the likelihood
+    with respect to these latents is 0, because of `.detach()`, NumPy and the like.
 
     Args:
         log_posterior: the model, after its preflight.
-        params: unconstrained, where to look.
-        arguments: one batch.
+        params: unconstrained values of all latents, at which to look.
+        arguments: one batch, as the model's arguments.
 
     Returns:
         Dict from a site's name to the names of these latents. A site is left out if its slope
@@ -139,7 +141,12 @@ def cut_gradients(
 def _likelihood_slopes(
     log_posterior: LogPosterior, params: Params, arguments: Arguments
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(Log density of each observed site and factor, gradient of their total by latent)."""
+    """Log densities of the observed sites and factors, and the gradient of their sum.
+
+    Returns:
+        (Log density of each observed site and factor, summed over its elements, by site; gradient
+        of the sum of all, unscaled, by latent).
+    """
     with own_generator(), torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         sites = log_posterior.run(leaves, arguments, log_posterior.first_indices()).sites
@@ -163,14 +170,15 @@ def _sloping_sites(
     direction: Params,
     terms: Params,
 ) -> list[str]:
-    """The sites whose log density changes smoothly along a direction in which their total has no
-    gradient.
+    """The observed sites and factors whose log density changes smoothly along a direction in which
+    the gradient of their sum is 0. Empty if none depends on these latents, or if the gradient is
+    not 0 nearby (a kink).
 
     Args:
         log_posterior: the model.
-        params: unconstrained, where to look.
-        arguments: one batch.
-        direction: by latent, of the latents that move.
+        params: unconstrained values of all latents, at which to look.
+        arguments: one batch, as the model's arguments.
+        direction: by latent that is moved, the direction of its elements.
         terms: log density by site at `params`.
     """
     sides: list[dict[str, Tensor]] = []
@@ -194,15 +202,22 @@ def _sloping_sites(
 
 
 def _direction(slope: Tensor) -> Tensor:
-    """A direction that is positive, with several sizes, where a gradient is 0, so that sums and
-    differences of elements both change."""
+    """A direction of a gradient's shape: positive, between 0.5 and 1.5, where the gradient is 0,
+    and 0 elsewhere. Its elements differ, so that sums and differences of moved elements both
+    change.
+    """
     turns = torch.arange(slope.numel(), device=slope.device, dtype=slope.dtype)
     return torch.where(slope == 0, (1 + torch.cos(2 * turns) / 2).reshape(slope.shape), 0.0)
 
 
 def _has_slope(sides: list[tuple[float, float]], eps: float) -> bool:
-    """Whether two successive steps of `_STEPS` give the same nonzero slope, from the values (up,
-    down) of every step."""
+    """Whether two successive step sizes of `_STEPS` give the same nonzero slope by central
+    differences.
+
+    Args:
+        sides: for every step size, the function's values (one step up, one step down).
+        eps: machine epsilon of the values.
+    """
     slopes = [(up - down) / (2 * step) for step, (up, down) in zip(_STEPS, sides, strict=True)]
     errors = [
         eps * max(abs(up), abs(down)) / step for step, (up, down) in zip(_STEPS, sides, strict=True)
@@ -219,13 +234,13 @@ def _has_slope(sides: list[tuple[float, float]], eps: float) -> bool:
 def improper_latents(
     log_posterior: LogPosterior, params: Params, arguments: Arguments
 ) -> list[str]:
-    """Latents whose prior does not integrate to one: an `ImproperUniform`, or one that a mask
-    leaves out for some elements or all. Priors by `pyro.factor` are not examined.
+    """The names of latents whose prior does not integrate to one: an `ImproperUniform`, or one that
+    a mask leaves out for some elements or all. Priors by `pyro.factor` are not examined.
 
     Args:
         log_posterior: the model, after its preflight.
         params: unconstrained values of all latents.
-        arguments: a batch.
+        arguments: a batch, as the model's arguments.
     """
     with torch.no_grad():
         sites = log_posterior.run(params, arguments, log_posterior.first_indices()).sites
@@ -246,7 +261,8 @@ def _is_improper(site: Site) -> bool:
 def centered_latents(
     log_posterior: LogPosterior, params: Params, arguments: Arguments
 ) -> dict[str, list[str]]:
-    """Dict from latents whose prior scale depends on other latents to the names of these others.
+    """The latents whose prior scale depends on other latents: a dict from a latent's name to the
+    names of these others; empty if there are none.
 
     With little data such a pair makes a funnel, which no step size fits (Betancourt and Girolami,
     Hamiltonian Monte Carlo for hierarchical models, 2015).
@@ -254,7 +270,7 @@ def centered_latents(
     Args:
         log_posterior: the model, after its preflight.
         params: unconstrained values of all latents.
-        arguments: a batch.
+        arguments: a batch, as the model's arguments.
     """
     latents, indices = list(log_posterior.latents), log_posterior.first_indices()
     with torch.no_grad():
@@ -277,7 +293,8 @@ def centered_latents(
 
 
 def how_to_non_center(site: str, parents: list[str]) -> str:
-    """How to non-center a latent whose prior's scale depends on `parents`, in words."""
+    """Advice, as a sentence, on how to non-center the latent `site`, whose prior's scale depends on
+    the latents `parents`."""
     names = " and ".join(f"'{parent}'" for parent in parents)
     return (
         f"a non-centered '{site}', whose prior's scale is {names}: pyro.poutine.reparam(model, "
@@ -286,7 +303,8 @@ def how_to_non_center(site: str, parents: list[str]) -> str:
 
 
 def _scales(sites: Mapping[str, Site], latents: Iterable[str]) -> dict[str, Tensor]:
-    """The scales of the latents whose distributions have a location and a scale."""
+    """The prior scales of the latents whose distributions have a location and a scale, by latent;
+    others are left out."""
     scales = {}
     for name in latents:
         inner: Any = next((fn for fn in layers(sites[name].fn) if hasattr(fn, "scale")), None)

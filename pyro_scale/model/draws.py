@@ -17,16 +17,16 @@ _MULTINOMIAL = dist.Multinomial, torch.distributions.Multinomial
 
 
 def draw(fn: Any, observed: Tensor | None = None) -> Tensor | None:
-    """A draw from a family that torch draws more slowly, or whose totals differ by row; None for
-    other families.
+    """One draw from a distribution of a family that torch draws slowly (Bernoulli, Categorical), or
+    whose totals differ by row (Multinomial, DirichletMultinomial); None for other families.
 
     Uses torch's generator. Bernoulli and Categorical compare one uniform number with the
     distribution function; it has 24 bits at least, so probabilities are right to 6e-8.
 
     Args:
         fn: a distribution; the draw has its shape, `batch_shape + event_shape`.
-        observed: observed counts, if there are any: a `Multinomial` takes its totals from them,
-            as its density does.
+        observed: observed counts, from which a `Multinomial` takes its totals, as its density does;
+            None if there are none.
     """
     fn = base_distribution(fn)
     with torch.no_grad():
@@ -46,8 +46,8 @@ def draw(fn: Any, observed: Tensor | None = None) -> Tensor | None:
 
 
 def draws(fn: Any, count: int, observed: Tensor | None = None) -> Tensor:
-    """Several draws from any family, `[count, *batch_shape, *event_shape]`; arguments as for
-    `draw`."""
+    """`count` independent draws from a distribution of any family, `[count, *batch_shape,
+    *event_shape]`. Arguments as for `draw`."""
     if isinstance(base_distribution(fn), (dist.DirichletMultinomial, *_MULTINOMIAL)):
         counts = draw(fn.expand(torch.Size((count, *fn.batch_shape))), observed)
         if counts is not None:
@@ -56,8 +56,14 @@ def draws(fn: Any, count: int, observed: Tensor | None = None) -> Tensor:
 
 
 def with_totals(base: Any, observed: Tensor) -> Any:
-    """The distribution with the totals of observed counts, if its density takes them from these
-    counts and not from `total_count`, so that rows may have different totals."""
+    """A copy of a Multinomial or DirichletMultinomial whose totals are those of observed counts,
+    since its density ignores `total_count`: rows may have different totals. Other distributions are
+    returned as they are.
+
+    Args:
+        base: the distribution.
+        observed: observed counts, `[..., classes]`.
+    """
     if isinstance(base, (dist.DirichletMultinomial, *_MULTINOMIAL)):
         base = copy.copy(base)
         base.total_count = observed.sum(-1).expand(base.batch_shape)
@@ -65,7 +71,7 @@ def with_totals(base: Any, observed: Tensor) -> Any:
 
 
 def cannot_draw(site: str, fn: Any, error: NotImplementedError) -> str:
-    """The message about a distribution without draws."""
+    """The message for an error about a site whose distribution has no `sample` method."""
     why = f" ({error})" if str(error) else ""
     family = type(base_distribution(fn)).__name__
     return f"site '{site}': a {family} cannot be drawn{why}: give its class a sample() method"
@@ -79,15 +85,15 @@ def class_probs(fn: Any) -> Tensor:
 
 
 def _totals(fn: Any, observed: Tensor) -> Tensor:
-    """Totals of observed counts; `total_count` where they are NaN, as under a mask: torch's
-    binomial never returns from NaN."""
+    """Totals of observed counts, summed over classes; the distribution's `total_count` where a
+    count is NaN, as under a mask: torch's binomial never returns from NaN."""
     totals = observed.sum(-1)
     return torch.where(totals.isnan(), fn.total_count, totals)
 
 
 def _counts(totals: Tensor, probs: Tensor) -> Tensor:
-    """Multinomial draws, each with its own total: class by class, binomial conditional on those
-    before."""
+    """Multinomial draws `[..., classes]` from totals `[...]` and probabilities `[..., classes]`,
+    each with its own total: class by class, binomial conditional on the earlier classes."""
     remaining = totals + torch.zeros_like(probs[..., 0])
     tails = probs.flip(-1).cumsum(-1).flip(-1)
     columns = []

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_scale.core.rows import Arguments
 from pyro_scale.model.log_posterior import LogPosterior, Params
 
-#: Distance of the second point from the first, by element, in unconstrained space.
+#: Largest distance of an element of the second point from the first, in unconstrained space.
 _DISTANCE = 0.1
 
 
@@ -23,8 +23,10 @@ def model_fingerprint(
     indices: Tensor | None = None,
     where: str = "at the start",
 ) -> dict[str, float]:
-    """Log prior and log likelihood of a batch, without N/B, at params and at a nearby point, in a
-    dict whose keys describe them in words; NaN where they cannot be evaluated.
+    """Four numbers that tell this model and these rows from others with the same sites and shapes:
+    log prior and log likelihood of the rows, in nats and without N/B, at params and at a nearby
+    point. The keys of the dict describe them in words; a number is NaN where it cannot be
+    evaluated.
 
     The second point is needed since params are often at special values: with weights of zero,
     covariates have no effect. Its elements move by different distances, so that a different order
@@ -32,10 +34,10 @@ def model_fingerprint(
 
     Args:
         log_posterior: the model.
-        params: unconstrained tensors.
-        arguments: some rows.
-        indices: of rows, for a model that subsamples by itself.
-        where: what params and rows are, in words.
+        params: unconstrained values by site.
+        arguments: some rows of data, as the model's arguments.
+        indices: indices of the rows, for a model that subsamples by itself.
+        where: where params and rows are from, in words, for the keys.
     """
     nearby, place = dict[str, Tensor](), 1
     for name, value in params.items():
@@ -57,13 +59,14 @@ def model_fingerprint(
 def first_difference(
     old: Mapping[str, float], new: Mapping[str, float], tolerance: float
 ) -> str | None:
-    """The first number that differs between two fingerprints, in words; None if all agree up to
-    rounding: machines, devices and numbers of threads differ in the order of sums.
+    """A phrase about the first number that differs between two fingerprints; None if all agree
+    within the tolerance: machines, devices and numbers of threads differ in the order of sums.
 
     Args:
-        old: the fingerprint then.
-        new: the fingerprint now.
-        tolerance: relative; absolute below 1.
+        old: fingerprint of the earlier run.
+        new: fingerprint of this run.
+        tolerance: largest difference that counts as equal, relative to the number, and absolute
+            below 1. A number that only one fingerprint has counts as a difference; NaN equals NaN.
     """
     for name in dict.fromkeys([*old, *new]):
         before, now = old.get(name, math.inf), new.get(name, math.inf)

@@ -41,10 +41,10 @@ class FrozenBase:
     Both are for batches of one size, that of the batch they were recorded on.
 
     Attributes:
-        num_data: N.
-        names: of the params, in the order in which `head` takes them.
-        base: rows -> features, both lists of tensors.
-        head: params and features -> log joint, log prior, log likelihood.
+        num_data: N, the number of rows of the whole data set.
+        names: names of the params, in the order in which `head` takes them.
+        base: computes the features from the rows: tensors in, list of tensors out.
+        head: computes (log joint, log prior, each row's log likelihood) from params and features.
     """
 
     num_data: int
@@ -53,36 +53,44 @@ class FrozenBase:
     head: fx.GraphModule
 
     def features(self, arguments: Arguments) -> tuple[Tensor, ...]:
-        """The features of a batch, `[B, ...]` each."""
+        """The features of a batch: one tensor `[B, ...]` for every place where the graph was
+        cut.
+        """
         with torch.no_grad():
             return tuple(self.base(*rows.leaves(arguments)))
 
     def __call__(self, params: Params, batch: Any, indices: Tensor | None = None) -> Evaluation:
-        """The log joint as `LogPosterior.__call__` returns it, from a batch of features instead of
-        rows."""
+        """The log joint density, as `LogPosterior.__call__` returns it.
+
+        Args:
+            params: unconstrained values by site.
+            batch: features of the batch's rows, as `features` returns them, in place of the rows.
+            indices: not used.
+        """
         return Evaluation(*self.head(*(params[name] for name in self.names), *batch))
 
     def grad(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
-        """As `LogPosterior.grad`, on features."""
+        """As `LogPosterior.grad`, from a batch of features in place of rows."""
         return derivatives.gradient(lambda p: self(p, batch), params)
 
     def plain_grad(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
-        """As `LogPosterior.plain_grad`, on features."""
+        """As `LogPosterior.plain_grad`, from a batch of features in place of rows."""
         return derivatives.plain_gradient(lambda p: self(p, batch), params)
 
     def row_gradients(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """As `LogPosterior.row_gradients`, on features."""
+        """As `LogPosterior.row_gradients`, from a batch of features in place of rows."""
         return derivatives.row_gradients(lambda p: self(p, batch).log_lik, params)
 
 
 class NoBase(Exception):
-    """Raised with the reason why a log posterior cannot be separated."""
+    """Raised with the reason why a log posterior cannot be separated into features of rows and a
+    function of features and params."""
 
 
 def frozen_base(
@@ -91,14 +99,15 @@ def frozen_base(
     arguments: Arguments,
     others: Sequence[Arguments] = (),
 ) -> FrozenBase:
-    """Separates the frozen base of a log posterior.
+    """Separates a log posterior into features of the rows, which can be computed once, and a
+    function of params and features.
 
     Args:
-        log_posterior: a model with weights that are fixed.
-        params: any.
-        arguments: a batch.
-        others: batches of its size, on which the two parts are compared with the log posterior:
-            a constant in the graph may have been computed from the first batch.
+        log_posterior: a model that has weights that are neither latent nor point-estimated.
+        params: unconstrained values by site, any possible ones.
+        arguments: a batch, as the model's arguments.
+        others: further batches of the same size, on which the two parts are compared with the log
+            posterior: a constant in the graph may have been computed from the first batch.
 
     Raises:
         NoBase: there is no work to save, or the model cannot be recorded or cut.
@@ -127,7 +136,8 @@ def frozen_base(
 
 
 def _record(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> fx.GraphModule:
-    """The log posterior as a graph, whose inputs are the params, then the rows."""
+    """A graph of tensor operations that computes (log joint, log prior, each row's log likelihood);
+    its inputs are the params, then the tensors of rows."""
 
     def evaluate(*flat: Tensor) -> tuple[Tensor, ...]:
         leaves = iter(flat)
@@ -145,8 +155,15 @@ def _record(log_posterior: LogPosterior, params: Params, arguments: Arguments) -
 def _find_features(
     graph: fx.GraphModule, num_params: int, arguments: Arguments, size: int
 ) -> dict[fx.Node, bool]:
-    """Nodes that depend on the rows and not on the params -> whether they are features: whether
-    they have an entry for every row, which depends on that row alone."""
+    """For every node of the graph that depends on the rows and not on the params, whether it is a
+    feature: a tensor `[B, ...]` with an entry for every row, which depends on that row alone.
+
+    Args:
+        graph: the graph of `_record`.
+        num_params: number of the graph's inputs that are params, which come first.
+        arguments: the batch, as the model's arguments.
+        size: B, rows of the batch.
+    """
     placeholders = graph.graph.find_nodes(op="placeholder")[num_params:]
     inputs = dict(zip(placeholders, rows.leaves(arguments), strict=True))
     # the same rows among other rows and at other places
@@ -163,7 +180,13 @@ def _find_features(
 
 
 def _evaluate(graph: fx.GraphModule, inputs: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Any]:
-    """The values of all nodes that depend on these placeholders, and on no others."""
+    """The values of all nodes of a graph that can be computed from some of its inputs, by node;
+    nodes that depend on other inputs, or on no input, are left out.
+
+    Args:
+        graph: the graph.
+        inputs: values of the inputs that are known.
+    """
     constants, values = dict[fx.Node, Any](), dict[fx.Node, Any](inputs)
     computed = ChainMap(values, constants)
     for node in graph.graph.nodes:
@@ -177,8 +200,13 @@ def _evaluate(graph: fx.GraphModule, inputs: Mapping[fx.Node, Tensor]) -> dict[f
 
 
 def _features_of_head(graph: fx.GraphModule, is_feature: Mapping[fx.Node, bool]) -> list[fx.Node]:
-    """The features from which the head is computed, in the graph's order. A node that depends on
-    the rows and is no feature belongs to the head."""
+    """The features at which the graph is cut, in the graph's order: those that the head needs as
+    inputs. A node that depends on the rows and is no feature is computed in the head.
+
+    Args:
+        graph: the graph of `_record`.
+        is_feature: whether a node is a feature, for nodes that depend on the rows alone.
+    """
     cut, uncut = set[fx.Node](), set[fx.Node]()
     for node in reversed(graph.graph.nodes):  # in this order, users of a node come before it
         if node not in is_feature or node in uncut:
@@ -190,7 +218,8 @@ def _features_of_head(graph: fx.GraphModule, is_feature: Mapping[fx.Node, bool])
 def _subgraph(
     graph: fx.GraphModule, inputs: Collection[fx.Node], outputs: Iterable[fx.Node]
 ) -> fx.GraphModule:
-    """The part of a graph that computes some of its nodes from others."""
+    """The part of a graph that computes the nodes `outputs`, returned as a tuple, from the nodes
+    `inputs`."""
     part = fx.Graph()
     copies = {node: part.placeholder(node.name) for node in inputs}
     for node in graph.graph.nodes:
@@ -203,17 +232,18 @@ def _subgraph(
 
 
 def _is_work(node: fx.Node) -> bool:
-    """Whether a node is expensive: a matrix product, a convolution or attention."""
+    """Whether a node is an expensive operation: a matrix product, a convolution or attention."""
     return getattr(node.target, "overloadpacket", None) in flop_registry
 
 
 def _compare(
     parts: FrozenBase, log_posterior: LogPosterior, params: Params, batches: Sequence[Arguments]
 ) -> None:
-    """Compares the parts with the log posterior, on each batch at other params.
+    """Compares value and gradient of the two parts with those of the log posterior, on each batch
+    at other params.
 
     Raises:
-        NoBase: they differ.
+        NoBase: they differ by more than rounding.
     """
     for number, batch in enumerate(batches, start=1):
         moved = {name: value + 0.1 * number for name, value in params.items()}
@@ -232,7 +262,8 @@ def _compare(
 
 
 class _HiddenUse(TorchFunctionMode):
-    """Detects operations under `torch.no_grad` on tensors that require a gradient."""
+    """Detects whether code uses tensors that have an autograd history under `torch.no_grad`; the
+    attribute `is_found` is True then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +279,12 @@ class _HiddenUse(TorchFunctionMode):
 
 
 def _check_gradients(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> None:
-    """Raises for a model that uses params under no_grad, which is not in a graph."""
+    """Raises for a model that uses params under `torch.no_grad`: the recorded graph would let
+    gradients through there.
+
+    Raises:
+        NoBase: the model does.
+    """
     with torch.enable_grad():
         leaves = {n: value.detach().requires_grad_() for n, value in params.items()}
         # views have an autograd history
@@ -260,8 +296,8 @@ def _check_gradients(log_posterior: LogPosterior, params: Params, arguments: Arg
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal, to the rounding of sums in another order; with infinities and
-    NaN at the same places."""
+    """Whether two tensors have the same shape and equal elements, up to the rounding of sums in
+    another order; infinities and NaN must be at the same places."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():

@@ -19,18 +19,19 @@ from pyro_scale.errors import ModelError
 
 
 def describe(path: str, module: nn.Module) -> str:
-    """A module in words, by its path in a network."""
+    """A phrase for messages that names a module: its path in a network and its class; the class
+    alone if the path is empty."""
     kind = type(module).__name__
     return f"submodule '{path}' ({kind})" if path else kind
 
 
 class ModuleTrace:
-    """Records the modules whose forward ran.
+    """Records the modules whose `forward` ran during a run of the model.
 
     Attributes:
-        modules: in the order of their calls, outermost first.
+        modules: the modules in the order of their calls; a module comes before those that it calls.
         drew: the first module whose forward advanced torch's generator; of nested ones, the
-            innermost.
+            innermost; None if none did.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,9 @@ class ModuleTrace:
         self.drew: nn.Module | None = None
 
     def describe(self, module: nn.Module) -> str:
-        """A module in words, by its path in the outermost network that ran."""
+        """A phrase for messages that names a module by its path in the outermost network that
+        ran.
+        """
         networks = [m for m in self.modules if not isinstance(m, PyroModule)]
         for root in [*networks, *self.modules]:
             for path, part in root.named_modules():
@@ -49,11 +52,12 @@ class ModuleTrace:
 
 @contextmanager
 def trace_modules() -> Iterator[ModuleTrace]:
-    """Records the modules whose forward runs, and checks them beforehand.
+    """Context that records the modules whose `forward` runs inside it, and checks each before its
+    call. Yields the record.
 
     Raises:
-        ModelError: a module whose rows would depend on each other or on chance, or one that wrote
-            to its buffers; they are put back.
+        ModelError: a module whose rows would depend on each other or on chance (BatchNorm,
+            dropout), or, at the end, one that wrote to its buffers; the buffers are restored.
     """
     trace = ModuleTrace()
     buffers: dict[Tensor, Tensor] = {}
@@ -94,7 +98,8 @@ def trace_modules() -> Iterator[ModuleTrace]:
 
 
 def _check_module(module: nn.Module, trace: ModuleTrace) -> None:
-    """Raises for BatchNorm in train mode or without running statistics, and for active dropout."""
+    """Raises a `ModelError` for BatchNorm in train mode or without running statistics, and for
+    active dropout."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         if module.running_mean is None:
             raise ModelError(
@@ -126,15 +131,11 @@ def _check_module(module: nn.Module, trace: ModuleTrace) -> None:
 
 @contextmanager
 def forbid_writes(model: Callable[..., Any], arguments: Arguments) -> Iterator[Arguments]:
-    """Yields copies of the arguments to run the model on, and afterwards checks that it wrote to
-    none of them.
-
-    Tensors that the model holds (in its closure, in the module that it is defined in, bound by
-    `functools.partial`, attributes of an object) are not copied. A write to them by torch is
-    found as well; a write by NumPy is found in the arguments alone.
+    """Context that yields copies of the arguments to run the model on, and at its end checks that
+    the model wrote to none of them.
 
     Raises:
-        ModelError: once it has run, if it has written to one of them.
+        ModelError: at the end of the context, if the model has written to one of them.
     """
     copies = rows.map_rows(lambda leaf: leaf.clone(), arguments)
     versions = {
@@ -159,15 +160,16 @@ def forbid_writes(model: Callable[..., Any], arguments: Arguments) -> Iterator[A
 
 
 def _are_same(copy: Tensor, original: Tensor) -> bool:
-    """Whether two tensors are equal, with NaN equal to NaN."""
+    """Whether two tensors have the same shape and equal elements, with NaN equal to NaN."""
     if copy.shape != original.shape:
         return False
     return bool(((copy == original) | ((copy != copy) & (original != original))).all())
 
 
 def _held_values(model: Any) -> dict[str, Any]:
-    """Values that a model reads besides its arguments, by name. Left out are a module's weights and
-    buffers: `trace_modules` finds those that a forward changes."""
+    """Values that a model reads besides its arguments, by name: from closures, globals,
+    `functools.partial` and attributes. Left out are a module's weights and buffers: `trace_modules`
+    finds those that a forward changes."""
     if isinstance(model, functools.partial):
         held = {f"argument {place}": value for place, value in enumerate(model.args)}
         for inner in (model.func, *model.args):  # a handler binds the model that it wraps

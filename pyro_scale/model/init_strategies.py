@@ -21,7 +21,8 @@ WEIGHT = "pyro_scale_weight"
 
 
 def uniform(site: Any) -> Tensor:
-    """A value uniform in (-2, 2) in unconstrained space, for improper priors too."""
+    """A site's constrained starting value, uniform in (-2, 2) in unconstrained space; for improper
+    priors, too."""
     fn = site["fn"]
     if not isinstance(fn, dist.ImproperUniform):
         return init_to_uniform(site)
@@ -31,10 +32,9 @@ def uniform(site: Any) -> Tensor:
 
 
 def init_to_module(site: Any = None) -> Any:
-    """An init strategy: weights of bayesianized modules start at the module's values.
-
-    Other sites start uniformly in (-2, 2), unconstrained.
-    """
+    """An initialization strategy: weights of bayesianized modules start at the module's values, and
+    other sites uniformly in (-2, 2) in unconstrained space. Called with a site, returns the site's
+    constrained value; called without one, returns itself."""
     if site is None:
         return init_to_module
     if WEIGHT in site["infer"]:
@@ -44,8 +44,9 @@ def init_to_module(site: Any = None) -> Any:
 
 
 def init_to_reset(fallback: InitFunction) -> InitFunction:
-    """An init strategy: weights of bayesianized modules start where `reset_parameters()` puts
-    them, and other sites where `fallback` does."""
+    """An initialization strategy: weights of bayesianized modules start at new draws by the layers'
+    `reset_parameters()`, and other sites where the strategy `fallback` puts them. The weights of
+    one module are drawn together, once for each call of `init_to_reset`."""
     drawn: dict[int, dict[str, Tensor]] = {}
 
     def init(site: Any) -> Tensor:

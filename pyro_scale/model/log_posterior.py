@@ -59,8 +59,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _explains_errors(method: F) -> F:
-    """Decorates a method that takes params and a batch. If the method fails because the batch does
-    not fit the model, the error says so."""
+    """Decorates a method of `LogPosterior` that takes params and a batch: if the method fails
+    because the batch does not fit the model, a `PyroScaleError` that says so is raised instead."""
 
     @functools.wraps(method)
     def call(self: LogPosterior, params: Params, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,15 +85,16 @@ class LogPosterior:
 
     Args:
         model: a Pyro model or a `PyroModule`.
-        num_data: N, the rows of the whole data set; not needed if a plate declares it.
+        num_data: N, the number of rows of the whole data set; None if a plate of the model declares
+            it.
 
     Attributes:
-        gaussian_prior: the Gaussian that `with_gaussian_prior` has put in place of the prior;
-            otherwise None.
+        gaussian_prior: the Gaussian over all latents that `with_gaussian_prior` has put in place of
+            the prior; None in other cases.
 
     Raises:
         ModelError, SiteError, PlateError: on the first batch, what is wrong with the model.
-        ArgumentError: N is unknown, or less than the rows of a batch.
+        ArgumentError: N is unknown, or less than the number of rows of a batch.
 
     Examples:
         >>> import torch, pyro, pyro.distributions as dist
@@ -130,7 +131,7 @@ class LogPosterior:
                 prior over N), a scalar; it is multiplied by N.
                 The batch is a tuple by position or a dict by name, as for a model's arguments.
             params: unconstrained tensors, where every chain starts by default.
-            num_data: N.
+            num_data: N, the number of rows of the whole data set.
 
         Examples:
             >>> import torch, pyro_scale as ps
@@ -148,14 +149,15 @@ class LogPosterior:
 
     @_explains_errors
     def __call__(self, params: Params, batch: Any, indices: Tensor | None = None) -> Evaluation:
-        """The log joint at unconstrained params, estimated from a batch.
+        """The log joint density at unconstrained params, in nats, estimated from a batch: (log
+        joint, log prior, each row's log likelihood `[B]`).
 
         Args:
-            params: unconstrained tensors by site; may include `pyro.param` sites; those left out
-                keep their value.
+            params: unconstrained tensors by site; may include `pyro.param` sites, which keep their
+                first value if left out.
             batch: the model's arguments, a tuple by position or a dict by name.
-            indices: the rows `[B]` to take, for a model that subsamples by itself; drawn from
-                torch's generator if left out.
+            indices: indices `[B]` of the rows to use, for a model that subsamples by itself; if
+                None, such a model's rows are drawn from torch's generator.
         """
         arguments = rows.as_arguments(batch)
         self.prepare(arguments)
@@ -163,13 +165,19 @@ class LogPosterior:
         return self.evaluate(run.sites, self.batch_size(arguments))
 
     def evaluate(self, sites: Mapping[str, Site], batch_size: int) -> Evaluation:
-        """The log joint from the sites of a run on a batch of this size."""
+        """The log joint density, in nats, computed from the recorded sites of a run on a batch of B
+        rows, without another run."""
         return self.model_info.scaling.evaluate(sites, batch_size, self._prior)
 
     def grad(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
-        """(Gradient of the log joint by site, the evaluation), as for a call."""
+        """Gradient of the estimated log joint density with respect to unconstrained params, by
+        `torch.func`: it works under `torch.vmap`. Arguments as for a call.
+
+        Returns:
+            (The gradient, a tensor of each site's shape by site, in nats per unit; the evaluation).
+        """
         self.prepare(rows.as_arguments(batch))
         return derivatives.gradient(lambda p: self(p, batch, indices), params)
 
@@ -177,22 +185,25 @@ class LogPosterior:
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
         """As `grad`, by `torch.autograd` instead of `torch.func`: for models with an
-        `autograd.Function` that functorch does not support. It does not work under `torch.vmap`."""
+        `autograd.Function` that functorch does not support. This method does not work under
+        `torch.vmap`."""
         self.prepare(rows.as_arguments(batch))
         return derivatives.plain_gradient(lambda p: self(p, batch, indices), params)
 
     def row_gradients(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The gradient of each row's log likelihood by site, `[B, ...]`: without N/B."""
+        """The gradient of each row's log likelihood with respect to the params, `[B, *shape]` by
+        site, not scaled up from the batch to the data (by N/B). Arguments as for a call."""
         return derivatives.row_gradients(lambda p: self(p, batch, indices).log_lik, params)
 
     @_explains_errors
     def log_likelihood(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Each row's log likelihood by data site, `[B]`: without N/B, with the user's scale. If
-        rows depend on each other, a row's log likelihood is conditional on the others."""
+        """Each row's log likelihood in nats, `[B]` by observed site: not scaled up from the batch
+        to the data (by N/B), but multiplied by the user's `poutine.scale`. If rows depend on each
+        other, a row's log likelihood is conditional on the other rows. Arguments as for a call."""
         arguments = rows.as_arguments(batch)
         sites = self.run(params, arguments, indices).sites
         return self.model_info.scaling.log_likelihood(sites, self.batch_size(arguments))
@@ -208,14 +219,17 @@ class LogPosterior:
         recorder: Callable[..., Recorder] = Recorder,
         validate: bool = False,
     ) -> Recorder:
-        """Runs the model at unconstrained params and records its sites.
+        """Runs the model once at unconstrained params and returns the recorder, which holds every
+        site of the run. Nothing is scaled up from the batch to the data.
 
         Args:
-            params: as for a call.
-            arguments: a batch.
-            indices: as for a call.
-            recorder: the class of the recorder, or a function that makes one.
-            validate: whether with Pyro's validation.
+            params: unconstrained tensors by site; point-estimated sites keep their first value if
+                left out.
+            arguments: a batch, as the model's arguments.
+            indices: indices `[B]` of the rows, for a model that subsamples by itself; random if
+                None.
+            recorder: the recorder's class, or a function that makes one from the same arguments.
+            validate: whether Pyro's validation is on during the run.
         """
         info = self.model_info
         points = {
@@ -247,13 +261,23 @@ class LogPosterior:
         indices: Tensor | None = None,
         drawn: Params | None = None,
     ) -> Recorder:
-        """Runs the model at unconstrained params and draws its observations, or takes them from
-        `drawn`, the values of an earlier run."""
+        """Runs the model at unconstrained params with its observations replaced by draws from the
+        likelihood, and returns the recorder of the run.
+
+        Args:
+            params: unconstrained tensors by site.
+            arguments: a batch, as the model's arguments.
+            indices: indices `[B]` of the rows, for a model that subsamples by itself; random if
+                None.
+            drawn: values by site of an earlier simulation, which are used instead of new draws;
+                None for new draws of all sites.
+        """
         return self.run(params, arguments, indices, partial(Simulator, drawn=drawn))
 
     def run_as_first(self, arguments: Arguments) -> Recorder:
-        """Runs the model at the latent values of its first run and the current params, with the
-        preflight's guards: arguments are copied, modules are checked.
+        """Runs the model at the latent values of its first run and at the current values of
+        `pyro.param` sites, on copies of the arguments, with the preflight's checks of modules.
+        Returns the recorder of the run.
 
         Raises:
             ModelError: a module cannot be used, or the model writes to its arguments.
@@ -274,7 +298,8 @@ class LogPosterior:
             return self._program.run(copies, recorder)
 
     def batch_size(self, arguments: Arguments) -> int:
-        """How many rows a batch has."""
+        """The number of rows of data in a batch: the size of the subsample for a model that
+        subsamples by itself, and N for a model without arguments that hold rows."""
         info = self.model_info
         if info.own_plate is not None:
             return info.batch_size
@@ -282,12 +307,14 @@ class LogPosterior:
         return self.num_data if count is None else count
 
     def first_indices(self) -> Tensor | None:
-        """The first rows' indices, for a model that subsamples by itself; None for others."""
+        """The indices of the first B rows, `[B]`, for a model that subsamples by itself; None for
+        other models."""
         info = self.model_info
         return None if info.own_plate is None else torch.arange(info.batch_size)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The model's arguments: a tuple if all are passed by position, otherwise a dict by name.
+        """The model's arguments as one batch: a tuple if all are passed by position, otherwise a
+        dict by name.
 
         Raises:
             CallError: the arguments do not match the model's signature; or rows are wrapped in a
@@ -308,8 +335,9 @@ class LogPosterior:
     # ------------------------------------------------------------------ parameters
 
     def init(self, seed: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Unconstrained params, each uniform in (-2, 2), for a batch passed as the model's own
-        arguments.
+        """Starting values of the unconstrained params, a tensor by site, for a batch passed as the
+        model's own arguments: uniform in (-2, 2), and the network's values for weights of
+        bayesianized modules.
 
         The same seed gives the same params, and torch's generator is left as it was.
         """
@@ -326,17 +354,22 @@ class LogPosterior:
         values: Params | None = None,
         attempt: int = 0,
     ) -> dict[str, Tensor]:
-        """Unconstrained params from an initialization in Pyro's manner, for one chain.
+        """Starting values of the unconstrained params for one chain, a tensor by site, from an
+        initialization strategy of Pyro's kind.
 
         Args:
-            arguments: a batch.
-            seed: of the run; the draw is a function of (seed, chain, attempt).
-            chain: which chain.
-            init: site -> constrained value; uniform in (-2, 2), unconstrained, by default, and
-                for weights of bayesianized modules the module's values (chain 0) or
-                `reset_parameters()`.
-            values: constrained values that go before the initialization.
-            attempt: number of the draw, if earlier draws were unusable.
+            arguments: a batch, as the model's arguments.
+            seed: seed of the run; the draw is a function of (seed, chain, attempt).
+            chain: the chain's number.
+            init: function from a Pyro site to its constrained starting value. If None, uniform in
+                (-2, 2) in unconstrained space; for weights of bayesianized modules, the module's
+                values (chain 0) or `reset_parameters()` (other chains).
+            values: constrained values by site that replace those of `init`; None for no such
+                values.
+            attempt: number of the draw, above 0 if the log density was not finite at earlier draws.
+
+        Raises:
+            SiteError: a site starts outside its support, or on its edge.
         """
         init = init or self.default_init(chain)
         if values:
@@ -347,13 +380,15 @@ class LogPosterior:
         return unconstrained_values(sites)
 
     def default_init(self, chain: int) -> InitFunction:
-        """The initialization of a chain unless the user passes one."""
+        """The initialization strategy of a chain if the user passes none: uniform in (-2, 2) in
+        unconstrained space; for weights of bayesianized modules, the module's values (chain 0) or
+        `reset_parameters()` (other chains)."""
         if chain == 0:
             return init_to_module
         return init_to_reset(fallback=uniform)
 
     def prior_draws(self, arguments: Arguments, count: int, seed: int) -> dict[str, Tensor]:
-        """Unconstrained draws of the latents from their priors, `[count, ...]`."""
+        """Unconstrained draws of all latents from their priors, `[count, *shape]` by site."""
         self.prepare(arguments)
 
         def draw(_: Tensor) -> dict[str, Tensor]:
@@ -370,15 +405,21 @@ class LogPosterior:
         return {name: torch.stack([values[name] for values in drawn]) for name in self.latents}
 
     def constrain(self, params: Params) -> dict[str, Tensor]:
-        """Maps unconstrained params to the sites' constrained values, `pyro.param` sites included
-        if passed."""
+        """The constrained values of all latents, by site, at unconstrained params; and those of the
+        `pyro.param` sites that are among the params."""
         run = self.run(params, self.model_info.example, self.first_indices())
         latents = {s.name: s.value for s in run.sites.values() if s.kind == "latent"}
         points = {n: p.constrain(params[n]) for n, p in self.points.items() if n in params}
         return latents | points
 
     def unconstrain(self, values: Params) -> dict[str, Tensor]:
-        """Maps the constrained values of all latent sites to unconstrained params."""
+        """The unconstrained params, by site, from constrained values of all latents and, if passed,
+        of `pyro.param` sites. The inverse of `constrain`.
+
+        Raises:
+            ArgumentError: a latent has no value.
+            SiteError: a value is outside its support.
+        """
         for name in self.latents:
             if name not in values:
                 raise ArgumentError(f"unconstrain: no value for site '{name}'")
@@ -395,12 +436,14 @@ class LogPosterior:
         return params
 
     def deterministics(self, params: Params) -> dict[str, Tensor]:
-        """`pyro.deterministic` sites outside the data's plate."""
+        """The values of the `pyro.deterministic` sites that do not depend on the rows of the batch,
+        by site, at unconstrained params."""
         run = self.run(params, self.model_info.example, self.first_indices())
         return {name: run.sites[name].value for name in self.model_info.steady}
 
     def write_points(self, values: Params) -> None:
-        """Puts constrained values of points into Pyro's param store, or into their modules."""
+        """Writes constrained values of `pyro.param` sites and of unfrozen weights, by site, into
+        Pyro's param store, or into the modules that own them."""
         for name, value in values.items():
             point = self.points[name]
             if name in self._program.owners:
@@ -418,12 +461,19 @@ class LogPosterior:
     def prepare(
         self, arguments: Arguments, init: InitFunction | None = None, seed: int = 0
     ) -> Params | None:
-        """Examines the model on a first batch; does nothing on a later one.
+        """Examines the model on a first batch; does nothing on later batches.
 
-        A start where the log density is not finite is drawn again, as Pyro does.
+        Where the log density at the start is not finite, another start is drawn, up to 20 times, as
+        Pyro does.
+
+        Args:
+            arguments: a batch, as the model's arguments.
+            init: initialization strategy of the latents; None for that of chain 0.
+            seed: seed of the starts.
 
         Returns:
-            The start of chain 0 if the model has just been examined; None on later batches.
+            The unconstrained start of chain 0 if the model has just been examined at its first
+            start; None on later batches or if further starts were needed.
         """
         init = init or self.default_init(0)
         for attempt in range(MOST_STARTS):
@@ -441,8 +491,8 @@ class LogPosterior:
         return None
 
     def _examine_or_explain(self, arguments: Arguments, init: InitFunction) -> ModelInfo:
-        """The preflight's result. If the preflight fails because of the call, the error explains
-        the call."""
+        """The preflight's result on a first batch. If the preflight fails because the arguments do
+        not fit the model, the error that is raised explains which."""
         try:
             return self._examine(self._program, arguments, init, self._num_data)
         except NotFiniteStartError:
@@ -454,8 +504,8 @@ class LogPosterior:
             raise explained from error
 
     def _explain(self, batch: Any, error: Exception) -> PyroScaleError | None:
-        """The error for a call that failed because of its batch; None if the batch is not the
-        cause."""
+        """The error that explains how a later batch does not fit the model; None if the model has
+        seen no batch, the error is the library's own, or the batch is not the cause."""
         if self._model_info is None or isinstance(error, PyroScaleError):
             return None
         init = init_to_value(values=self.values)
@@ -464,10 +514,10 @@ class LogPosterior:
 
     @property
     def model_info(self) -> ModelInfo:
-        """The result of the preflight.
+        """What the preflight found out about the model: sites, scaling rules, B and N.
 
         Raises:
-            NotRunError: no batch has been seen yet.
+            NotRunError: the model has not seen a batch yet.
         """
         if self._model_info is None:
             raise NotRunError("the model has not seen a batch yet: call init(seed, *batch) first")
@@ -479,34 +529,38 @@ class LogPosterior:
 
     @property
     def given_num_data(self) -> int | None:
-        """N as it was passed, None where it was left out."""
+        """N as the user passed it; None if it was left out."""
         return self._num_data
 
     @property
     def num_data(self) -> int:
-        """N."""
+        """N, the number of rows of the whole data set."""
         return self.model_info.scaling.num_data
 
     @property
     def latents(self) -> tuple[str, ...]:
-        """The latent sites' names, in the model's order."""
+        """The names of the latent sites, in the model's order."""
         return tuple(s.name for s in self.model_info.sites.values() if s.kind == "latent")
 
     @property
     def points(self) -> Mapping[str, Point]:
-        """`pyro.param` sites and unfrozen weights: point-estimated."""
+        """The sites that are point-estimated, by name: `pyro.param` sites and unfrozen weights of
+        modules."""
         return self.model_info.points
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """The values of latents (constrained) and of points in the first run."""
+        """The constrained values in the first run, by site, of all latents and of the
+        point-estimated sites."""
         sites = self.model_info.sites
         points = {n: p.constrain(p.unconstrained) for n, p in self.points.items()}
         return {name: sites[name].value for name in self.latents} | points
 
     @property
     def layout(self) -> Layout:
-        """Where the latents are in one unconstrained vector."""
+        """The place of every latent's elements in one flat vector of all D unconstrained
+        parameters.
+        """
         return Layout.from_tensors(_unconstrained(self.model_info.sites))
 
     @property
@@ -518,24 +572,35 @@ class LogPosterior:
     # ------------------------------------------------------------------ variants
 
     def renew(self, num_data: int | None) -> LogPosterior:
-        """A copy that has not been examined. `num_data` is used only if this log posterior has
-        none."""
+        """A copy that has not been examined and whose next batch may be of another size.
+
+        Args:
+            num_data: N of the copy, used only if this log posterior was made without N.
+        """
         other = copy.copy(self)
         other._num_data = self._num_data or num_data
         other._program, other._model_info = Program(self.model), None
         return other
 
     def is_of_same_model(self, other: LogPosterior) -> bool:
-        """Whether another log posterior has the same callable and the same prior."""
+        """Whether another log posterior has the same model and the same prior (the same
+        objects).
+        """
         return self.model is other.model and self._prior is other._prior
 
     def with_drawn_observations(
         self, arguments: Arguments, seed: int
     ) -> tuple[LogPosterior, Arguments]:
-        """A copy for rows that are not observed yet, whose observations are draws from the prior.
+        """A copy for rows that are not observed yet: its observations are draws from the prior
+        predictive distribution.
+
+        Args:
+            arguments: rows without observations, as the model's arguments.
+            seed: seed of the draws.
 
         Returns:
-            (The copy, which has not seen a batch; a batch for it).
+            (The copy, which has not seen a batch; its first batch: the arguments and the drawn
+            observations).
         """
         other = self.renew(self._num_data)
         with own_generator(derived_seed(seed, 0, Purpose.INIT)):
@@ -543,19 +608,22 @@ class LogPosterior:
         return other, arguments
 
     def with_gaussian_prior(self, gaussian: Gaussian) -> LogPosterior:
-        """A copy whose prior is a Gaussian over all latents, in their order."""
+        """A copy whose prior is a Gaussian over all D unconstrained parameters, in the order of the
+        latents."""
         other = self._with_prior(partial(_gaussian_log_prior, gaussian))
         other.gaussian_prior = gaussian
         return other
 
     def without_jacobian(self) -> LogPosterior:
-        """A copy without the Jacobians: the density of the constrained values, as a function of
-        unconstrained params. Its mode does not depend on the transforms."""
+        """A copy whose log prior lacks the log determinants of the transforms: the density of the
+        constrained values, as a function of unconstrained params. Its mode does not depend on the
+        transforms."""
         return self._with_prior(partial(_without_log_dets, self._prior))
 
     def with_jacobian(self) -> LogPosterior:
-        """A copy with the Jacobians: the density of unconstrained params. The inverse of
-        `without_jacobian`."""
+        """A copy whose log prior has the log determinants of the transforms, so that it is the
+        density of unconstrained params. The inverse of `without_jacobian`; other log posteriors are
+        returned as they are."""
         prior = self._prior
         if not (isinstance(prior, partial) and prior.func is _without_log_dets):
             return self
@@ -568,7 +636,7 @@ class LogPosterior:
 
 
 def unconstrained_values(sites: Mapping[str, Site]) -> dict[str, Tensor]:
-    """Copies of the latents' unconstrained values in a run."""
+    """Detached copies of the latents' unconstrained values in a run, by site."""
     return {name: value.detach().clone() for name, value in _unconstrained(sites).items()}
 
 

@@ -22,11 +22,11 @@ from pyro_scale.model.transforms import bijection, is_real
 
 
 class Kept(NamedTuple):
-    """The elements of a latent that are params.
+    """The elements of a latent that are params, where masks leave out the others.
 
     Attributes:
-        places: their indices among all elements, flattened, `[k]`.
-        shape: of all elements: the batch shape, with `to_event` undone.
+        places: indices of the k elements among all elements, flattened, `[k]`.
+        shape: shape of all elements: the batch shape, with `to_event` undone.
     """
 
     places: Tensor
@@ -34,19 +34,19 @@ class Kept(NamedTuple):
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Kept:
-        """The elements where a mask is True."""
+        """The elements at which a mask, of the shape of all elements, is True."""
         return cls(mask.flatten().nonzero()[:, 0], mask.shape)
 
     @property
     def mask(self) -> Tensor:
-        """The mask of all elements, True at those that are params."""
+        """A mask of the shape of all elements, True at those that are params."""
         mask = torch.zeros(self.shape.numel(), dtype=torch.bool, device=self.places.device)
         return mask.index_fill(0, self.places, True).reshape(self.shape)
 
 
 def element_mask(site: Site) -> Tensor | None:
-    """The product of a site's masks, in the batch shape of `base_distribution`: True for elements
-    that are kept; None if no mask is a tensor."""
+    """The product of a site's masks, in the batch shape of `base_distribution`: True at elements
+    that count; None if no mask is a tensor."""
     fn: Any = site.fn
     shape = base_distribution(fn).batch_shape
     masks = [(site.mask, len(fn.batch_shape))]
@@ -60,8 +60,9 @@ def element_mask(site: Site) -> Tensor | None:
 
 
 def without_nan(site: Site) -> Site:
-    """The site with NaN under a mask replaced by a possible value: the gradient of a log density at
-    NaN is NaN, even if it is multiplied by 0."""
+    """A copy of a site whose NaN values under a mask are replaced by a value in the support: the
+    gradient of a log density at NaN is NaN, even if the density is multiplied by 0. The site itself
+    if it has no mask."""
     mask, event = element_mask(site), len(base_distribution(site.fn).event_shape)
     if mask is None or not site.value.is_floating_point():
         return site
@@ -73,7 +74,10 @@ def without_nan(site: Site) -> Site:
 
 
 def leave_out(sites: dict[str, Site], kept: Mapping[str, Kept]) -> None:
-    """Removes elements that are not params from the latents among a run's sites, in place."""
+    """Reduces latents among a run's sites to the elements that are params, in place:
+    `unconstrained` is `[k, ...]` afterwards. A latent without any such element becomes a
+    deterministic site.
+    """
     for name, elements in kept.items():
         site = sites[name]
         if len(elements.places):
@@ -84,8 +88,17 @@ def leave_out(sites: dict[str, Site], kept: Mapping[str, Kept]) -> None:
 
 
 def put_together(fn: Any, kept: Kept, unconstrained: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes (a latent's value, log |d value / d params|) from its params `[k, ...]`. Elements
-    that are not params get the value at the origin of unconstrained space."""
+    """A latent's value and the log of its Jacobian, from its params. Elements that are not params
+    get the value at the origin of unconstrained space.
+
+    Args:
+        fn: the latent's distribution.
+        kept: the k elements that are params.
+        unconstrained: the params, `[k, ...]`.
+
+    Returns:
+        (Value, log |det d value / d params|, a scalar).
+    """
     base, event = base_distribution(fn), unconstrained.shape[1:]
     transform = bijection(base.support)
     blank = unconstrained.new_zeros((kept.shape.numel(), *event))
@@ -98,14 +111,17 @@ def put_together(fn: Any, kept: Kept, unconstrained: Tensor) -> tuple[Tensor, Te
 
 
 def take_apart(fn: Any, kept: Kept, value: Tensor) -> Tensor:
-    """A latent's params `[k, ...]`, from its value: the inverse of `put_together`."""
+    """A latent's params `[k, ...]`, unconstrained, from its value: the inverse of
+    `put_together`.
+    """
     unconstrained = bijection(base_distribution(fn).support).inv(value)
     event = unconstrained.shape[len(kept.shape) :]
     return unconstrained.reshape(kept.shape.numel(), *event)[kept.places]
 
 
 def empty_params(fn: Any) -> Tensor:
-    """The params `[0, ...]` of a latent all of whose elements are left out."""
+    """The params `[0, ...]` of a latent with the distribution `fn` all of whose elements masks
+    leave out."""
     base = base_distribution(fn)
     shape = bijection(base.support).inverse_shape(base.batch_shape + base.event_shape)
     tensors = [value for value in vars(base).values() if isinstance(value, Tensor)]

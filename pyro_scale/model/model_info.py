@@ -22,25 +22,27 @@ PER_DATUM = "log posterior per datum, times N"
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about a model, found by the preflight.
+    """What the preflight found out about a model on its first batch.
 
     Attributes:
-        sites: every site of the run on the first batch.
-        points: `pyro.param` sites and unfrozen weights.
-        scaling: how each term enters the log joint.
-        batch_size: rows of that batch; N for a model without rows.
+        sites: every site of the run on the first batch, by name.
+        points: `pyro.param` sites and unfrozen weights, by name: the point-estimated ones.
+        scaling: the rules by which each term enters the log joint density.
+        batch_size: B, rows of the first batch; N for a model without rows.
         example: a small batch to run the model on when only its latents matter.
-        own_plate: the plate that the model subsamples by itself, if it does.
-        enum_dim: the first dimension that is free for enumerated sites; None without any.
-        partition_error: largest difference, in nats, between a row's log likelihood in the
-            batch and in a part of it: how well the parts add up to the whole; None without
-            parts or rows.
+        own_plate: the plate that the model subsamples by itself; None if there is none.
+        enum_dim: the first dimension (negative, from the right) that is free for enumerated sites;
+            None if there are no such sites.
+        partition_error: largest difference, in nats, between a row's log likelihood in the batch
+            and in a part of the batch: the rounding error of computing by parts; None without parts
+            or rows.
         whole_only: whether the model runs on the whole data only.
-        steady: deterministic sites that do not change with the batch.
-        row_axes: of deterministic sites that follow the batch: the rows' axis, from the right.
-        is_frozen: whether modules run whose weights are neither latents nor points.
-        validated: the sites whose values are checked against their support.
-        weights: the latents that are weights of a network's layers.
+        steady: names of the deterministic sites that do not change with the batch.
+        row_axes: for deterministic sites that follow the batch, the axis of the rows, negative and
+            from the right.
+        is_frozen: whether the model calls modules with weights that are neither latents nor points.
+        validated: names of the sites whose values are checked against their support.
+        weights: names of the latents that are weights of a network's layers.
         kept: for latents with elements that masks leave out, the elements that are params.
     """
 
@@ -62,14 +64,23 @@ class ModelInfo:
 
     @property
     def is_function(self) -> bool:
-        """Whether the model is a function that returns the log posterior per datum."""
+        """Whether the model was made by `LogPosterior.from_function`, whose function returns the
+        log posterior per datum: then nothing is scaled by N/B."""
         return any(rule.why == PER_DATUM for rule in self.scaling.rules.values())
 
 
 def partition_error(
     scaling: Scaling, terms: Mapping[str, Term], probes: Sequence[Probe], batch_size: int
 ) -> float | None:
-    """The largest difference between a row in the batch and in a part of it, in nats."""
+    """The largest difference, in nats, between a row's log likelihood in the batch and in another
+    run with the row (a part of the batch); None if no row is in both.
+
+    Args:
+        scaling: the scaling rules.
+        terms: terms of the run on the batch, by name.
+        probes: runs on other rows.
+        batch_size: B, rows of the batch.
+    """
     expected = scaling.rows(terms, batch_size)
     errors = []
     for probe in probes:
@@ -84,8 +95,14 @@ def partition_error(
 
 
 def small_batch(arguments: Arguments, probes: Sequence[Probe], own_plate: str | None) -> Arguments:
-    """A batch to run the model on when only its latents matter: half of the first, where it has
-    run on that."""
+    """A batch to run the model on when only its latents matter: the first half of this one if the
+    model has run on halves, otherwise this one.
+
+    Args:
+        arguments: the batch, as the model's arguments.
+        probes: runs on parts of the batch; empty if the model runs on the whole data only.
+        own_plate: the plate that the model subsamples by itself; None if there is none.
+    """
     count = rows.count(arguments)
     if own_plate is not None or not probes or count is None or count < 2:
         return arguments
@@ -95,7 +112,14 @@ def small_batch(arguments: Arguments, probes: Sequence[Probe], own_plate: str | 
 def steady_sites(
     sites: Mapping[str, Site], probes: Sequence[Probe], shifted: Sequence[Probe]
 ) -> tuple[str, ...]:
-    """Deterministic sites that do not change with the batch, at either set of latent values."""
+    """The names of the deterministic sites whose value is the same in all runs, at either set of
+    latent values.
+
+    Args:
+        sites: sites of the run on the batch.
+        probes: runs on other rows at the same latent values.
+        shifted: runs on the batch and on other rows at other latent values; may be empty.
+    """
 
     def is_same(name: str, runs: Sequence[Mapping[str, Site]]) -> bool:
         values = [run[name].value for run in runs if name in run]
@@ -112,8 +136,15 @@ def steady_sites(
 def row_axes(
     sites: Mapping[str, Site], probes: Sequence[Probe], size: int, own_plate: str | None
 ) -> dict[str, int]:
-    """By deterministic site whose size depends on the batch: the rows' axis, counted from the
-    right."""
+    """For each deterministic site whose size depends on the batch, the axis of the rows, negative
+    and from the right. Sites without such an axis are left out.
+
+    Args:
+        sites: sites of the run on the batch.
+        probes: runs on other rows.
+        size: B, rows of the batch.
+        own_plate: the plate that the model subsamples by itself; None if there is none.
+    """
     axes = {}
     steady = steady_sites(sites, probes, ())
     for name, site in sites.items():
@@ -131,7 +162,8 @@ def row_axes(
 
 
 def model_warnings(info: ModelInfo) -> list[str]:
-    """Warnings about possible mistakes in a model that can be run.
+    """Messages, one string each, about possible mistakes in a model that can be run; empty if there
+    are none. Nothing is raised or printed.
 
     A constant scale that equals N/B may have been meant as N/B. Rows that no site follows may have
     been forgotten. A mask that leaves out everything may be inverted.

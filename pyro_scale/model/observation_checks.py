@@ -37,16 +37,17 @@ _PRIOR = "For draws of the prior: pyro.infer.Predictive(model, num_samples=1000)
 def check_has_observation(
     program: Program, arguments: Arguments, sites: Mapping[str, Site], count: int | None
 ) -> None:
-    """Checks that a site is observed, or that there is a factor.
+    """Checks that the model has an observed site or a factor.
 
     Args:
-        program: the model.
-        arguments: the first batch.
-        sites: of a run on it.
-        count: its rows.
+        program: runs the model.
+        arguments: the first batch, as the model's arguments.
+        sites: sites of a run on the batch.
+        count: number of rows of the batch; None if it has none.
 
     Raises:
-        ModelError: it names the site that looks like the data's, and what its `obs=` lacks.
+        ModelError: the model has none; the message names the site that looks like the data's, and
+            what its `obs=` lacks.
     """
     if any(site.kind in ("observed", "factor") for site in sites.values()):
         return
@@ -69,8 +70,9 @@ def check_has_observation(
 
 
 def _likely_observation(sites: Mapping[str, Site], count: int | None) -> Site | None:
-    """The last unobserved site that has a value for every row: preferably one in a plate of that
-    size, otherwise one with a dimension of that size."""
+    """The unobserved site that is most likely meant to be the data's: the last one in a plate of
+    `count` elements (in any plate if `count` is None), otherwise the last one with a dimension of
+    that size. Network weights are excluded. None if there is no such site."""
 
     def is_in_data_plate(site: Site) -> bool:
         sizes = {size for frame in site.plates for size in (frame.size, frame.full_size)}
@@ -89,9 +91,15 @@ def _likely_observation(sites: Mapping[str, Site], count: int | None) -> Site | 
 def _missing_argument(
     program: Program, arguments: Arguments, sites: Mapping[str, Site], name: str
 ) -> str | None:
-    """Name of the argument that is None and should hold a site's observations. It is found by
-    running the model with the site's value as the argument; None if the site is not observed
-    then."""
+    """The name of the model's argument that is None and should hold a site's observations; None if
+    there is none. It is found by running the model with the site's value as the argument.
+
+    Args:
+        program: runs the model.
+        arguments: the first batch, as the model's arguments.
+        sites: sites of a run on the batch.
+        name: name of the unobserved site.
+    """
     model: Any = program.model
     while isinstance(model, functools.partial) and isinstance(next(iter(model.args), 0), Messenger):
         model = model.args[1]  # poutine.condition(model, ...) and its like
@@ -113,10 +121,13 @@ def _missing_argument(
 
 
 def check_something_counts(runs: Iterable[Mapping[str, Site]]) -> None:
-    """Checks, in runs that cover all rows, that masks do not leave out everything observed.
+    """Checks that masks, or totals of 0, do not leave out everything that is observed.
+
+    Args:
+        runs: the sites of runs that together cover all rows.
 
     Raises:
-        ModelError: they do; all are left out; the message names a site and the reason.
+        ModelError: they leave out everything; the message names a site and the reason.
     """
     last = None
     for sites in runs:
@@ -135,7 +146,8 @@ def check_something_counts(runs: Iterable[Mapping[str, Site]]) -> None:
 
 
 def why_left_out(site: Site) -> str:
-    """The reason, in words, why no element of an observed site counts; "" if any element does."""
+    """The reason, in words, why no element of an observed site counts (a mask, or totals of 0); an
+    empty string if any element counts."""
     masks, totals = [site.mask], None
     for fn in layers(site.fn):
         masks.append(getattr(fn, "_mask", None))
@@ -149,11 +161,11 @@ def why_left_out(site: Site) -> str:
 
 
 def check_observations(sites: Mapping[str, Site], validated: Collection[str]) -> None:
-    """Raises for observed values that a model cannot have.
+    """Raises for observed values whose shape, dtype or value does not fit their distribution.
 
     Args:
-        sites: of a run.
-        validated: the sites whose values are checked against their support.
+        sites: sites of a run.
+        validated: names of the sites whose values are checked against their support.
     """
     for site in _observed(sites):
         _check_event_shape(site)
@@ -165,7 +177,8 @@ def check_observations(sites: Mapping[str, Site], validated: Collection[str]) ->
 
 
 def check_tensors(sites: Mapping[str, Site]) -> None:
-    """Raises for observed values that are not tensors: lists, numbers and arrays in the model."""
+    """Raises a `SiteError` for observed values that are not tensors: lists, numbers and arrays in
+    the model."""
     for site in _observed(sites):
         if not isinstance(site.value, Tensor):
             raise SiteError(
@@ -176,7 +189,8 @@ def check_tensors(sites: Mapping[str, Site]) -> None:
 
 
 def inside_support(site: Site) -> Tensor:
-    """Whether each observed value is in the support of its distribution, or masked out."""
+    """Mask of the observed values that are in the support of their distribution, or are masked out;
+    a single True if the shapes do not match or NaN marks missing values."""
     try:  # some constraints do not broadcast by themselves
         shape = torch.broadcast_shapes(site.value.shape, site.shape)
     except RuntimeError:  # evaluating the density raises the error
@@ -189,11 +203,11 @@ def inside_support(site: Site) -> Tensor:
 
 
 def outside_support(site: Site, where: str = "") -> str:
-    """The message about an observed site with values outside its support.
+    """The message for an error about an observed site with values outside its support, or NaN.
 
     Args:
-        site: the site.
-        where: the place of the first such value, in words.
+        site: the observed site.
+        where: phrase that says where the first such value is; may be empty.
     """
     fn, value = _unwrap(site.fn), site.value
     if bool(torch.isnan(value).any()):
@@ -207,8 +221,8 @@ def outside_support(site: Site, where: str = "") -> str:
 
 
 def _check_event_shape(site: Site) -> None:
-    """Raises if values broadcast against an event of one element, so that each row is compared with
-    all."""
+    """Raises a `SiteError` if observed values broadcast against an event of one element, so that
+    each row is compared with all values."""
     fn, shape = site.fn, site.value.shape
     count = math.prod(shape[: max(0, len(shape) - len(fn.event_shape))])
     pairs = zip(reversed(fn.event_shape), reversed(shape), strict=False)
@@ -223,7 +237,7 @@ def _check_event_shape(site: Site) -> None:
 
 
 def _check_density(site: Site) -> None:
-    """Raises if the log density of the observed values cannot be computed."""
+    """Raises a `SiteError` if the log density of the observed values cannot be computed."""
     try:
         site.fn.log_prob(site.value)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:

@@ -41,13 +41,15 @@ def check_batches(
     first: Arguments,
     others: Iterable[tuple[Arguments, Tensor | None]],
 ) -> None:
-    """Checks the rules on other batches, at a start and at draws from the prior.
+    """Checks the scaling rules, which were found on the first batch, on other batches: at a start,
+    and at two draws from the prior if the prior can be sampled. Returns nothing if they hold.
 
     Args:
         log_posterior: the model, after its preflight on the first batch.
-        start: unconstrained params.
-        first: that batch.
-        others: batches of the same size, with their indices for a model that subsamples by itself.
+        start: unconstrained params at which chains start.
+        first: the first batch, as the model's arguments.
+        others: (batch, indices) of other batches of the same size; the indices are those of the
+            rows for a model that subsamples by itself, and None for others.
 
     Raises:
         PlateError: a row's log density depends on the other rows of its batch, or a term that was
@@ -66,8 +68,8 @@ def check_batches(
 
 
 def is_checked(info: ModelInfo) -> bool:
-    """Whether other batches can be checked: a batch is a part of the data, and the model runs on
-    any combination of rows."""
+    """Whether `check_batches` can check anything: a batch is a part of the data, and the model runs
+    on any combination of rows."""
     is_part = info.batch_size < info.scaling.num_data
     return is_part and not info.whole_only and not info.is_function
 
@@ -80,9 +82,16 @@ def check_batch(
     first: Arguments,
 ) -> None:
     """Checks on one batch that every row's log density is the same in the batch's halves, and that
-    constant terms equal those of the first batch.
+    constant terms equal those of the first batch. Returns nothing if so.
 
-    Rows whose log density is not finite are skipped, and so are params at which the model fails.
+    Rows whose log density is not finite are skipped, and so is a point at which the model fails.
+
+    Args:
+        log_posterior: the model, after its preflight on the first batch.
+        params: unconstrained values by site.
+        batch: the batch to check, as the model's arguments.
+        indices: indices of its rows, for a model that subsamples by itself; None for others.
+        first: the first batch, as the model's arguments.
 
     Raises:
         PlateError: see `check_batches`.
@@ -126,13 +135,13 @@ def check_batch(
 
 
 class _Part(NamedTuple):
-    """Rows of a batch in another combination.
+    """Half of a batch's rows, to be evaluated without the other half.
 
     Attributes:
-        arguments: the model's.
-        indices: of the rows, for a model that subsamples by itself.
-        rows: places in the batch of the batch's rows in this part.
-        places: the same rows' places in the part.
+        arguments: the rows, as the model's arguments.
+        indices: indices of the rows, for a model that subsamples by itself; None for others.
+        rows: places of these rows in the batch.
+        places: places of the same rows in `arguments`, which may have further rows.
     """
 
     arguments: Arguments
@@ -144,9 +153,16 @@ class _Part(NamedTuple):
 def _parts(
     info: ModelInfo, batch: Arguments, indices: Tensor | None, first: Arguments
 ) -> list[_Part]:
-    """The batch's two halves, so that rows are evaluated without each other. A model that
+    """The two halves of a batch, so that rows are evaluated without each other. A model that
     subsamples by itself gets each half together with other rows, and a single row is put before the
-    first batch."""
+    first batch (one part).
+
+    Args:
+        info: the result of the preflight.
+        batch: the batch to check, as the model's arguments.
+        indices: indices of its rows, for a model that subsamples by itself; None for others.
+        first: the first batch, as the model's arguments.
+    """
     if indices is not None:
         size, total = len(indices), info.scaling.num_data
         others, half = (indices + total // 2) % total, size // 2
@@ -166,14 +182,16 @@ def _parts(
 def _terms(
     log_posterior: LogPosterior, params: Params, batch: Arguments, indices: Tensor | None
 ) -> Mapping[str, Term] | None:
-    """The terms at params; None if the model fails, which is allowed at prior draws."""
+    """The terms of the log joint density on a batch, by name; None if the model fails at these
+    params, which is allowed at prior draws."""
     with contextlib.suppress(Exception), own_generator(), torch.no_grad():
         return terms_of(log_posterior.run(params, batch, indices).sites)
     return None
 
 
 def _values(term: Term, rule: Rule) -> Tensor:
-    """Log likelihood of each row, `[B]`, of a term with rows; the total of any other term."""
+    """The log likelihood of each row, `[B]`, for a term that has rows; the total log density, a
+    scalar, for any other term."""
     return rows_of(term, rule) if rule.role == "rows" else (term.log_prob * term.scale).sum()
 
 
@@ -190,9 +208,18 @@ def _rounding(
     name: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The tolerance for each row's log density, or for a constant: a multiple of its change when
-    the params change by a few roundings, which accounts for cancellation and ill-conditioned
-    matrices."""
+    """The tolerance of each row's log density `[B]`, or of a constant term (a scalar), in nats: 64
+    times its largest change when the params change by a few roundings, which accounts for
+    cancellation and ill-conditioned matrices. Infinite if the model fails nearby.
+
+    Args:
+        log_posterior: the model, after its preflight.
+        params: unconstrained values by site.
+        batch: the batch, as the model's arguments.
+        indices: indices of its rows, for a model that subsamples by itself; None for others.
+        name: name of the term.
+        dtype: coarsest dtype that the term is computed in.
+    """
     rule, source = log_posterior.model_info.scaling.rules[name], torch.Generator()
     eps = 8 * float(torch.finfo(dtype).eps)
 
@@ -213,7 +240,15 @@ def _rounding(
 
 
 def _exceeds(a: Tensor, b: Tensor, place: slice, rounding: Tensor) -> Tensor:
-    """Which elements differ by more than rounding; all if the shapes differ."""
+    """Mask of the elements of `a` that differ from those of `b` by more than rounding; all True if
+    the shapes differ. Elements that are not finite count as equal.
+
+    Args:
+        a: log densities of some rows in the batch, or a constant term.
+        b: log densities of the same rows in another run.
+        place: places of these rows in the batch, to index `rounding`.
+        rounding: tolerance of each row of the batch, or one for all.
+    """
     if a.shape != b.shape:
         return torch.ones_like(a, dtype=torch.bool)
     tolerance = rounding[place] if rounding.dim() else rounding
@@ -226,17 +261,19 @@ def _exceeds(a: Tensor, b: Tensor, place: slice, rounding: Tensor) -> Tensor:
 
 
 def check_supports(log_posterior: LogPosterior, params: Params, chunks: Iterable[Any]) -> None:
-    """Checks that observed values are in their supports, for all rows in one pass.
+    """Checks that the observed values of all rows are in their supports, in one pass over the data.
+    Returns nothing if so.
 
     Supports that depend on a latent are left to the density, which is infinite there.
 
     Args:
         log_posterior: the model, after its preflight.
-        params: unconstrained.
-        chunks: of the data, each with `arguments` and `indices`, in order.
+        params: unconstrained values by site.
+        chunks: consecutive chunks of the data, each with `arguments`, `indices` and `num_new` (its
+            rows that earlier chunks do not have).
 
     Raises:
-        SiteError: it names the site, the row and its value.
+        SiteError: a value is outside; the message names the site, the row and its value.
     """
     info = log_posterior.model_info
     if not info.validated:
@@ -260,7 +297,7 @@ def check_supports(log_posterior: LogPosterior, params: Params, chunks: Iterable
 
 
 def same_support(one: Any, other: Any) -> bool:
-    """Whether two constraints are the same, bounds included."""
+    """Whether two torch constraints are of the same kind and have equal bounds."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one, other)
     if type(one) is not type(other):
@@ -274,12 +311,13 @@ def same_support(one: Any, other: Any) -> bool:
 
 
 def _first_outside(rule: Rule | None, site: Site, begin: int) -> str:
-    """Describes the first observed value outside its support: its row and value, in words.
+    """A phrase for a message, such as " in row 7, -1.0,", about the first observed value outside
+    its support; empty if the row is not known.
 
     Args:
-        rule: the site's, or None.
-        site: of a run on a chunk of the data.
-        begin: the place in the data of the chunk's first row.
+        rule: the site's scaling rule; None if there is none.
+        site: the site in a run on a chunk of the data.
+        begin: place in the data of the chunk's first row.
     """
     if rule is None or rule.role != "rows" or rule.depth or rule.dim is None:
         return ""

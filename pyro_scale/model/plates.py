@@ -9,11 +9,15 @@ from pyro_scale.model.sites import Site
 
 
 def find_own_plate(sites: Mapping[str, Site], count: int | None) -> str | None:
-    """The plate that the model subsamples by itself: it takes some of the rows passed in.
+    """The name of the plate that the model subsamples by itself: all rows are passed in, and the
+    plate uses some of them. None if there is no such plate.
 
     Args:
-        sites: of a run.
-        count: the rows passed in.
+        sites: sites of a run.
+        count: number of rows passed in; None for a model without arguments that hold rows.
+
+    Raises:
+        PlateError: there are two such plates, or a plate's sizes do not match the rows.
     """
     own_plate = None
     for site in sites.values():
@@ -37,7 +41,15 @@ def find_own_plate(sites: Mapping[str, Site], count: int | None) -> str | None:
 
 
 def agreed_size(num_data: int | None, plate: Site) -> int:
-    """N of a model that subsamples by itself: the plate's size, which `num_data` must equal."""
+    """N of a model that subsamples by itself: the plate's full size.
+
+    Args:
+        num_data: N as the user passed it; None if it was left out.
+        plate: the plate's site.
+
+    Raises:
+        PlateError: `num_data` is another number.
+    """
     size = int(plate.fn.size)
     if num_data not in (None, size):
         raise PlateError(
@@ -48,10 +60,8 @@ def agreed_size(num_data: int | None, plate: Site) -> int:
 
 
 def data_plate_size(sites: Mapping[str, Site]) -> int:
-    """N of a model without arguments: the size of its observations' plate, or 1.
-
-    A plate of observations alone is preferred to one that holds latents too.
-    """
+    """N of a model without arguments: the size of the plate around its observations; 1 if there is
+    none."""
     latent = {f.name for s in sites.values() if s.kind == "latent" for f in s.plates}
     observed = [s for s in sites.values() if s.kind in ("observed", "factor")]
     frames = [f for site in observed for f in site.plates if f.dim is not None]
@@ -60,8 +70,8 @@ def data_plate_size(sites: Mapping[str, Site]) -> int:
 
 
 def declared_size(runs: Iterable[Mapping[str, Site]]) -> int | None:
-    """N as declared by a plate around the batch, in any of these runs; None if no plate declares
-    it."""
+    """N as declared by a plate around the batch (full size above subsample size), in the first of
+    these runs that has one; None if no plate declares N."""
     for sites in runs:
         for site in sites.values():
             for frame in site.plates:
@@ -71,7 +81,16 @@ def declared_size(runs: Iterable[Mapping[str, Site]]) -> int | None:
 
 
 def check_subsampling(sites: Mapping[str, Site], own_plate: str | None, batch_size: int) -> None:
-    """Raises for a plate other than the data's that subsamples."""
+    """Raises if a plate other than the data's subsamples.
+
+    Args:
+        sites: sites of a run.
+        own_plate: the plate that the model subsamples by itself; None if there is none.
+        batch_size: B, the allowed size of a subsample.
+
+    Raises:
+        PlateError: there is such a plate.
+    """
     for site in sites.values():
         if site.kind != "subsample" or site.name == own_plate:
             continue
@@ -86,13 +105,14 @@ def check_subsampling(sites: Mapping[str, Site], own_plate: str | None, batch_si
 def check_plate_size(
     sites: Mapping[str, Site], count: int | None, num_data: int | None, error: Exception
 ) -> None:
-    """Raises if a run failed because a plate has another size than the batch.
+    """Raises a clearer error if a run failed because a plate has another size than the batch;
+    returns if that is not the cause.
 
     Args:
-        sites: of the run, up to the error.
-        count: the rows of the batch.
-        num_data: N, if it was passed.
-        error: what the run raised.
+        sites: sites of the run, up to the error.
+        count: number of rows of the batch; None if it has none.
+        num_data: N as the user passed it; None if it was left out.
+        error: the exception that the run raised.
     """
     for site in sites.values():
         if site.kind != "subsample" or site.fn.subsample_size not in (None, site.fn.size):

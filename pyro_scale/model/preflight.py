@@ -46,17 +46,18 @@ _LAYERS = nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.Multih
 def examine_model(
     program: Program, arguments: Arguments, init: InitFunction, num_data: int | None
 ) -> ModelInfo:
-    """The preflight of a Pyro model.
+    """The preflight of a Pyro model: runs the model on its first batch and on parts of this batch,
+    checks it, and returns what was found: sites, scaling rules, B and N.
 
     Args:
-        program: the model.
-        arguments: the first batch.
-        init: where latents start.
-        num_data: N, if it was passed.
+        program: runs the model.
+        arguments: the first batch, as the model's arguments.
+        init: initialization strategy of the latents.
+        num_data: N as the user passed it; None if it was left out.
 
     Raises:
         ModelError, SiteError, PlateError: what is wrong with the model.
-        ArgumentError: N is unknown, or less than the rows of the batch.
+        ArgumentError: N is unknown, or less than the number of rows of the batch.
     """
     count = rows.count(arguments)
     with own_generator(), torch.no_grad():
@@ -143,7 +144,16 @@ def _first_run(
     count: int | None,
     num_data: int | None,
 ) -> Recorder:
-    """Runs the model with latents from an initialization; explains the error if it fails."""
+    """Runs the model with latents from the initialization strategy `init`, and returns the recorder
+    of the run. If the run fails for a known reason, the error that is raised explains it.
+
+    Args:
+        program: runs the model.
+        arguments: the first batch, as the model's arguments.
+        init: initialization strategy of the latents.
+        count: number of rows of the batch; None if it has none.
+        num_data: N as the user passed it; None if it was left out.
+    """
     recorder = Recorder(store=points_of_store())
     try:
         with InitMessenger(init):
@@ -179,7 +189,8 @@ def _first_run(
 
 
 def _is_frozen(first: Recorder, modules: Iterable[nn.Module]) -> bool:
-    """Whether one of the modules has a weight that is neither drawn nor estimated."""
+    """Whether one of these modules, which ran in the first run, has a weight that is neither a
+    latent nor point-estimated."""
     moving = {p.parameter.data_ptr() for p in first.points.values() if p.parameter is not None}
     for site in first.sites.values():
         if WEIGHT in site.infer:
@@ -190,7 +201,8 @@ def _is_frozen(first: Recorder, modules: Iterable[nn.Module]) -> bool:
 
 
 def _network_weights(run: Recorder, modules: Iterable[nn.Module]) -> frozenset[str]:
-    """The latents that are weights of bayesianized networks, or a `PyroSample` of a layer."""
+    """The names of the latents that are weights of bayesianized networks, or a `PyroSample` of one
+    of the layers among the modules that ran."""
     layers = [m for m in modules if isinstance(m, PyroModule) and isinstance(m, _LAYERS)]
     samples = {layer._pyro_get_fullname(name) for layer in layers for name in layer._pyro_samples}
     latents = [site for site in run.sites.values() if site.kind == "latent"]
@@ -204,10 +216,11 @@ class _ValidatedRun(NamedTuple):
     """A run with Pyro's and torch's validation.
 
     Attributes:
-        recorder: of the run.
-        drew: whether it drew from torch's generator.
-        module: the module that drew, in words.
-        error: of validation, if it failed; `recorder` is then of a run without validation.
+        recorder: recorder of the run.
+        drew: whether the run drew from torch's generator.
+        module: phrase that names the module that drew; None if none did.
+        error: the exception of a failed validation, or None; if there is one, `recorder` is of a
+            run without validation.
     """
 
     recorder: Recorder
@@ -216,7 +229,7 @@ class _ValidatedRun(NamedTuple):
     error: Exception | None = None
 
     def raise_error(self) -> None:
-        """Raises the error of validation, if there is one."""
+        """Raises the error of a failed validation; does nothing if validation succeeded."""
         if isinstance(self.error, ValueError) and not isinstance(self.error, PyroScaleError):
             raise ModelError(
                 f"the model fails validation on the first batch: {self.error}"
@@ -226,7 +239,8 @@ class _ValidatedRun(NamedTuple):
 
 
 def _validated_run(rerun: Rerun, arguments: Arguments) -> _ValidatedRun:
-    """Runs the model with validation, unless the user has switched it off."""
+    """Runs the model with Pyro's and torch's validation, or without it if the user has switched it
+    off. If validation fails, the model runs again without it, and the result has the error."""
 
     def run(validate: bool) -> _ValidatedRun:
         before = torch.random.get_rng_state()
@@ -246,8 +260,8 @@ def _validated_run(rerun: Rerun, arguments: Arguments) -> _ValidatedRun:
 
 
 def _sites_to_validate(second: _ValidatedRun) -> set[str]:
-    """The sites whose values are checked against their support: all for which the user has not
-    switched off validation, in the distribution or in its library."""
+    """The names of the sites whose values are to be checked against their support: all for which
+    the user has not switched off validation, in the distribution or in Pyro or torch as a whole."""
     if not (pyro.infer.util.is_validation_enabled() and Distribution._validate_args):
         return set()
     sites = second.recorder.sites.values()
@@ -261,8 +275,19 @@ def _check_second_run(
     rerun: Rerun,
     arguments: Arguments,
 ) -> dict[str, Term]:
-    """Checks the second run's sites, and that its terms equal the first run's. Returns the
-    terms."""
+    """Checks the second run's sites, and that its terms of the log density equal the first run's.
+    Returns the terms, by name.
+
+    Args:
+        first: recorder of the first run.
+        second: the run with validation, at the same latent values.
+        validated: names of the sites whose values are checked against their support.
+        rerun: runs the model again if the terms differ, since they may differ by rounding alone.
+        arguments: the batch, as the model's arguments.
+
+    Raises:
+        ModelError, SiteError: a check fails.
+    """
     sites = second.recorder.sites
     site_checks.check_names(sites)
     observation_checks.check_observations(sites, validated)
@@ -286,10 +311,18 @@ def _probe(
     own_plate: str | None,
     num_data: int | None,
 ) -> tuple[list[Probe], list[Probe], int, int]:
-    """Runs the model on other rows, and finds out how many rows there are.
+    """Runs the model on other rows than the batch's, and determines B and N.
+
+    Args:
+        rerun: runs the model at the latent values of its first run.
+        arguments: the first batch, as the model's arguments.
+        sites: sites of a run on this batch.
+        own_plate: the plate that the model subsamples by itself; None if there is none.
+        num_data: N as the user passed it; None if it was left out.
 
     Returns:
-        (Probes, the batch and the probes at other latent values, B, N).
+        A tuple of four: the runs on other rows; the run on the batch and those on other rows, all
+        at other latent values (may be empty); B; N.
 
     Raises:
         ArgumentError: N is unknown, or less than B.

@@ -29,8 +29,9 @@ class Program:
     """A Pyro model that runs under a recorder and changes no setting of Pyro or torch.
 
     Attributes:
-        model: the user's callable.
-        owners: param site -> (module, name of the weight in it), for weights of modules.
+        model: the user's model.
+        owners: for params that are weights of modules, (module, name of the weight in it) by param
+            site.
     """
 
     def __init__(self, model: Callable[..., Any]):
@@ -41,9 +42,9 @@ class Program:
         """Runs the model on a batch and returns the recorder, which then has its sites.
 
         Args:
-            arguments: the model's.
-            recorder: provides latents, points and indices.
-            validate: whether with Pyro's validation.
+            arguments: the model's arguments.
+            recorder: records the run; provides latents, params and indices of rows.
+            validate: whether Pyro's validation is on.
         """
         swapped = {
             name: point.unconstrained
@@ -69,12 +70,20 @@ class Program:
     def draw_latents(
         self, arguments: Arguments, init: InitFunction, kept: Mapping[str, Kept]
     ) -> Recorder:
-        """Runs the model with its latents from an initialization in Pyro's manner."""
+        """Runs the model with its latents from an initialization strategy, and returns the recorder
+        of the run.
+
+        Args:
+            arguments: a batch, as the model's arguments.
+            init: initialization strategy: function from a site to its constrained value.
+            kept: for latents with elements that masks leave out, the elements that are params.
+        """
         with exclusive, torch.no_grad(), InitMessenger(init):
             return self.run(arguments, Recorder(store=points_of_store(), kept=kept))
 
     def find_owners(self, points: Mapping[str, Point], modules: list[nn.Module]) -> None:
-        """Finds which of the modules that ran has the weight of each point."""
+        """Finds, for each point-estimated site that is a module's weight, the module among those
+        that ran, and stores it in `owners`."""
         for point in points.values():
             for module in modules if point.parameter is not None else ():
                 named = module.named_parameters()
@@ -110,8 +119,8 @@ class _Root(nn.Module):
 
 @contextmanager
 def _restored_if_interrupted() -> Iterator[None]:
-    """Restores Pyro's stacks after an exception: a handler that Ctrl-C interrupts while it opens
-    or closes leaves entries there, which every later run would meet."""
+    """Context that restores Pyro's stacks after an exception: a handler that Ctrl-C interrupts
+    while it opens or closes leaves entries there, which every later run would meet."""
     handlers, dims = list(_PYRO_STACK), list(_DIM_ALLOCATOR._stack)
     try:
         yield
@@ -122,8 +131,8 @@ def _restored_if_interrupted() -> Iterator[None]:
 
 @contextmanager
 def _hidden_from_other_recorders() -> Iterator[None]:
-    """Hides a run from the recorder of an outer run, for models that evaluate another log
-    posterior: the inner sites only affect the value that is returned, and are not sites of the
+    """Context that hides a run from the recorder of an outer run, for models that evaluate another
+    log posterior: the inner sites only affect the value that is returned, and are not sites of the
     outer model."""
     handlers, dims = list(_PYRO_STACK), list(_DIM_ALLOCATOR._stack)
     is_nested = any(isinstance(handler, Recorder) for handler in handlers)
@@ -139,7 +148,7 @@ def _hidden_from_other_recorders() -> Iterator[None]:
 
 @contextmanager
 def _without_fused_attention() -> Iterator[None]:
-    """Switches off the fast path of torch's Transformer layers, which has no derivative and
+    """Context without the fast path of torch's Transformer layers, which has no derivative and
     branches on the values of padding masks."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -155,10 +164,17 @@ def call_with(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Calls a module with these weights; like `torch.func.functional_call`, with tied weights tied.
+    """The output of a module called with other weights; like `torch.func.functional_call`, with
+    tied weights tied. The module itself is not changed.
 
     For a module that a network holds at two places, `functional_call` swaps both places, takes the
     first new weight for the second place's own, and leaves it there after the call.
+
+    Args:
+        module: the module.
+        weights: new weights and buffers by name; others keep theirs.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call; None for none.
     """
     ids = dict(_named_ids(module, every_path=True))
     names_of: dict[int, list[str]] = {}
@@ -173,7 +189,8 @@ def call_with(
 
 
 def _named_ids(module: nn.Module, *, every_path: bool) -> Iterator[tuple[str, int]]:
-    """(Name, id) of every weight and buffer, read past a `PyroModule`'s attributes, which draw.
+    """Yields (name, `id`) of every weight and buffer of a module, without reading a `PyroModule`'s
+    attributes, which would draw.
 
     A weight that several modules share is yielded once for each module. A module that is held at
     several places is yielded once, or, with `every_path`, once for each place.
@@ -185,7 +202,8 @@ def _named_ids(module: nn.Module, *, every_path: bool) -> Iterator[tuple[str, in
 
 
 class _FixedStart:
-    """Starting values of a function's params, the same for all chains."""
+    """Starting values of a function's params, the same for all chains, with the methods of a
+    network that initialization strategies call."""
 
     def __init__(self, values: Mapping[str, Tensor]):
         self._values = {name: torch.as_tensor(value).detach() for name, value in values.items()}
@@ -200,7 +218,13 @@ def function_model(
     fn: Callable[[dict[str, Tensor], Any], Tensor], params: Mapping[str, Tensor], num_data: int
 ) -> Callable[..., None]:
     """The Pyro model of a function that returns the log posterior per datum: flat priors, and one
-    factor of N times the function. Its arguments are the function's batch."""
+    factor of N times the function. The model's arguments are the function's batch.
+
+    Args:
+        fn: function of (params, batch) that returns a scalar tensor.
+        params: starting values of the unconstrained params by name, the same for all chains.
+        num_data: N.
+    """
     start = _FixedStart(params)
 
     def model(*args: Any, **kwargs: Any) -> None:
@@ -228,11 +252,16 @@ def function_model(
 
 
 def observe_draws(program: Program, arguments: Arguments) -> tuple[Program, Arguments]:
-    """Makes a model for unobserved rows, with observations drawn from the prior.
+    """A model for rows without observations, whose observations are drawn from the prior predictive
+    distribution by torch's generator.
+
+    Args:
+        program: runs the model.
+        arguments: rows without observations, as the model's arguments.
 
     Returns:
-        (A model that takes the observations beside its arguments; these arguments). The
-        observations are those whose shapes follow the rows. torch's generator draws them.
+        (A model that takes the arguments and the observations by site; these arguments with the
+        drawn observations). The observations are those sites whose shapes follow the rows.
     """
     count = rows.count(arguments) or 0
     half = torch.arange(count // 2) if count > 1 else torch.zeros(2 * count, dtype=torch.int64)

@@ -48,9 +48,9 @@ class LatentShapeChanged(SiteError):
     """A latent's shape differs from that of the value that is passed for it.
 
     Attributes:
-        name: the site's.
-        value_shape: of the value.
-        site_shape: of the site's distribution.
+        name: the site's name.
+        value_shape: shape of the value that was passed.
+        site_shape: shape of the site's distribution in this run.
     """
 
     name: str
@@ -61,7 +61,8 @@ class LatentShapeChanged(SiteError):
     def from_shapes(
         cls, name: str, value_shape: torch.Size, site_shape: torch.Size
     ) -> LatentShapeChanged:
-        """The error about a site, from the shapes of its value and of its distribution."""
+        """The error about a site, with a message that gives the shapes of its value and of its
+        distribution. Arguments are those attributes."""
         error = cls(
             f"site '{name}': its shape depends on the data ({list(value_shape)} on the first "
             f"batch, {list(site_shape)} now); a latent must have one shape for every batch: take "
@@ -72,17 +73,19 @@ class LatentShapeChanged(SiteError):
 
 
 class Recorder(Messenger):
-    """Gives a model its latents, points and indices, and records what happens at each site.
+    """A Pyro effect handler that gives a model its latents, params and indices of rows, and records
+    what happens at each site.
 
     Args:
-        latents: unconstrained values; without them, latents come from outer handlers (an
-            initialization) or from their priors.
-        points: values of `pyro.param` sites; other such sites take their values from their modules,
-            from `store`, or from the param statement.
-        indices: of the rows that subsampling plates take, by the plate's name. Other subsampling
+        latents: unconstrained values of all latents by site; None if latents come from outer
+            handlers (an initialization) or from their priors.
+        points: values of `pyro.param` sites by name; other such sites take their values from their
+            modules, from `store`, or from the param statement.
+        indices: indices of the rows for subsampling plates, by the plate's name. Other subsampling
             plates take their first rows, since the batch that is passed in is the subsample.
-        enum_dim: the first free dimension for enumerated sites; None to sample these sites.
-        store: the points in Pyro's param store.
+        enum_dim: the first free dimension (negative) for enumerated sites; None to sample these
+            sites.
+        store: params in Pyro's param store before the run, by name.
         kept: for latents with elements that masks leave out, the elements that are params.
 
     Attributes:
@@ -190,12 +193,16 @@ class Recorder(Messenger):
         msg["value"] = value
 
     def _is_left_out(self, name: str) -> bool:
-        """Whether masks leave out all elements of a latent."""
+        """Whether masks leave out all elements of this latent."""
         return name in self._kept and not len(self._kept[name].places)
 
     def _put_together(self, msg: Any, unconstrained: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes (the value, log |d value / d params|) of a latent with elements that masks leave
-        out."""
+        """(The value, log |det d value / d params|) of a latent with elements that masks leave out;
+        `msg` is Pyro's message about it, `unconstrained` its params `[k, ...]`.
+
+        Raises:
+            LatentShapeChanged: the latent's batch shape is not that of the first run.
+        """
         name, fn, kept = msg["name"], msg["fn"], self._kept[msg["name"]]
         if base_distribution(fn).batch_shape != kept.shape:
             value_shape = kept.shape + unconstrained.shape[1:]
@@ -208,8 +215,8 @@ class Recorder(Messenger):
         return value, log_det
 
     def _left_out_values(self, msg: Any, value: Tensor) -> Tensor | None:
-        """Values for the elements that masks leave out: with Pyro's `obs_mask=`, the observed
-        ones. None to leave the value as it is."""
+        """Values for the elements of a latent that masks leave out, of the shape of `value`: with
+        Pyro's `obs_mask=`, the observed ones. None to leave the latent's value as it is."""
         observed = self.sites.get(msg["name"].removesuffix("_unobserved") + "_observed")
         if observed is None or observed.kind != "observed" or observed.value.shape != value.shape:
             return None
@@ -256,7 +263,8 @@ class Recorder(Messenger):
     # ------------------------------------------------------------------ params
 
     def _pyro_param(self, msg: Any) -> None:
-        """Answers param statements itself, so that Pyro's param store is never written to."""
+        """Answers a param statement with the point's constrained value, so that Pyro's param store
+        is never written to."""
         name = msg["name"]
         point = self.given_points[name] if name in self.given_points else self._find_param(msg)
         if point.parameter is None or point.parameter.requires_grad:
@@ -267,7 +275,8 @@ class Recorder(Messenger):
         msg["value"], msg["done"] = value, True
 
     def _find_param(self, msg: Any) -> Point:
-        """The point of a param statement that is met for the first time."""
+        """The point of a param statement that the model reaches for the first time: from its
+        module, from Pyro's param store, or from the statement's initial value."""
         name, declared = msg["name"], msg["args"][1] if len(msg["args"]) > 1 else None
         if isinstance(declared, nn.Parameter):
             return Point(name, constraints.real, declared.detach(), declared)
@@ -284,12 +293,12 @@ class Recorder(Messenger):
 
 
 class Simulator(Recorder):
-    """A recorder that draws observations, and every site without a value in `latents`; or takes
-    them from an earlier run.
+    """A recorder that replaces observations by draws from the likelihood, and draws every site that
+    has no value in `latents`; or uses the values of an earlier run.
 
     Args:
-        drawn: values of that run by site.
-        others: a recorder's arguments.
+        drawn: values of an earlier run by site; None to draw all anew.
+        others: arguments of `Recorder`.
     """
 
     def __init__(self, *, drawn: Mapping[str, Tensor] | None = None, **others: Any):
@@ -334,7 +343,8 @@ class Simulator(Recorder):
 
 
 class Reader(Simulator):
-    """A simulator that leaves observed values as they are, and draws or takes the other sites."""
+    """A simulator that leaves observed values as they are; every other site has its value in
+    `latents`, that of an earlier run, or a new draw."""
 
     def _pyro_sample(self, msg: Any) -> None:
         if is_subsample(msg["fn"]) or not msg["is_observed"]:
@@ -342,7 +352,12 @@ class Reader(Simulator):
 
 
 def _transform(msg: Any) -> Transform:
-    """The map from unconstrained space to a latent's support."""
+    """The bijection from unconstrained space to the support of a latent, from Pyro's message about
+    it.
+
+    Raises:
+        SiteError: there is no such map.
+    """
     name, fn = msg["name"], msg["fn"]
     try:
         return bijection(fn.support)

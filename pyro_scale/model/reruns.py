@@ -21,20 +21,21 @@ from pyro_scale.model.site_checks import check_terms, first_differing_term, loca
 from pyro_scale.model.sites import free_dim
 from pyro_scale.model.terms import terms_of
 
-#: Distance of the second latent values from the first, unconstrained.
+#: Distance of the second latent values from the first ones, in unconstrained space.
 _SHIFT = 0.71
 #: Distances from the first latent values at which masks of latents are compared.
 _MASK_SHIFTS = 0.0, _SHIFT, -2.0, 2.0
 
 
 class Rerun:
-    """Runs a model at the latent values of its first run, or at shifted ones.
+    """Runs a model again on other rows, at the latent values of its first run or at shifted ones,
+    to find what depends on the rows.
 
     Args:
         program: the model.
-        first: its first run.
+        first: recorder of the model's first run.
         kept: for latents with elements that masks leave out, the elements that are params.
-        shift: added to every unconstrained value.
+        shift: distance that is added to every unconstrained element.
     """
 
     def __init__(
@@ -44,7 +45,8 @@ class Rerun:
         self.enum_dim = free_dim(first.sites)
 
     def shifted(self) -> Rerun:
-        """The rerun at a second set of latent values."""
+        """The same rerun at a second set of latent values, shifted from the first by 0.71 in
+        unconstrained space."""
         return Rerun(self._program, self._first, self._kept, _SHIFT)
 
     def run(
@@ -57,10 +59,12 @@ class Rerun:
         """Runs the model on a batch and returns the recorder of the run.
 
         Args:
-            arguments: a batch.
-            indices: of rows, by the plate that the model subsamples by itself.
-            validate: whether with Pyro's validation.
-            moved: latent -> mask of its elements that are moved by 1/3.
+            arguments: a batch, as the model's arguments.
+            indices: indices of the rows to use, by the name of the plate that the model subsamples
+                by itself.
+            validate: whether Pyro's validation is on.
+            moved: mask by latent of the elements that are moved by 1/3 in unconstrained space; None
+                to move none.
         """
         latents = {
             site.name: site.unconstrained + self._shift
@@ -82,8 +86,15 @@ class Rerun:
     def probe_indices(
         self, arguments: Arguments, plate: str, size: int, num_data: int
     ) -> list[Probe]:
-        """The probes of a model that subsamples by itself: its rows in another order, and half of
-        its rows together with other rows."""
+        """Runs of a model that subsamples by itself on other rows: on its B rows in reverse order,
+        and on half of them together with other rows.
+
+        Args:
+            arguments: the whole data, as the model's arguments.
+            plate: name of the plate that the model subsamples.
+            size: B, rows of the subsample.
+            num_data: N, rows of the whole data.
+        """
         order, half = torch.arange(size), size // 2
         orders = [order.flip(0), torch.cat([order[:half], (order[half:] + size) % num_data])]
         runs = [self.run(arguments, {plate: indices}) for indices in orders]
@@ -93,10 +104,15 @@ class Rerun:
         ]
 
     def probe_rows(self, arguments: Arguments, size: int, num_data: int | None) -> list[Probe]:
-        """The probes of a batch: its two halves (of a single row, the row twice), and the batch
-        backwards, which finds rows that depend on their place, such as `arange(len(x)) % 12`.
+        """Runs of the model on parts of a batch: on its two halves (on a single row, on the row
+        twice), and on the batch in reverse order, which finds rows that depend on their place, such
+        as `arange(len(x)) % 12`. Empty if the model runs on the whole data only and the batch may
+        be that.
 
-        None if the model runs on the whole data only, and the batch is that.
+        Args:
+            arguments: the batch, as the model's arguments.
+            size: B, rows of the batch.
+            num_data: N, or None if it is not known.
 
         Raises:
             PlateError, SiteError: the model does not run on a part of the batch.
@@ -128,8 +144,15 @@ class Rerun:
         return probes
 
     def _advice(self, arguments: Arguments, part: Tensor, size: int, num_data: int | None) -> str:
-        """Advice for a model that fails on a part of a batch. Two more runs find the reason: one on
-        copies of the part's rows that fill a whole batch, one on the batch twice.
+        """Advice, as a sentence, for a model that fails on a part of a batch. Two more runs find
+        the reason: one on copies of the part's rows that fill a whole batch, one on the batch
+        twice.
+
+        Args:
+            arguments: the batch, as the model's arguments.
+            part: indices in the batch of the part's rows, `[b]`.
+            size: B, rows of the batch.
+            num_data: N, or None if it is not known.
         """
 
         def runs_on(places: Tensor) -> bool:
@@ -155,8 +178,15 @@ class Rerun:
 def probe_shifted(
     rerun: Rerun, arguments: Arguments, size: int, num_data: int | None
 ) -> list[Probe]:
-    """The batch, then its probes, at a second set of latent values; empty if the model cannot be
-    evaluated there."""
+    """Runs of the model at a second set of latent values: on the whole batch, then those of
+    `Rerun.probe_rows`. Empty if the model cannot be evaluated at these values.
+
+    Args:
+        rerun: runs the model at the first latent values.
+        arguments: the batch, as the model's arguments.
+        size: B, rows of the batch.
+        num_data: N, or None if it is not known.
+    """
     try:
         sites = rerun.shifted().run(arguments).sites
         probes = rerun.shifted().probe_rows(arguments, size, num_data)
@@ -171,9 +201,14 @@ def probe_shifted(
 
 
 def find_kept(program: Program, first: Recorder, arguments: Arguments) -> dict[str, Kept]:
-    """For each latent with elements that a mask leaves out, the elements that are params: those
-    that the mask keeps. A latent is not among the results if something depends on the elements
-    that its mask leaves out, at one of several latent values.
+    """For each latent with elements that a mask leaves out, the other elements: they alone are
+    params. A latent is not among the results if something depends on the elements that its mask
+    leaves out, at one of several latent values.
+
+    Args:
+        program: runs the model.
+        first: recorder of its first run.
+        arguments: the batch of that run.
 
     Raises:
         SiteError: a mask depends on a latent.
@@ -205,7 +240,8 @@ def find_kept(program: Program, first: Recorder, arguments: Arguments) -> dict[s
 
 
 def _local_latent_error(error: LatentShapeChanged, size: int) -> SiteError:
-    """The error about a latent with one value for every row, if that explains its changed shape."""
+    """The error to raise for a latent whose shape has changed: that it has one value for every row,
+    if only one dimension changed and had the batch's size; otherwise the error as it is."""
     pairs = zip(error.value_shape, error.site_shape, strict=False)
     follows = [n for n, m in pairs if n != m]
     if len(error.value_shape) == len(error.site_shape) and follows == [size]:
@@ -214,7 +250,8 @@ def _local_latent_error(error: LatentShapeChanged, size: int) -> SiteError:
 
 
 def _as_slice(part: Tensor) -> Any:
-    """Contiguous places as a slice, which copies nothing; repeated ones as they are."""
+    """Row indices as a slice, which copies nothing, if no index is repeated (they must be
+    contiguous then); repeated indices as they are."""
     if len(set(part.tolist())) < len(part):
         return part
     return slice(int(part[0]), int(part[-1]) + 1)

@@ -23,12 +23,15 @@ _ESCAPE = "write plate('data', {num_data}, subsample_size=len(x)) around it"
 
 
 class Evaluation(NamedTuple):
-    """The log joint density estimated from one batch, in nats, totals over the data.
+    """The log joint density estimated from one batch of B rows, in nats; totals over all N rows,
+    not per datum.
 
     Attributes:
-        log_joint: `log_prior + N/B * log_lik.sum()`, a scalar.
-        log_prior: priors, Jacobian, global factors and observed sites outside the data's plate.
-        log_lik: each row's log likelihood, `[B]`, summed over sites, without N/B.
+        log_joint: estimate of the log joint density, `log_prior + N/B * log_lik.sum()`, a scalar.
+        log_prior: the part that is counted once, a scalar: priors, Jacobian, global factors and
+            observed sites outside the data's plate.
+        log_lik: each row's log likelihood, `[B]`, summed over observed sites, not multiplied by
+            N/B.
     """
 
     log_joint: Tensor
@@ -42,20 +45,21 @@ Prior: TypeAlias = Callable[[Mapping[str, Site], Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Rule:
-    """How one term enters the log joint.
+    """How one term enters the log joint density: counted once or multiplied by N/B (rows of the
+    data over rows of the batch), and by whom.
 
     Attributes:
         role: what the term is: a latent's density, rows of the data, or a global term that counts
             once.
-        dim: the rows' dimension, from the right, of the term unwrapped `depth` times. A term that
-            needs the whole data may have a row dimension, too: a row's value is then conditional on
-            the others.
-        depth: how many `to_event` are undone to find the rows.
+        dim: dimension of the rows, negative and from the right, of the term with `depth` layers of
+            `to_event` undone; None without rows. A term that needs the whole data may have a row
+            dimension, too: a row's value is then conditional on the others.
+        depth: number of `to_event` layers that are undone to find the rows.
         keeps_scale: False if the user's scale is N/B written by hand, which is replaced.
         whole_data: whether the term is a joint density of all rows, so that B = N is required.
-        pyro: what Pyro multiplies by, in words.
-        ours: what this library multiplies by, in words.
-        why: how the rule was recognized.
+        pyro: the factor by which Pyro multiplies, in words.
+        ours: the factor by which this library multiplies, in words.
+        why: how the rule was recognized, in words.
     """
 
     role: Literal["prior", "rows", "global"]
@@ -70,7 +74,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The rules of every term of a model, for N rows."""
+    """The scaling rules of all terms of a model: computes the log joint density from the sites of a
+    run.
+
+    Attributes:
+        num_data: N, the number of rows of the whole data set.
+        rules: each term's rule, by the term's name.
+    """
 
     num_data: int
     rules: Mapping[str, Rule]
@@ -81,12 +91,13 @@ class Scaling:
         batch_size: int,
         prior: Prior | None = None,
     ) -> Evaluation:
-        """The log joint of one run on a batch.
+        """The log joint density estimated from one run on a batch, in nats.
 
         Args:
-            sites: of the run.
-            batch_size: B.
-            prior: a function that replaces the model's log prior; None keeps it.
+            sites: the run's sites by name.
+            batch_size: B, rows of the batch.
+            prior: function of (sites, log prior) that returns the log prior to use; None keeps the
+                model's.
         """
         terms = terms_of(sites)
         self._check(terms, batch_size)
@@ -102,8 +113,16 @@ class Scaling:
         return Evaluation(log_joint, log_prior, log_lik)
 
     def rows(self, terms: Mapping[str, Term], batch_size: int) -> dict[str, Tensor]:
-        """Each row's log likelihood by data site, `[B]`: without N/B, with the user's scale and
-        mask."""
+        """Each row's log likelihood in nats, `[B]` by data term: not scaled up from the batch to
+        the data (by N/B), but with the user's scale and mask.
+
+        Args:
+            terms: terms of a run, by name.
+            batch_size: B, rows of the batch.
+
+        Raises:
+            PlateError: a term has another number of rows than B.
+        """
         rows = {}
         for name, term in terms.items():
             rule = self.rules[name]
@@ -118,13 +137,14 @@ class Scaling:
         return rows
 
     def rows_of_run(self, sites: Mapping[str, Site], batch_size: int) -> dict[str, Tensor]:
-        """As `rows`, from the sites of a run."""
+        """Each row's log likelihood in nats, `[B]` by data term, as `rows` returns it, from the
+        sites of a run instead of its terms."""
         names = {name for name, rule in self.rules.items() if rule.role == "rows"}
         return self.rows(_terms_among(sites, names), batch_size)
 
     def log_likelihood(self, sites: Mapping[str, Site], batch_size: int) -> dict[str, Tensor]:
-        """As `rows_of_run`, and includes terms that need the whole data, whose rows are conditional
-        on the others."""
+        """Each row's log likelihood in nats, `[B]` by term, as `rows_of_run` returns it, and also
+        for terms that need the whole data: their rows are conditional on the other rows."""
         terms = _terms_among(sites, {n for n, rule in self.rules.items() if rule.dim is not None})
         conditional = {
             name: rows_of(term, rule)
@@ -148,15 +168,16 @@ class Scaling:
 
 
 def _terms_among(sites: Mapping[str, Site], names: Collection[str]) -> dict[str, Term]:
-    """The terms of these sites; of all where a site is enumerated, and terms span several. A
-    network's priors are left out, since they take longer than its rows."""
+    """The terms of the named sites alone; of all sites if a site is enumerated, since terms span
+    several sites then. Leaves out a network's priors, which take longer than its rows."""
     if all(site.enum_dim is None for site in sites.values()):
         sites = {name: site for name, site in sites.items() if name in names}
     return terms_of(sites)
 
 
 def rows_of(term: Term, rule: Rule) -> Tensor:
-    """A data term's log likelihood of each row, `[B]`."""
+    """The log likelihood of each row, `[B]`, of a data term: with the user's scale if its rule
+    keeps that, and not scaled up from the batch to the data."""
     log_prob = term.unwrap(rule.depth)
     if rule.keeps_scale:
         log_prob = log_prob * aligned_scale(term, log_prob)
@@ -164,7 +185,9 @@ def rows_of(term: Term, rule: Rule) -> Tensor:
 
 
 def sum_but(log_prob: Tensor, dim: int | None) -> Tensor:
-    """Sums over all dimensions except `dim`, which is counted from the right."""
+    """The sum of a log density over all dimensions except `dim` (negative, from the right), a
+    vector.
+    """
     assert dim is not None
     keep = log_prob.dim() + dim
     others = [i for i in range(log_prob.dim()) if i != keep]
@@ -172,12 +195,13 @@ def sum_but(log_prob: Tensor, dim: int | None) -> Tensor:
 
 
 def joint_message(name: str, parts: Literal["sum", "mean", "neither"], num_data: int) -> str:
-    """The message about a term that is one value for all rows of a batch.
+    """The message for an error about a term that is one value for all rows of a batch.
 
     Args:
-        name: the site's.
-        parts: how the value is related to the values of the batch's halves.
-        num_data: N.
+        name: the site's name.
+        parts: whether the batch's value is the sum or the mean of the values of its halves, or
+            neither.
+        num_data: N, the number of rows of the whole data set.
     """
     by_row = f"one value per row, inside the data's plate ({_ESCAPE.format(num_data=num_data)})"
     if parts == "neither":
@@ -194,12 +218,13 @@ def joint_message(name: str, parts: Literal["sum", "mean", "neither"], num_data:
 
 
 def dependence_message(name: str, changes: Sequence[tuple[bool, Tensor]]) -> str:
-    """The message about a row's log density that depends on other rows of its batch.
+    """The message for an error about a site whose rows' log densities depend on other rows of the
+    batch.
 
     Args:
-        name: the site's.
-        changes: for halves of batches, (whether it is the second half, which of its rows change
-            without the other half, `[b]`).
+        name: the site's name.
+        changes: for halves of batches, (whether it is the second half, mask `[b]` of its rows whose
+            log density changes without the other half).
     """
     half = min((len(rows) for _, rows in changes), default=0)
     before = max((_reach(rows) for is_second, rows in changes if is_second), default=0)
@@ -223,6 +248,8 @@ def dependence_message(name: str, changes: Sequence[tuple[bool, Tensor]]) -> str
 
 
 def _reach(changed: Tensor) -> int:
-    """The number of rows up to the last one that changed; 0 if no row changed."""
+    """The number of rows from the first up to the last one that is True in a mask `[b]`; 0 if none
+    is.
+    """
     places = torch.nonzero(changed)
     return int(places.max()) + 1 if len(places) else 0

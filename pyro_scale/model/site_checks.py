@@ -27,13 +27,18 @@ FINITE_DATA = (
 
 
 class NotFiniteStartError(SiteError):
-    """A log density is NaN or infinite where the model was started; it may be finite elsewhere."""
+    """A log density is NaN or infinite where the model was started; another start may be finite."""
 
     code = "not-finite"
 
 
 def check_names(sites: Mapping[str, Site]) -> None:
-    """Raises for names that collide with ArviZ's dimensions, or cannot be file names."""
+    """Raises for sites or plates whose names collide with ArviZ's dimensions ("chain", "draw"), or
+    cannot be file names.
+
+    Raises:
+        SiteError: there is such a name.
+    """
     names = {*sites, *(frame.name for site in sites.values() for frame in site.plates)}
     for name in sorted({"chain", "draw"} & names):
         raise SiteError(
@@ -49,7 +54,11 @@ def check_names(sites: Mapping[str, Site]) -> None:
 
 
 def check_latent_sizes(sites: Mapping[str, Site]) -> None:
-    """Raises for latents without elements."""
+    """Raises for latents without elements.
+
+    Raises:
+        SiteError: there is such a latent.
+    """
     for site in sites.values():
         # a rank's part of a small weight may be empty
         if site.kind == "latent" and not site.value.numel() and WEIGHT not in site.infer:
@@ -60,7 +69,12 @@ def check_latent_sizes(sites: Mapping[str, Site]) -> None:
 
 
 def check_starts(sites: Mapping[str, Site], chain: int = 0) -> None:
-    """Raises for latents that start outside their support, or on its edge."""
+    """Raises for latents that start outside their support, or on its edge, where the unconstrained
+    value is not finite. `chain` is the chain's number, for the message.
+
+    Raises:
+        SiteError: there is such a latent.
+    """
     for site in sites.values():
         if site.unconstrained is not None and not bool(torch.isfinite(site.unconstrained).all()):
             raise SiteError(
@@ -70,7 +84,16 @@ def check_starts(sites: Mapping[str, Site], chain: int = 0) -> None:
 
 
 def check_enumerated(name: str, fn: Any, infer: Mapping[str, Any]) -> None:
-    """Raises for a discrete latent that is not marked to be summed out, or cannot be."""
+    """Raises for a discrete latent that is not marked to be summed out, or cannot be.
+
+    Args:
+        name: the site's name.
+        fn: the site's distribution.
+        infer: the site's `infer` dict.
+
+    Raises:
+        SiteError: the latent is such a one.
+    """
     instead = without_imputation(name)
     enumerates = infer.get("enumerate") == "parallel"
     if enumerates and fn.has_enumerate_support:
@@ -95,7 +118,8 @@ def check_enumerated(name: str, fn: Any, infer: Mapping[str, Any]) -> None:
 
 
 def check_mask(msg: Any) -> None:
-    """Raises for a mask whose shape is not that of the site's values; `msg` is Pyro's message."""
+    """Raises a `SiteError` for a mask that does not broadcast to the batch shape of the site's
+    values; `msg` is Pyro's message about the site."""
     fn, mask, value = msg["fn"], msg["mask"], msg["value"]
     if not isinstance(mask, Tensor):
         return
@@ -113,7 +137,8 @@ def check_mask(msg: Any) -> None:
 
 
 def check_weights(msg: Any) -> None:
-    """Raises for a bayesianized network that is called in a plate; `msg` is Pyro's message."""
+    """Raises a `SiteError` for a bayesianized network that is called inside a plate; `msg` is
+    Pyro's message about one of its weights."""
     plates = [frame.name for frame in msg["cond_indep_stack"] if frame.vectorized]
     if WEIGHT in msg["infer"] and plates:
         raise SiteError(
@@ -123,7 +148,8 @@ def check_weights(msg: Any) -> None:
 
 
 def check_imputations(sites: Mapping[str, Site]) -> None:
-    """Raises for sites with `obs_mask=` and without `obs=`, of which Pyro makes two latents."""
+    """Raises a `SiteError` for a site that has `obs_mask=` and no `obs=`: Pyro makes two latents of
+    it."""
     for site in sites.values():
         name = site.name.removesuffix("_observed")
         is_masked = name != site.name and f"{name}_unobserved" in sites and name in sites
@@ -138,12 +164,16 @@ def check_imputations(sites: Mapping[str, Site]) -> None:
 def check_local_latents(
     sites: Mapping[str, Site], own_plate: str | None, others: Sequence[Mapping[str, Site]]
 ) -> None:
-    """Raises for latents with one value for every row.
+    """Raises for latents with one value for every row of the data, which minibatches cannot update.
 
     Args:
-        sites: of a run on the batch.
-        own_plate: the plate that the model subsamples by itself, if it does.
-        others: the sites of runs on other rows: a plate is the data's where their sizes differ.
+        sites: sites of a run on the batch.
+        own_plate: the plate that the model subsamples by itself; None if there is none.
+        others: the sites of runs on other rows: a plate whose size differs between the runs is the
+            data's.
+
+    Raises:
+        SiteError: there is such a latent.
     """
     data_plates = {own_plate}
     if own_plate is None:
@@ -167,7 +197,12 @@ def check_local_latents(
 
 
 def local_message(name: str, where: str) -> str:
-    """The message about a latent with one value for every row."""
+    """The message for an error about a latent with one value for every row.
+
+    Args:
+        name: the latent's name.
+        where: phrase that says where the latent is, such as "inside the data's plate 'data'".
+    """
     instead = without_imputation(name)
     if instead:
         return (
@@ -183,11 +218,15 @@ def local_message(name: str, where: str) -> str:
 
 
 def check_terms(terms: Mapping[str, Term], arguments: Arguments = ()) -> None:
-    """Raises for log densities that are NaN or infinite.
+    """Raises for log densities that are NaN or infinite at the start.
 
     Args:
-        terms: of a run at the start.
-        arguments: the batch, which the message names if it is the cause.
+        terms: terms of a run at the start, by name.
+        arguments: the batch, which the message names if NaN or infinite numbers in it are the
+            cause.
+
+    Raises:
+        NotFiniteStartError: there is such a density.
     """
     for term in terms.values():
         if not bool(torch.isfinite(term.log_prob).all()):
@@ -201,13 +240,16 @@ def check_terms(terms: Mapping[str, Term], arguments: Arguments = ()) -> None:
 def check_no_random_draws(
     terms: Mapping[str, Term], again: Mapping[str, Term], drew: bool, module: str | None = None
 ) -> None:
-    """Raises for a model that draws outside of its sites.
+    """Raises for a model that draws random numbers outside of its sample sites.
 
     Args:
-        terms: of one run.
-        again: of another on the same batch, at the same latent values.
-        drew: whether one of them drew from torch's generator, which need not change a term.
-        module: the module that drew, in words, if one did.
+        terms: terms of one run, by name.
+        again: terms of another run on the same batch, at the same latent values.
+        drew: whether one of the runs drew from torch's generator; also an error if all terms agree.
+        module: phrase that names the module that drew; None if it is not known.
+
+    Raises:
+        ModelError: the terms differ, or a run drew.
     """
     advice = (
         f"so {module or 'something in the model'} draws at random: call .eval() on modules with "
@@ -232,8 +274,8 @@ def check_no_random_draws(
 
 
 def first_differing_term(terms: Mapping[str, Term], others: Mapping[str, Term]) -> str | None:
-    """Name of the first term of a run that is missing or different in another run; None if all
-    agree."""
+    """The name of the first of a run's terms that is missing in another run or differs by more than
+    rounding; None if all agree. Terms that only the other run has are not looked at."""
     for name, term in terms.items():
         if name not in others or not close(term.log_prob, others[name].log_prob, roundings=64):
             return name

@@ -21,20 +21,21 @@ Kind = Literal["latent", "observed", "factor", "deterministic", "enumerated", "s
 
 @dataclass(frozen=True)
 class Site:
-    """One sample statement, as it happened in one run of the model.
+    """One sample statement of a model, with its distribution and value in one run.
 
     Attributes:
         name: the site's name.
         kind: what the statement is for: a latent, an observation, ...
-        fn: its distribution, with validation off.
-        value: its value, constrained.
-        scale: the user's `poutine.scale`.
-        mask: the user's `poutine.mask`.
+        fn: the site's distribution, with validation off.
+        value: the site's value, in its support (constrained).
+        scale: the user's `poutine.scale`, without the factors of plates.
+        mask: the user's `poutine.mask`; None if there is none.
         plates: the plates around it, outermost first.
         infer: the site's `infer` dict.
         unconstrained: the value before the transform (latents only).
-        log_det: log |d value / d unconstrained|, summed (latents only).
-        enum_dim: the dimension, from the right, along which it is enumerated.
+        log_det: log |det d value / d unconstrained|, a scalar (latents only).
+        enum_dim: the dimension, negative and from the right, along which an enumerated site has its
+            values; None for others.
         validates: whether its distribution, as the model made it, checks its values.
     """
 
@@ -53,18 +54,19 @@ class Site:
 
     @property
     def shape(self) -> torch.Size:
-        """The distribution's batch and event shape together."""
+        """The distribution's batch shape followed by its event shape."""
         return self.fn.batch_shape + self.fn.event_shape
 
 
 @dataclass(frozen=True)
 class Point:
-    """A `pyro.param` site or an unfrozen weight of a module: one value, point-estimated.
+    """A `pyro.param` site or an unfrozen weight of a module: one tensor for all chains,
+    point-estimated.
 
     Attributes:
         name: the param site's name.
-        constraint: its support.
-        unconstrained: its value when the model was first run.
+        constraint: the constraint that is the value's support.
+        unconstrained: the unconstrained value when the model was first run.
         parameter: the module's unconstrained parameter; None if the point belongs to no module.
     """
 
@@ -74,18 +76,18 @@ class Point:
     parameter: nn.Parameter | None
 
     def constrain(self, unconstrained: Tensor) -> Tensor:
-        """A value in the support, from an unconstrained one."""
+        """The value in the support for an unconstrained value. The inverse of `unconstrain`."""
         value: Tensor = transform_to(self.constraint)(unconstrained)
         return value
 
     def unconstrain(self, value: Tensor) -> Tensor:
-        """The unconstrained value, from one in the support."""
+        """The unconstrained value for a value in the support. The inverse of `constrain`."""
         unconstrained: Tensor = transform_to(self.constraint).inv(value)
         return unconstrained
 
 
 def points_of_store() -> dict[str, Point]:
-    """The params in Pyro's param store, by name."""
+    """All params that are in Pyro's param store at present, by name."""
     state = pyro.get_param_store().get_state()
     return {
         name: Point(
@@ -99,7 +101,8 @@ def points_of_store() -> dict[str, Point]:
 
 
 def plate_scale(plates: tuple[CondIndepStackFrame, ...]) -> float:
-    """The factor by which plates multiply a log density: size over subsample size."""
+    """The factor by which Pyro's plates multiply a site's log density: the product of full size
+    over subsample size."""
     scale = 1.0
     for frame in plates:
         if frame.full_size is not None:
@@ -108,7 +111,9 @@ def plate_scale(plates: tuple[CondIndepStackFrame, ...]) -> float:
 
 
 def without_imputation(name: str) -> str:
-    """Advice, after a semicolon, on how to avoid a latent that `obs_mask=` makes; "" for others."""
+    """Advice for the end of a message, after a semicolon, on how to avoid the latent that Pyro
+    makes for the missing values of a site with `obs_mask=`; an empty string if `name` is not such a
+    latent's."""
     site = name.removesuffix("_unobserved")
     if site == name:
         return ""
@@ -119,7 +124,8 @@ def without_imputation(name: str) -> str:
 
 
 def free_dim(sites: Mapping[str, Site]) -> int | None:
-    """The first dimension left of all batch dimensions, for enumerated sites; None without any."""
+    """The first dimension (negative, from the right) that is left of all batch dimensions and
+    plates of a run, where enumerated sites may put their values; None if no site is enumerated."""
     if not any(site.kind == "enumerated" for site in sites.values()):
         return None
     batch_dims = [len(site.fn.batch_shape) for site in sites.values() if site.kind != "subsample"]
@@ -128,7 +134,8 @@ def free_dim(sites: Mapping[str, Site]) -> int | None:
 
 
 def layers(fn: Any) -> list[Any]:
-    """A distribution and all that it wraps, from the outermost to the innermost."""
+    """A list of a distribution and the distributions that it wraps (by `base_dist`: `to_event`,
+    `expand`, masks), from the outermost to the innermost."""
     inner = [fn]
     while hasattr(inner[-1], "base_dist"):
         inner.append(inner[-1].base_dist)
@@ -136,7 +143,8 @@ def layers(fn: Any) -> list[Any]:
 
 
 def validates(fn: Any) -> bool:
-    """Whether a distribution, and every one that it wraps, checks its values."""
+    """Whether a distribution, and every one that it wraps, checks its values against the support
+    (`validate_args`)."""
     return all(layer._validate_args for layer in layers(fn))
 
 
@@ -160,22 +168,24 @@ def without_validation(fn: Any) -> Any:
 
 
 def is_subsample(fn: Any) -> bool:
-    """Whether a statement is a plate's choice of rows."""
+    """Whether a distribution is that of a plate's subsample statement, which picks the plate's
+    rows.
+    """
     return type(fn).__name__ == "_Subsample"
 
 
 def base_distribution(fn: Any) -> Any:
-    """The distribution of single elements: `to_event` and masks undone."""
+    """The distribution that is left when all `to_event` and masks around it are undone."""
     while isinstance(fn, torch.distributions.Independent | dist.MaskedDistribution):
         fn = fn.base_dist
     return fn
 
 
 def is_discrete(msg: Any) -> bool:
-    """Whether a latent is discrete, from Pyro's message about it.
+    """Whether a latent's support is discrete; `msg` is Pyro's message about the sample statement.
 
     Raises:
-        SiteError: it has no support, or is a Delta.
+        SiteError: the distribution has no support, or is a Delta.
     """
     fn = base_distribution(msg["fn"])
     if isinstance(fn, dist.Delta):
@@ -193,7 +203,8 @@ def is_discrete(msg: Any) -> bool:
 
 
 def kind_of(msg: Any) -> Kind:
-    """The kind of a sample statement, from Pyro's message about it."""
+    """The kind of a sample statement (latent, observed, factor, ...); `msg` is Pyro's message about
+    it."""
     fn = msg["fn"]
     if is_subsample(fn):
         return "subsample"

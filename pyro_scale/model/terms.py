@@ -23,13 +23,15 @@ from pyro_scale.model.sites import Site
 
 @dataclass(frozen=True)
 class Term:
-    """A part of the log joint density, without any scale.
+    """One additive part of the log joint density in one run, of one site or of a sum over
+    enumerated sites, without any scale.
 
     Attributes:
-        name: the site's name; for a sum over enumerated sites, the observed sites' names.
-        log_prob: log density per batch element, masked, `[*batch_shape]`.
-        scale: the user's `poutine.scale`.
-        plates: the plates around it.
+        name: the site's name; for a sum over enumerated sites, the observed sites' names, joined by
+            "+".
+        log_prob: log density per batch element, zero where a mask leaves it out, `[*batch_shape]`.
+        scale: the user's `poutine.scale`, not yet applied.
+        plates: the plates around the site.
         is_prior: whether it is the density of a latent.
         site: the term's only site; None for a sum over enumerated sites.
     """
@@ -42,14 +44,16 @@ class Term:
     site: Site | None = field(default=None, repr=False)
 
     def unwrap(self, depth: int) -> Tensor:
-        """The log density with `depth` layers of `to_event` undone: more dimensions, same sum."""
+        """The log density with `depth` layers of `to_event` undone: their event dimensions become
+        batch dimensions, the sum is the same."""
         if depth == 0 or self.site is None:  # enumerated terms have no layers to undo
             return self.log_prob
         return _log_prob(self.site, depth)
 
     @property
     def max_depth(self) -> int:
-        """The number of layers of `to_event` around the distribution."""
+        """The number of `to_event` layers (nested `Independent` distributions) around the site's
+        distribution, each over any number of dimensions; 0 for a sum over enumerated sites."""
         depth, fn = 0, self.site.fn if self.site else None
         while isinstance(fn, Independent):
             depth, fn = depth + 1, fn.base_dist
@@ -57,7 +61,12 @@ class Term:
 
 
 def terms_of(sites: Mapping[str, Site]) -> dict[str, Term]:
-    """The terms of one run of a model."""
+    """The terms of the log joint density in one run of a model, by name, with enumerated sites
+    summed out.
+
+    Raises:
+        SiteError: enumerated sites cannot be summed out.
+    """
     terms = [
         Term(
             name=site.name,
@@ -80,7 +89,7 @@ def terms_of(sites: Mapping[str, Site]) -> dict[str, Term]:
 
 
 def unwrap(fn: Any, depth: int) -> Any:
-    """A distribution with `depth` layers of `to_event` undone."""
+    """A distribution with `depth` layers of `to_event` undone, `base_dist` by `base_dist`."""
     for _ in range(depth):
         fn = fn.base_dist
     return fn
@@ -97,23 +106,34 @@ def _log_prob(site: Site, depth: int) -> Tensor:
 
 
 def aligned_scale(term: Term, log_prob: Tensor) -> float | Tensor:
-    """A term's scale, reshaped to multiply its unwrapped log density."""
+    """A term's `poutine.scale`, reshaped to multiply `log_prob`, the term's log density with some
+    `to_event` undone."""
     return align(term.scale, log_prob.dim() - term.log_prob.dim())
 
 
 def align(batchwise: Any, extra: int) -> Any:
-    """A scale or mask over batch dimensions, with `extra` dimensions of size 1 for events."""
+    """A scale or mask over batch dimensions with `extra` dimensions of size 1 appended, one for
+    each event dimension; numbers and None are returned as they are."""
     if not isinstance(batchwise, Tensor) or batchwise.dim() == 0:
         return batchwise
     return batchwise.reshape(batchwise.shape + (1,) * extra)
 
 
 def _sum_out(variable: Site, terms: list[Term], free: int) -> list[Term]:
-    """Replaces the terms that depend on an enumerated site by the log of their summed product.
+    """The terms after one enumerated site is summed out: those that depend on it are replaced by
+    the log of the sum, over the site's values, of their product.
 
-    Elements along dimensions that the variable does not have share its value, so their log
-    densities are added before the sum over its values. Along its own dimensions there is one such
-    sum for each element.
+    Elements along dimensions that the site does not have share its value, so their log densities
+    are added before the sum over its values. Along its own dimensions there is one such sum for
+    each element.
+
+    Args:
+        variable: the enumerated site.
+        terms: all terms.
+        free: dimension, negative, from which on to the left dimensions belong to enumerated sites.
+
+    Raises:
+        SiteError: a term is not in all plates of the site, or the terms' scales differ.
     """
     dim = variable.enum_dim
     assert dim is not None
@@ -150,15 +170,25 @@ def _sum_out(variable: Site, terms: list[Term], free: int) -> list[Term]:
 
 
 def _dims(plates: Iterable[CondIndepStackFrame], shape: torch.Size, free: int) -> set[int]:
-    """The dimensions of plates, and others with more than one element; counted from the right.
-    Dimensions from `free` to the left belong to enumerated sites and are left out."""
+    """The dimensions (negative, from the right) of the plates, and those of `shape` with more than
+    one element. Dimensions from `free` to the left belong to enumerated sites and are left out of
+    the latter."""
     plated = {frame.dim for frame in plates if frame.dim is not None}
     return plated | {i for i in range(max(free + 1, -len(shape)), 0) if shape[i] > 1}
 
 
 def _check_plates(terms: list[Term], enumerated: str, free: int) -> None:
-    """Raises for a site in plates with a dimension outside them: an enumerated dimension that the
-    model has moved, by a sum or an index."""
+    """Raises for a site that is in plates and has a further dimension outside them: an enumerated
+    dimension that the model has moved, by a sum or an index.
+
+    Args:
+        terms: all terms.
+        enumerated: name of an enumerated site, for the message.
+        free: dimension, negative, from which on to the left dimensions belong to enumerated sites.
+
+    Raises:
+        SiteError: there is such a site.
+    """
     for term in terms:
         plated = {frame.dim for frame in term.plates}
         for dim in _dims((), term.log_prob.shape, free) - plated:

@@ -12,7 +12,7 @@ from torch.distributions import Transform, biject_to, constraints
 
 
 class _Triangular(Transform):
-    """A map from vectors to triangular matrices, which are filled row by row.
+    """Base class of the bijections from vectors to triangular matrices that are filled row by row.
 
     Attributes:
         has_diagonal: whether the vector has elements for the diagonal.
@@ -23,31 +23,36 @@ class _Triangular(Transform):
     has_diagonal = True
 
     def forward_shape(self, shape: Any) -> torch.Size:
-        """[..., number of elements] -> [..., n, n]."""
+        """The matrices' shape `[..., n, n]`, from the vectors' shape `[..., number of
+        elements]`.
+        """
         n = self._order(shape[-1])
         return torch.Size((*shape[:-1], n, n))
 
     def inverse_shape(self, shape: Any) -> torch.Size:
-        """[..., n, n] -> [..., number of elements]."""
+        """The vectors' shape `[..., number of elements]`, from the matrices' shape `[..., n,
+        n]`.
+        """
         n = shape[-1]
         return torch.Size((*shape[:-2], n * (n - 1) // 2 + n * self.has_diagonal))
 
     def _order(self, size: int) -> int:
-        """The number n of the matrix's rows, from the size of the vector."""
+        """The number n of rows of the n x n matrix, from the number of elements of the vector."""
         return int(((8 * size + 1) ** 0.5 - 1) / 2 + 0.5) + (not self.has_diagonal)
 
     def _indices(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(Rows, columns) of the vector's elements in the matrix."""
+        """(Row indices, column indices) in the n x n matrix of the vector's elements."""
         rows, columns = torch.tril_indices(n, n, self.has_diagonal - 1, device=device)
         return rows, columns
 
 
 class LowerCholesky(_Triangular):
-    """Vectors of n (n + 1) / 2 reals <-> lower triangular matrices with a positive diagonal.
+    """Bijection from vectors of n (n + 1) / 2 reals to lower triangular matrices with a positive
+    diagonal.
 
-    The vector has the lower triangle row by row, and the logarithms of the diagonal's elements:
-    log |det J| is their sum. torch's map takes n x n matrices and ignores half of their elements,
-    so it is not a bijection.
+    The vector has the lower triangle row by row, and the logarithms of the diagonal's elements: log
+    |det J| is the sum of these logarithms. torch's map takes n x n matrices and ignores half of
+    their elements, so it is not a bijection.
     """
 
     codomain = constraints.lower_cholesky
@@ -64,7 +69,7 @@ class LowerCholesky(_Triangular):
         return torch.where(diagonal, torch.where(diagonal, values, 1).log(), values)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """The sum of the diagonal's logarithms."""
+        """log |det dy/dx| `[...]`: the sum of the logarithms of the diagonal's elements."""
         return y.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
@@ -95,7 +100,8 @@ class CorrelationCholesky(_Triangular):
         return torch.atanh((y / lengths)[..., rows, columns])
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """The sum over elements below the diagonal of log remaining length + log tanh'(x)."""
+        """log |det dy/dx| `[...]`: the sum over elements below the diagonal of log remaining length
+        + log tanh'(x)."""
         rows, columns = self._indices(y.shape[-1], y.device)
         length = (1 - _squares_before(y))[..., rows, columns].log() / 2
         slope = 2 * (math.log(2.0) - x - torch.nn.functional.softplus(-2 * x))
@@ -103,23 +109,25 @@ class CorrelationCholesky(_Triangular):
 
 
 def _squares_before(y: Tensor) -> Tensor:
-    """The sum of squares of the elements before each element in its row."""
+    """For each element of a matrix `[..., n, n]`, the sum of squares of the elements to its left in
+    its row."""
     return torch.nn.functional.pad(y.square().cumsum(-1)[..., :-1], (1, 0))
 
 
 def _place(values: Tensor, places: Tensor, n: int) -> Tensor:
-    """A matrix n x n with values `[..., m]` at m places and zeros elsewhere. It is a product, which
-    goes through vmap."""
+    """Matrices `[..., n, n]` with `values`, `[..., m]`, at m places (indices of the flattened
+    matrix) and zeros elsewhere. Computed as a matrix product, which works under vmap."""
     columns = torch.zeros(n * n, len(places), dtype=values.dtype, device=values.device)
     columns[places, torch.arange(len(places), device=values.device)] = 1
     return (values @ columns.mT).reshape(*values.shape[:-1], n, n)
 
 
 def bijection(support: Any) -> Transform:
-    """The bijection from unconstrained space to a support.
+    """The bijection from unconstrained space to a support. Differs from torch's `biject_to` for
+    Cholesky factors of covariances and of correlations.
 
     Raises:
-        NotImplementedError: there is none.
+        NotImplementedError: the support has none.
     """
     base = _of_elements(support)
     if base is constraints.lower_cholesky:
@@ -130,7 +138,7 @@ def bijection(support: Any) -> Transform:
 
 
 def is_real(support: Any) -> bool:
-    """Whether a support is all reals, so that its bijection is the identity."""
+    """Whether a support is all reals, elementwise, so that its bijection is the identity."""
     return _of_elements(support) is constraints.real
 
 

@@ -22,19 +22,23 @@ from pyro_scale.core.exclusive import exclusive
 
 
 def rhat(draws: Any) -> Any:
-    """Rank-normalized split R-hat of every variable of a Dataset with dims chain and draw."""
+    """Rank-normalized split R-hat of every variable of an `xarray.Dataset` with dims chain and
+    draw, as a Dataset."""
     with _quiet_arviz() as arviz:
         return arviz.rhat(draws)
 
 
 def ess(draws: Any, method: Literal["bulk", "tail", "mean"]) -> Any:
-    """Effective sample size of every variable of a Dataset with dims chain and draw."""
+    """Effective sample size, in draws, of every variable of an `xarray.Dataset` with dims chain and
+    draw, as a Dataset."""
     with _quiet_arviz() as arviz:
         return arviz.ess(draws, method=method)
 
 
 def mcse_of_mean(draws: Tensor) -> float:
-    """Monte Carlo standard error of the mean of draws, `[chains, draws]`."""
+    """Monte Carlo standard error of the mean of draws `[chains, draws]` of one quantity, in its
+    unit.
+    """
     with _quiet_arviz() as arviz:
         return float(arviz.mcse(draws.numpy(), method="mean"))
 
@@ -70,7 +74,8 @@ def psis(log_ratios: Tensor, relative_ess: float) -> tuple[Tensor, Tensor]:
 
 
 def summary(tree: Any) -> Any:
-    """ArviZ's summary of a posterior: a DataFrame, one row for each element."""
+    """ArviZ's summary of a posterior (InferenceData or DataTree): a DataFrame with one row for each
+    element."""
     with _quiet_arviz() as arviz:
         return arviz.summary(tree)
 
@@ -79,7 +84,7 @@ def tree_of(datasets: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
     """The groups as an InferenceData (ArviZ 0.23) or a DataTree (1.x).
 
     Args:
-        datasets: xarray Datasets by group.
+        datasets: an `xarray.Dataset` for each group, by the group's name.
         attrs: attributes of the whole.
     """
     with _quiet_arviz() as arviz:
@@ -99,8 +104,8 @@ def _is_1() -> bool:
 
 @contextlib.contextmanager
 def _quiet_arviz() -> Iterator[Any]:
-    """A context manager that imports ArviZ on first use and silences messages that users can do
-    nothing about: its notice of version 1, and warnings about single draws and overflow."""
+    """Context that yields the module arviz, imported on first use, and silences messages that users
+    can do nothing about: its notice of version 1, and warnings about single draws and overflow."""
     with exclusive, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", RuntimeWarning)

@@ -25,12 +25,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Readers:
-    """The processes that read rows together after a run, or this process alone.
+    """The processes that together read rows of data after a run, each some chunks of them; or this
+    process alone.
 
     Attributes:
         ranks: the processes.
-        device: of their results.
-        seed: of their random numbers; None for torch's generator.
+        device: device of the results that they exchange.
+        seed: seed of the random numbers of all chunks; None to draw from torch's generator as it
+            is.
     """
 
     ranks: Ranks
@@ -39,18 +41,21 @@ class Readers:
 
     @property
     def share(self) -> Share:
-        """This process's share of the chunks of rows."""
+        """Which of the chunks of rows this process reads."""
         return self.ranks.share
 
     def map(self, function: Callable[[Chunk], T], chunks: Iterable[Chunk]) -> list[tuple[T, Chunk]]:
-        """(The function's value, the chunk without its rows) for all chunks in order, on every
-        rank.
+        """Applies a function to the chunks of rows and gathers the results of all processes.
 
         Each chunk has its own seed, so that draws on different ranks are independent.
 
         Args:
-            function: of a chunk; returns a pytree of tensors.
-            chunks: this process's share.
+            function: function of a chunk that returns a pytree of tensors.
+            chunks: the chunks that this process reads.
+
+        Returns:
+            A list of (the function's value, the chunk without its rows) for the chunks of all
+            processes, in the data's order, on every rank.
         """
         results = []
         for place, chunk in enumerate(chunks):
@@ -59,10 +64,10 @@ class Readers:
         return self.gather(results)
 
     def gather(self, results: list[T]) -> list[T]:
-        """The results of all ranks in their original order, on every rank.
+        """The results of all ranks in the order of the chunks, on every rank.
 
         Args:
-            results: of this rank's share.
+            results: the results of this rank, one for each of its chunks.
         """
         return self.ranks.in_turn(results, "what is read", self.device)
 
@@ -80,15 +85,16 @@ def readers_of(
     draws: bool = False,
     **arguments: object,
 ) -> Iterator[Readers]:
-    """A block in which rows are read: by all ranks of the run, if each has all of its draws and
-    their process group exists; otherwise by this process.  An error on one rank ends all.
+    """Context that yields the processes by which rows are read: all ranks of the run, if each has
+    all of its draws and their process group exists; otherwise this process alone. An error on one
+    rank ends all.
 
     Args:
-        result: of the run.
-        what: is called, in words, for messages.
+        result: draws and facts of the run.
+        what: name of the call, for messages.
         data: the rows that are read.
         draws: whether random numbers are drawn.
-        arguments: of the call, which have to be the same on all ranks.
+        arguments: options of the call, which must be the same on all ranks.
 
     Raises:
         ArgumentError: another rank has made another call, or has other data.

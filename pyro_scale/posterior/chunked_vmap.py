@@ -23,16 +23,17 @@ CHUNK_BYTES = 2**24
 def vmap_in_chunks(
     function: Callable[[Tensor], Any], blocks: Iterable[Tensor], random: bool = False
 ) -> Iterator[Any]:
-    """Values of the function at all vectors, in order, one chunk after another: pytrees of tensors
-    `[n, ...]`.
+    """Yields a function's values at all vectors, in order, one chunk of vectors after another:
+    pytrees of tensors `[n, ...]`, such that a vmapped call fits into memory.
 
-    Functions that vmap does not support are called vector by vector.  The size of a chunk follows
+    Functions that vmap does not support are called vector by vector. The size of a chunk follows
     from the memory that one call takes, not from how the vectors are divided into blocks; random
     numbers are therefore the same for any division.
 
     Args:
-        function: from a vector `[D]` to a pytree of tensors.
-        blocks: the vectors, `[n, D]` each; at least one block.
+        function: function from a vector `[D]` to a pytree of tensors.
+        blocks: the vectors, in blocks `[n, D]`; at least one block, whose first vector is used to
+            measure memory.
         random: whether the function draws from torch's generator.
     """
     blocks = iter(blocks)
@@ -60,7 +61,9 @@ def vmap_in_chunks(
 
 
 def _split_evenly(size: int, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The same vectors in chunks of `size`; the last chunk may be smaller."""
+    """Yields the vectors of the blocks in order, in chunks of `size`; the last chunk may be
+    smaller.
+    """
     waiting: list[Tensor] = []
     for block in blocks:
         waiting.append(block)
@@ -72,20 +75,20 @@ def _split_evenly(size: int, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _concatenate(blocks: list[Tensor]) -> Tensor:
-    """The blocks as one tensor, without a copy of a single block."""
+    """The blocks as one tensor `[n, D]`; a single block is returned without a copy."""
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
 def _largest_tensor(function: Callable[[Tensor], Any], vector: Tensor) -> int:
-    """Bytes of the largest tensor that a call of the function makes."""
+    """The size in bytes of the largest tensor that a call of the function at this vector makes."""
     with own_generator(), _LargestTensor() as sizes:
         function(vector)
     return sizes.nbytes
 
 
 class _RandnNormals(TorchFunctionMode):
-    """Draws normals by `torch.randn`, out of place: vmap supports this, but neither `torch.normal`
-    of tensors nor `Tensor.normal_`."""
+    """Context in which normal numbers are drawn by `torch.randn`, out of place: vmap supports this,
+    but neither `torch.normal` of tensors nor `Tensor.normal_`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.normal and len(args) == 2 and all(isinstance(a, Tensor) for a in args):
@@ -97,7 +100,7 @@ class _RandnNormals(TorchFunctionMode):
 
 
 class _LargestTensor(TorchDispatchMode):
-    """Records the size of the largest storage that operations return."""
+    """Context that records, in `nbytes`, the size of the largest storage that operations return."""
 
     nbytes = 1
 

@@ -25,7 +25,7 @@ from pyro_scale.storage.lazy_draws import Positions, spread
 
 #: Draws of a chain that are needed to estimate the posterior's variance.
 _MIN_DRAWS = 20
-#: Numbers in the draws by which the variance is estimated, at most.
+#: Most numbers (draws times parameters) from which the variance is estimated.
 _MAX_NUMBERS = 2**21
 
 
@@ -36,14 +36,16 @@ def collect(
     attrs: Mapping[str, Any],
     sink: ToDisk | ToMoments | None = None,
 ) -> PosteriorDraws:
-    """The draws of a run's finished chains, with their statistics and the facts of the run.
+    """The draws of a run's finished chains, with statistics of each draw and the facts of the run.
 
     Args:
-        problem: of the run.
-        draws: what the engine kept.
-        columns: values of the hyperparameters at every step.
-        attrs: the method and its settings.
-        sink: where the draws are; None for memory.
+        problem: model, data and chains of the run.
+        draws: draws and final state that the engine returned.
+        columns: values of the sampler's hyperparameters at every step, by name, `[steps]` or
+            `[steps, sites]`.
+        attrs: method and settings, to which further facts are added.
+        sink: object to which the draws were written (a store, or moments); None if they are in
+            memory.
     """
     finished, numbers = torch.tensor(draws.finished), problem.numbers(len(draws.log_joint))
     online = None if sink is None else sink.totals
@@ -90,7 +92,7 @@ def collect(
 
 
 def facts_of(log_posterior: LogPosterior, seed: int) -> dict[str, Any]:
-    """Facts that every run has, by name: N, B, seed and versions."""
+    """Facts that every run has, by name: N, B, seed and versions of the packages."""
     return {
         "num_data": log_posterior.num_data,
         "batch_size": log_posterior.model_info.batch_size,
@@ -108,8 +110,13 @@ _version = functools.cache(version)
 
 
 def _weights(lr: Tensor) -> Tensor | None:
-    """Weights of the draws, `[draws]`, proportional to their step size (Welling and Teh 2011), 1 on
-    average; None if all are equal.  With one lr for each site, the mean over sites is used."""
+    """Weights of the draws, `[draws]`, proportional to the step size at each (Welling and Teh
+    2011), 1 on average; None if all are equal. With one lr for each site, the mean over sites is
+    used.
+
+    Args:
+        lr: step size at each draw, `[draws]` or `[draws, sites]`.
+    """
     if not len(lr):
         return None
     relative = lr / lr.mean(0)
@@ -120,13 +127,15 @@ def _weights(lr: Tensor) -> Tensor | None:
 def warn_of_short_warmup(
     problem: Problem, result: PosteriorDraws, values: Mapping[str, Tensor], warmup_steps: int
 ) -> None:
-    """Warns if the warm-up took less than five relaxation times, by the variance of the draws.
+    """Warns if the warm-up took less than five relaxation times of the slowest parameter, which are
+    estimated from the variance of the draws. Does nothing with fewer than 20 draws, at temperature
+    0, with a cyclical step size, or for a sampler without a theory of its relaxation.
 
     Args:
-        problem: of the run.
-        result: its draws.
-        values: the hyperparameters, averaged over the draws.
-        warmup_steps: of the run.
+        problem: model, data and chains of the run.
+        result: draws of the run.
+        values: hyperparameters of the sampler by name, averaged over the draws.
+        warmup_steps: number of steps of the run's warm-up.
     """
     engine, theory = problem.engine, problem.engine.kernel.theory
     chains, _, size = result.positions.shape

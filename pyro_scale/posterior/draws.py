@@ -23,22 +23,25 @@ from pyro_scale.storage.lazy_draws import Positions, StoredPositions, StoredSamp
 
 @dataclass(frozen=True)
 class PosteriorDraws:
-    """The draws of a run's finished chains.
+    """The draws of a run's finished chains, and the facts of the run: what summaries and
+    predictions are computed from.
 
     Attributes:
         log_posterior: the model that was sampled.
         data: the data of the run; None for single steps and for draws from a file.
-        layout: of a position: where each site is in it.
+        layout: place of each site's elements in a vector of all D unconstrained parameters.
         positions: unconstrained draws, `[chains, draws, D]`, in memory or in a store.  Where draws
             were not kept, a few of them and the chains' last states.
-        sample_stats: statistics of each draw by name, `[chains, draws]`.
-        attrs: strings and numbers: method, hyperparameters, N, B, seed, versions, seconds, ...
-        measurements: gradient noise and temperatures of the run.
-        online: moments of all draws, where draws were not kept.
+        sample_stats: statistics of each draw by name (log joint, step, hyperparameters), `[chains,
+            draws]`.
+        attrs: facts of the run, strings and numbers by name: method, hyperparameters, N, B, seed,
+            versions, seconds, ...
+        measurements: gradient noise and temperatures that the run measured.
+        online: moments of all draws, where draws were not kept; None where they were.
         chains: the chains' numbers; None if every chain that was started finished.
         tables: `"summary"` and `"diagnostics"` of the chains of all processes, where the draws are
             those of one process; None otherwise.
-        ranks: the processes that share out later passes through the rows.  Each has all draws.
+        ranks: the processes that share out later passes through the rows. Each has all draws.
         unfinished: draws of chains that were interrupted before those in `positions` ended,
             `[n, D]`; None if there are none.
     """
@@ -58,8 +61,8 @@ class PosteriorDraws:
 
     @property
     def every_draw(self) -> PosteriorDraws:
-        """All draws for computations that ignore chains.  If some chains are unfinished, all draws
-        are in one chain, those of unfinished chains last."""
+        """All draws, for computations that ignore chains. If some chains are unfinished, the result
+        has one chain with all draws, those of unfinished chains last."""
         if self.unfinished is None:
             return self
         draws = torch.cat([*self.blocks(), self.unfinished])
@@ -67,19 +70,20 @@ class PosteriorDraws:
 
     @property
     def num_chains(self) -> int:
-        """Number of finished chains."""
+        """The number of finished chains."""
         return self.positions.shape[0]
 
     @property
     def weights(self) -> Tensor | None:
-        """Weights of the draws, `[chains, draws]`, 1 on average; None if all are equal."""
+        """Weights of the draws for posterior expectations, `[chains, draws]`, 1 on average; None if
+        all draws have equal weights."""
         return self.sample_stats.get("weight")
 
     @cached_property
     def samples(self) -> Mapping[str, Tensor]:
-        """Constrained latents and deterministic sites outside the data's plate,
-        `[chains, draws, ...]`, in float32 at least: NumPy and statistics want no half precision.
-        They share no memory with `positions`."""
+        """Constrained draws of latents and of deterministic sites outside the data's plate,
+        `[chains, draws, ...]` by site, in float32 at least: NumPy and statistics want no half
+        precision. They share no memory with `positions`."""
         values = self._values
         if isinstance(values, StoredSamples) or not self._are_unconstrained:
             return values
@@ -90,7 +94,9 @@ class PosteriorDraws:
 
     @cached_property
     def _values(self) -> Mapping[str, Tensor]:
-        """`samples`, but views of `positions` where sites have no transform."""
+        """The draws of `samples`, which share memory with `positions` where no site has a
+        transform.
+        """
         if isinstance(self.positions, StoredPositions):
             return self.positions.samples
         log_posterior = self.log_posterior
@@ -108,41 +114,48 @@ class PosteriorDraws:
         return {name: value.unflatten(0, shape) for name, value in self.over_draws(sites).items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields alone: pickle would write the memory of `positions` again for each view."""
+        """The attributes to pickle, without cached draws: pickle would write the memory of
+        `positions` again for each view."""
         return {name: v for name, v in vars(self).items() if name not in ("samples", "_values")}
 
     @property
     def _are_unconstrained(self) -> bool:
-        """Whether every site's value is its part of the position."""
+        """Whether the constrained draws of all sites equal the unconstrained ones, and there are no
+        deterministic sites to compute."""
         log_posterior = self.log_posterior
         return log_posterior.is_unconstrained and not log_posterior.model_info.steady
 
     def all_samples(self) -> dict[str, Tensor]:
-        """`samples` of all chains, one chain after another, `[chains * draws, ...]`, as a copy that
-        the caller may change."""
+        """Constrained draws of all chains, one chain after another, `[chains * draws, ...]` by
+        site, as a copy that the caller may change."""
         chains, draws = (torch.arange(size) for size in self.positions.shape[:2])
         if isinstance(self._values, StoredSamples):
             return self._values.at(chains.repeat_interleave(len(draws)), draws.repeat(len(chains)))
         return {name: value.flatten(0, 1).clone() for name, value in self._values.items()}
 
     def samples_at(self, chains: Tensor, draws: Tensor) -> dict[str, Tensor]:
-        """`samples` at indices (chains, draws), which are broadcast together, `[..., *shape]`."""
+        """Some of the constrained draws, `[..., *shape]` by site.
+
+        Args:
+            chains: indices of chains.
+            draws: indices of draws, broadcast together with `chains` to the shape `[...]`.
+        """
         if isinstance(self._values, StoredSamples):
             return self._values.at(chains, draws)
         return {name: value[chains, draws] for name, value in self._values.items()}
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """The shape of one draw of every site in `samples`."""
+        """The shape of one constrained draw of every site in `samples`."""
         if isinstance(self._values, StoredSamples):
             return self._values.shapes
         return {name: value.shape[2:] for name, value in self._values.items()}
 
     def elements(self, name: str, places: Tensor) -> Tensor:
-        """All draws of some elements of a site in `samples`, `[chains, draws, len(places)]`.
+        """All constrained draws of some elements of a site, `[chains, draws, len(places)]`.
 
         Args:
-            name: of the site.
+            name: name of the site.
             places: indices into the site's flattened value.
         """
         if isinstance(self._values, StoredSamples):
@@ -150,15 +163,24 @@ class PosteriorDraws:
         return self._values[name].reshape(*self.positions.shape[:2], -1)[..., places]
 
     def unconstrained_elements(self, draws: Tensor, columns: Tensor) -> Tensor:
-        """Some columns of some draws of every chain in `positions`,
-        `[chains, len(draws), len(columns)]`."""
+        """Unconstrained draws of some parameters, of every chain, `[chains, len(draws),
+        len(columns)]`.
+
+        Args:
+            draws: indices of the draws.
+            columns: indices of the parameters, among all D.
+        """
         chains = torch.arange(self.num_chains)[:, None]
         if isinstance(self.positions, StoredPositions):
             return self.positions[chains, draws][..., columns]
         return self.positions[chains[..., None], draws[:, None], columns]
 
     def moments(self, levels: Sequence[float]) -> dict[str, Moments]:
-        """Posterior means, sds, quantiles at these levels, R-hat and ESS, by site."""
+        """Posterior mean, sd, quantiles, R-hat and ESS of every element, by site.
+
+        Args:
+            levels: levels of the quantiles, from 0 to 1.
+        """
         if self.online is not None:
             return self.online.moments(levels)
         chains, count = self.positions.shape[:2]
@@ -172,7 +194,7 @@ class PosteriorDraws:
     @property
     def params(self) -> dict[str, Tensor]:
         """Constrained values of the point-estimated sites (`pyro.param`, unfrozen weights) at the
-        last draw."""
+        last draw of the first chain."""
         last = self.layout.unflatten(self.positions[0, -1])
         constrained = self.log_posterior.constrain(last)
         return {name: constrained[name] for name in self.log_posterior.points}
@@ -180,11 +202,11 @@ class PosteriorDraws:
     def over_draws(
         self, function: Callable[[dict[str, Tensor]], dict[str, Tensor]], random: bool = False
     ) -> dict[str, Tensor]:
-        """Values of a function at every draw, `[chains * draws, ...]` by name.
+        """A function's values at every draw, `[chains * draws, ...]` by name.
 
         Args:
-            function: from one draw's unconstrained params to a dict of tensors.
-            random: whether it draws from torch's generator.
+            function: function from one draw's unconstrained values by site to a dict of tensors.
+            random: whether the function draws from torch's generator.
         """
         total = self.positions.shape[0] * self.positions.shape[1]
         values: dict[str, Tensor] = {}
@@ -201,8 +223,8 @@ class PosteriorDraws:
     def chunks(
         self, function: Callable[[dict[str, Tensor]], Any], random: bool = False
     ) -> Iterator[Any]:
-        """Values of a function at every draw, in chunks that fit into memory, `[draws, ...]`; the
-        arguments are those of `over_draws`."""
+        """Yields a function's values at every draw, in chunks of draws that fit into memory:
+        pytrees of tensors `[n, ...]`. Arguments as for `over_draws`."""
 
         def at_position(position: Tensor) -> Any:
             return function(self.layout.unflatten(position))
@@ -210,28 +232,30 @@ class PosteriorDraws:
         yield from vmap_in_chunks(at_position, self.blocks(), random)
 
     def blocks(self) -> Iterator[Tensor]:
-        """All positions, chain by chain, in blocks that fit into memory, `[n, D]`."""
+        """Yields all unconstrained draws, chain by chain, in blocks `[n, D]`: several for draws in
+        a store, one for draws in memory."""
         if isinstance(self.positions, StoredPositions):
             return self.positions.blocks()
         return iter([self.positions.flatten(0, 1)])
 
 
 def _at_least_single(value: Tensor) -> Tensor:
-    """The value, in float32 if it is of half precision."""
+    """The tensor in float32 if it is in half precision; otherwise the tensor itself."""
     if not value.is_floating_point():
         return value
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def finite_samples(starts: PosteriorDraws, positions: Tensor) -> dict[str, Tensor]:
-    """Constrained values of positions, by site, `[chains, n, ...]`, for sinks.
+    """Constrained draws by site, `[chains, n, ...]`, from unconstrained ones of chains that may
+    have diverged.
 
-    A chain that broke has NaN (0 for integer sites) from the first state on that is not finite or
-    at which the model cannot be evaluated.
+    Such a chain has NaN (0 for integer sites) from the first state on that is not finite or at
+    which the model cannot be evaluated.
 
     Args:
         starts: the model, with the chains' finite starts as draws.
-        positions: `[chains, n, D]`.
+        positions: unconstrained draws, `[chains, n, D]`.
     """
     is_sound = torch.isfinite(positions).all(-1)
 
@@ -265,11 +289,11 @@ def finite_samples(starts: PosteriorDraws, positions: Tensor) -> dict[str, Tenso
 
 @dataclass(frozen=True)
 class OnlineSamples:
-    """Accumulates moments of the draws of all sites.
+    """Accumulates moments of the constrained draws of all sites, without keeping the draws.
 
     Attributes:
-        online: the moments of all sites' elements.
-        layout: where each site is among these elements.
+        online: moments of all sites' elements in one vector.
+        layout: place of each site's elements in this vector.
     """
 
     online: OnlineMoments
@@ -280,32 +304,37 @@ class OnlineSamples:
         """An accumulator without draws.
 
         Args:
-            like: draws of the sites, `[chains, n, ...]`, for their shapes.
-            num_draws: draws of each chain that will be added.
+            like: draws of the sites, `[chains, n, ...]`, which give names, shapes and number of
+                chains.
+            num_draws: number of draws of each chain that will be added.
         """
         layout = Layout.from_tensors({name: value[0, 0] for name, value in like.items()})
         num_chains = len(next(iter(like.values())))
         return cls(OnlineMoments(num_chains, layout.size, num_draws), layout)
 
     def add(self, samples: Mapping[str, Tensor]) -> None:
-        """Adds the next draws, `[chains, n, ...]` by site."""
+        """Adds the next n draws of every chain, `[chains, n, ...]` by site."""
         self.online.add(torch.vmap(torch.vmap(self.layout.flatten))(dict(samples)))
 
 
 @dataclass(frozen=True)
 class SampleTotals:
-    """Accumulated moments of the draws of all sites.
+    """Moments of the constrained draws of all sites, accumulated over all draws.
 
     Attributes:
-        totals: the moments of all sites' elements.
-        layout: where each site is among these elements.
+        totals: moments of all sites' elements in one vector.
+        layout: place of each site's elements in this vector.
     """
 
     totals: Totals
     layout: Layout
 
     def moments(self, levels: Sequence[float]) -> dict[str, Moments]:
-        """Mean, sd, quantiles at these levels, R-hat and ESS by site, in double precision."""
+        """Mean, sd, quantiles, R-hat and ESS of every element, by site, in double precision.
+
+        Args:
+            levels: levels of the quantiles, from 0 to 1.
+        """
         names, double = self.layout.names, (torch.float64,) * len(self.layout.names)
         layout = Layout(names, self.layout.shapes, double)
         parts = [layout.unflatten(part) for part in self.totals.moments(levels)]

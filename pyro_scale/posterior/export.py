@@ -20,12 +20,13 @@ ROWS = "row"
 
 
 def to_inference_data(result: PosteriorDraws, groups: Mapping[str, Mapping[str, Tensor]]) -> Any:
-    """The groups as ArviZ's InferenceData (0.23) or DataTree (1.x).
+    """Draws and other variables as ArviZ's InferenceData (0.23) or DataTree (1.x).
 
     Args:
-        result: of the run.
-        groups: variables by group, `[chains, draws, ...]`; those of `observed_data` have no
-            chains and draws.  A posterior in a store is read when it is used.
+        result: draws and facts of the run.
+        groups: variables by ArviZ's group and name, `[chains, draws, ...]`; those of
+            `observed_data` have no chains and draws. Empty groups are left out. A posterior in a
+            store is read when it is used.
     """
     import xarray
 
@@ -40,7 +41,14 @@ def to_inference_data(result: PosteriorDraws, groups: Mapping[str, Mapping[str, 
 
 
 def _array(result: PosteriorDraws, group: str, name: str, value: Tensor) -> Any:
-    """The variable as an `xarray.DataArray`."""
+    """A variable as an `xarray.DataArray`, with named dims and coords.
+
+    Args:
+        result: draws and facts of the run.
+        group: ArviZ's group.
+        name: name of the variable.
+        value: its values, `[chains, draws, ...]`, or without these dimensions for `observed_data`.
+    """
     import xarray
 
     value = value.detach().cpu()
@@ -54,12 +62,13 @@ def _array(result: PosteriorDraws, group: str, name: str, value: Tensor) -> Any:
 
 
 def dims_of(result: PosteriorDraws, group: str, name: str, count: int) -> list[str]:
-    """Names of a variable's dims after chain and draw: names of plates, others by the site's name.
+    """Names of a variable's dims after chain and draw: names of plates, otherwise `<site>_dim_0`
+    and so on.
 
     Args:
-        result: of the run.
-        group: the variable's group.
-        name: of the variable.
+        result: draws and facts of the run.
+        group: ArviZ's group of the variable.
+        name: name of the variable.
         count: number of these dims.
     """
     info = result.log_posterior.model_info
@@ -83,15 +92,17 @@ def dims_of(result: PosteriorDraws, group: str, name: str, count: int) -> list[s
 
 
 def numbered_dims(result: PosteriorDraws, name: str, count: int) -> list[str]:
-    """Names of dims by the site's name, `<site>_dim_0`, ..., distinct from all sites' names."""
+    """`count` names of dims made from a site's name, `<site>_dim_0`, ..., distinct from all sites'
+    names."""
     sites = result.log_posterior.model_info.sites
     suffix = "_" if any(f"{name}_dim_{i}" in sites for i in range(count)) else ""
     return [f"{name}_dim_{i}{suffix}" for i in range(count)]
 
 
 def _rows_dim(result: PosteriorDraws, name: str) -> str:
-    """Name of the dim of a site's rows: that of the data's plate; or that of the site's plate if
-    the site needs the whole data, because it may then have fewer values than the data have rows."""
+    """The name of the dim of a site's rows: that of the data's plate, or "row" if there is no
+    single one. A site that needs the whole data has the name of its own plate, because it may have
+    fewer values than the data have rows."""
     info = result.log_posterior.model_info
     rule = info.scaling.rules.get(name)
     if rule is not None and rule.whole_data:
@@ -106,7 +117,9 @@ def _rows_dim(result: PosteriorDraws, name: str) -> str:
 
 
 def attributes(attrs: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """The attributes as strings and numbers, which netCDF can store; other values as JSON."""
+    """The attributes as strings and numbers, which netCDF can store; others are converted to
+    JSON.
+    """
     return {
         key: value if isinstance(value, str | int | float) else json.dumps(value)
         for key, value in attrs.items()
@@ -114,13 +127,14 @@ def attributes(attrs: Mapping[str, Any]) -> dict[str, str | int | float]:
 
 
 def grouped(result: PosteriorDraws, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values with shape `[chains, draws, ...]`, from `[chains * draws, ...]`."""
+    """The tensors reshaped to `[chains, draws, ...]`, from `[chains * draws, ...]`, by name."""
     chains, draws = result.positions.shape[:2]
     return {k: v.reshape(chains, draws, *v.shape[1:]) for k, v in values.items()}
 
 
 def log_likelihood_bytes(result: PosteriorDraws, num_sites: int) -> int:
-    """Bytes that the log likelihood of every row at every draw would take."""
+    """The size in bytes of the log likelihood of every row at every draw, for so many sites: for a
+    check before it is computed."""
     chains, draws = result.positions.shape[:2]
     size = torch.finfo(result.layout.dtype).bits // 8
     return chains * draws * result.log_posterior.num_data * num_sites * size

@@ -34,20 +34,22 @@ _DRAWS_TOGETHER = 16
 
 @dataclass(frozen=True)
 class Fit:
-    """A Gaussian, or a mode, for each start of an approximation.
+    """The result of an approximation (Laplace, VI, EKF, MAP): a Gaussian in unconstrained space, or
+    a mode, for each start.
 
     Attributes:
         log_posterior: the model that was approximated.
         data: the data of the run; None for single steps and for fits from a file.
-        layout: of a position: where each site is in it.
-        centers: means of the Gaussians, or modes, `[starts, D]`.  Sites and params without a
-            Gaussian have the same value in all draws.
+        layout: place of each site's elements in a vector of all D unconstrained parameters.
+        centers: means of the Gaussians, or modes, `[starts, D]`. Sites and params without a
+            Gaussian have these values in all draws.
         sites: names of the sites with a Gaussian, in the layout's order.
-        gaussians: over these sites' elements, one for each start; empty for MAP.
-        seed: of the run.
-        attrs: strings and numbers: method, N, B, seed, versions, seconds, ...
-        trace: estimates of the objective at every step, in nats, summed over rows,
-            `[starts, steps]`.
+        gaussians: Gaussians over the d elements of these sites, one for each start; empty for MAP.
+        seed: seed of the run, and of the draws in `result`.
+        attrs: facts of the run, strings and numbers by name: method, N, B, seed, versions, seconds,
+            ...
+        trace: estimates of the objective at every step, in nats, totals over the data, `[starts,
+            steps]`; None if there are none.
         ranks: the processes that share out later passes through the rows.  Each has the fit.
         other_target: the reason why the fit does not approximate the model's posterior; empty if it
             does.
@@ -67,7 +69,8 @@ class Fit:
 
     @cached_property
     def result(self) -> PosteriorDraws:
-        """1,000 draws of each start's Gaussian, by the run's seed; for MAP, the modes."""
+        """1,000 draws of each start's Gaussian, by the run's seed, one chain for each start; for
+        MAP, the modes."""
         indices = torch.arange(self.num_draws)
         return self._as_draws(
             torch.stack([self.drawn(start, indices) for start in range(self.num_starts)])
@@ -75,17 +78,21 @@ class Fit:
 
     @property
     def num_starts(self) -> int:
-        """Number of starts, each with a center."""
+        """The number of starts, each with a center."""
         return len(self.centers)
 
     @property
     def num_draws(self) -> int:
-        """Number of draws of each start in `result`."""
+        """The number of draws of each start in `result`: 1,000, or 1 for MAP."""
         return _NUM_DRAWS if self.gaussians else 1
 
     def drawn(self, start: int, chosen: Tensor) -> Tensor:
-        """The draws of one start in `result` at these indices, in ascending order, `[n, D]`,
-        without the other draws in memory."""
+        """Some of the draws of one start in `result`, `[n, D]`, without the other draws in memory.
+
+        Args:
+            start: index of the start.
+            chosen: indices of the draws, in ascending order.
+        """
         if not self.gaussians:
             return self.centers[start].repeat(len(chosen), 1)
         source = generator(self.seed, start, Purpose.APPROXIMATION)
@@ -97,17 +104,31 @@ class Fit:
         return self.at(start, torch.cat(noise))
 
     def by_start(self, chosen: Tensor) -> list[Tensor]:
-        """The draws in `result` at these indices into all starts' draws, in ascending order: a
-        tensor `[n, D]` for each start."""
+        """Some of the draws in `result`: a tensor `[n, D]` for each start.
+
+        Args:
+            chosen: indices into the draws of all starts, one start after another, in ascending
+                order.
+        """
         starts, draws = chosen // self.num_draws, chosen % self.num_draws
         return [self.drawn(start, draws[starts == start]) for start in range(self.num_starts)]
 
     def thin(self, chosen: Tensor) -> PosteriorDraws:
-        """The draws of `by_start` as one chain, `[1, n, D]`."""
+        """Some of the draws in `result` as one chain, `[1, n, D]`, with the facts of the fit.
+
+        Args:
+            chosen: indices into the draws of all starts, one start after another, in ascending
+                order.
+        """
         return self._as_draws(torch.cat(self.by_start(chosen))[None])
 
     def draws(self, noise: Tensor) -> PosteriorDraws:
-        """New draws `[1, n, D]`, from each start in turn, given standard normals `[n, d]`."""
+        """New draws from the Gaussians, `[1, n, D]` as one chain, from each start in turn; for MAP,
+        the modes.
+
+        Args:
+            noise: standard normal numbers `[n, d]`, for the d elements that have a Gaussian.
+        """
         starts = torch.arange(len(noise)) % len(self.centers)
         positions = self.centers[starts]
         if self.gaussians:
@@ -116,22 +137,30 @@ class Fit:
         return self._as_draws(positions[None])
 
     def noise(self, count: int, source: torch.Generator | None = None) -> Tensor:
-        """Standard normals `[count, d]`, by default from torch's global generator."""
+        """Standard normal numbers `[count, d]` for new draws of the d elements that have a
+        Gaussian, in the dtype and on the device of the fit.
+
+        Args:
+            count: number of draws that they are for.
+            source: torch's generator on the CPU; None for the global one.
+        """
         shape = count, len(self.places)
         return torch.randn(shape, generator=source, dtype=self.centers.dtype).to(self.centers)
 
     def seeded_noise(self, count: int, seed: int) -> Tensor:
-        """Standard normals `[count, d]` by a seed; the first rows are the same for any count."""
+        """Standard normal numbers `[count, d]` for new draws of the d elements that have a
+        Gaussian: a function of the seed. The first draws are the same for any count."""
         sources = (generator(seed, i, Purpose.APPROXIMATION, block=1) for i in range(count))
         return torch.cat([self.noise(1, source) for source in sources])
 
     @property
     def temperature(self) -> float:
-        """The factor of the Gaussians' covariances relative to those of the posterior."""
+        """The temperature of the fit: the factor of the Gaussians' covariances relative to those of
+        an approximation of the posterior."""
         return float(self.attrs.get("temperature", 1.0))
 
     def at_temperature_1(self, start: int) -> Gaussian:
-        """The Gaussian of a start, with the covariance that it has at temperature 1.
+        """The Gaussian of one start, with its covariance divided by the temperature of the fit.
 
         Raises:
             ArgumentError: the temperature is 0, at which the covariance is 0.
@@ -144,23 +173,33 @@ class Fit:
 
     @cached_property
     def places(self) -> Tensor:
-        """Indices of the Gaussians' elements in a position, `[d]`."""
+        """Indices of the d elements that have a Gaussian among all D unconstrained parameters,
+        `[d]`.
+        """
         return self.layout.places(self.sites)
 
     def at(self, start: int, noise: Tensor) -> Tensor:
-        """Positions `[n, D]` of one start's Gaussian, given standard normals `[n, d]`."""
+        """Unconstrained draws `[n, D]` of one start's Gaussian; elements without a Gaussian have
+        the center's value.
+
+        Args:
+            start: index of the start.
+            noise: standard normal numbers `[n, d]`, for the d elements that have a Gaussian.
+        """
         positions = self.centers[start].repeat(len(noise), 1)
         positions[:, self.places] = self.gaussians[start].sample(noise)
         return positions
 
     def _as_draws(self, positions: Tensor) -> PosteriorDraws:
-        """Positions `[chains, n, D]` with the model, data and facts of the fit."""
+        """Unconstrained draws `[chains, n, D]`, together with the model, data and facts of the
+        fit.
+        """
         return PosteriorDraws(
             self.log_posterior, self.data, self.layout, positions, {}, self.attrs, ranks=self.ranks
         )
 
     def replaced(self, **changes: Any) -> Fit:
-        """The fit with other values of these attributes."""
+        """A copy of the fit with other values of the named attributes."""
         return dataclasses.replace(self, **changes)
 
 
@@ -171,7 +210,8 @@ class Guide(PyroModule):
     params.  The guide of a mode is a Delta, without a Jacobian, as `AutoDelta` has it.
 
     Args:
-        fit: the first start's Gaussian is used.  Sites without a Gaussian stay at the center.
+        fit: the approximation, whose first start's Gaussian is used. Sites without a Gaussian stay
+            at the center.
 
     Raises:
         ArgumentError: the fit is at temperature 0, so that it has no density.
@@ -194,7 +234,8 @@ class Guide(PyroModule):
             self.scale: Any = PyroParam(spread.clone(), kind)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Samples every latent site; the arguments are the model's."""
+        """Draws every latent site as a Pyro statement and returns the constrained values by site;
+        the arguments are the model's, and are not used."""
         fit, log_posterior = self._fit, self._fit.log_posterior
         position = fit.centers[0].index_put((fit.places,), self._draw())
         params = fit.layout.unflatten(position)
@@ -222,11 +263,14 @@ class Guide(PyroModule):
         return values
 
     def _read_params(self) -> tuple[Any, Any]:
-        """(The mean, the scale or None), registered with Pyro as params by being read."""
+        """(The mean `[d]`; the scale, or None for a mode), read so that Pyro registers them as
+        params.
+        """
         return self.loc, self.scale if self._fit.gaussians else None
 
     def _draw(self) -> Tensor:
-        """An unconstrained draw of the elements with a Gaussian, `[d]`."""
+        """An unconstrained draw of the elements that have a Gaussian, `[d]`; the mode itself for a
+        Delta."""
         loc, scale = self._read_params()
         if scale is None:
             return loc

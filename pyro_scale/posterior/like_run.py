@@ -20,19 +20,20 @@ _MAX_LISTED = 20
 
 
 def check_like_run(log_posterior: LogPosterior, data: Data | None, *batches: object) -> None:
-    """Checks for arguments that a model would silently misread: a single row taken for many, or a
-    wrong column.
+    """Raises for arguments that a model would silently misread: a single row passed as many rows,
+    or a wrong column.
 
     Sizes are not checked, because a model may take images or sequences of any size.
 
     Args:
-        log_posterior: of the run.
-        data: of the run, whose columns may have names; None if they are not kept.
-        batches: the model's arguments as they are passed: those by position, those by name.
+        log_posterior: model of the run, whose first batch is compared with.
+        data: data of the run, whose columns may have names; None if they are not kept.
+        batches: what the user passes as the model's arguments: the tuple of those by position, the
+            dict of those by name.
 
     Raises:
-        CallError: rows have another number of dimensions; a data frame has columns of other names,
-            or in another order.
+        CallError: rows have another number of dimensions than in the run; or a data frame has
+            columns of other names, or in another order.
     """
     model, info = log_posterior.model, log_posterior.model_info
     if info.is_function:
@@ -57,7 +58,14 @@ def check_like_run(log_posterior: LogPosterior, data: Data | None, *batches: obj
 
 
 def _check_columns(name: str, names: list[Any], expected: list[Any]) -> None:
-    """Checks the columns of an argument, by their names."""
+    """Raises a `CallError` if a data frame's columns are not those of the run. Frames of which only
+    one has words for column names are not compared.
+
+    Args:
+        name: name of the model's argument.
+        names: column names of the frame.
+        expected: column names in the run.
+    """
     if names == expected or _are_words(names) != _are_words(expected):
         return  # frames made from arrays have numbers for names
     pairs = zip_longest(names, expected)
@@ -72,7 +80,7 @@ def _check_columns(name: str, names: list[Any], expected: list[Any]) -> None:
 
 
 def _listed(names: list[Any], first: int) -> str:
-    """The names as a list; of many names, three from the first difference on."""
+    """The column names as a list in words; of more than 20 names, three from index `first` on."""
     if len(names) <= _MAX_LISTED:
         return str(names)
     return f"[..., {str(names[first : first + 3])[1:-1]}, ...]"
@@ -83,8 +91,14 @@ def _are_words(names: list[Any]) -> bool:
 
 
 def _check_dimensions(name: str, leaf: Any, trailing: list[int]) -> None:
-    """Checks that an argument has as many dimensions as in the run; sizes may differ. `trailing` is
-    the shape of a row in the run."""
+    """Raises a `CallError` if an argument has another number of dimensions than in the run; sizes
+    may differ.
+
+    Args:
+        name: name of the model's argument.
+        leaf: the tensor, array or data frame that was passed.
+        trailing: shape of one row in the run.
+    """
     shape = list(leaf.shape if isinstance(leaf, Tensor) else np.shape(leaf))
     if len(shape) == 1 + len(trailing):
         return

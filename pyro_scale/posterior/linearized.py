@@ -47,7 +47,8 @@ from pyro_scale.posterior.predictive import (
 from pyro_scale.posterior.reductions import Reduce, Reduction, as_reduction
 from pyro_scale.posterior.row_batches import data_sites, row_batches
 
-#: Unconstrained arguments of sites by name, as tensors, at one position.
+#: A vector `[D]` of unconstrained parameters -> the unconstrained arguments of the sites'
+#: distributions, by site and name of the argument.
 Outputs = Callable[[Tensor], dict[str, dict[str, Tensor]]]
 
 #: Axes of a Gaussian along which changes are computed together, to limit memory.
@@ -63,16 +64,16 @@ def predict(
     reduce: Reduce | Reduction | None = None,
     probit: bool = False,
 ) -> dict[str, Any]:
-    """Predictive draws of the observed sites by the linearized model, `[draws, ...]` by name, one
-    for each draw of the fit; or what `reduce` returns of them.
+    """Predictive draws of the observed sites by the model linearized at each Gaussian's mean,
+    `[draws, ...]` by name, one for each draw of the Gaussians; or a summary of them.
 
     Args:
-        fit: the Gaussians.
+        fit: the Gaussians, one for each start.
         arguments: the model's arguments.
-        num_samples: draws of the fit, evenly spaced; None for all.
+        num_samples: number of the Gaussians' draws to use, evenly spaced; None for all.
         batch_size: rows that are predicted together; None for all.
-        return_sites: observed sites; None for all.
-        reduce: as for `predictive.predict`.
+        return_sites: names of observed sites; None for all.
+        reduce: summary of the draws, as for `predictive.predict`; None for the draws.
         probit: whether draws are from the probit approximation of the predictive distribution.
 
     Raises:
@@ -113,16 +114,17 @@ def predict(
 def _linearized_sites(
     fit: Fit, start: int, positions: Tensor, chunk: Chunk, names: Sequence[str], probit: bool
 ) -> dict[str, Site]:
-    """Observed sites, with the linearized model's distributions and draws at positions `[n, D]` in
-    a leading dimension; with `probit`, n draws of the probit approximation instead.
+    """The observed sites for a chunk of rows, with the linearized model's distributions at n draws
+    of a Gaussian in a leading dimension, and a predictive draw from each.
 
     Args:
         fit: the Gaussians.
-        start: whose Gaussian it is.
-        positions: draws of this Gaussian.
+        start: index of the start whose Gaussian is used.
+        positions: draws of this Gaussian, `[n, D]`.
         chunk: the rows.
-        names: the sites.
-        probit: whether to use the probit approximation.
+        names: names of the sites.
+        probit: whether to use the probit approximation of the predictive distribution instead,
+            which is the same for all n.
     """
 
     def sites_at(position: Tensor, drawn: Mapping[str, Tensor] | None = None) -> Mapping[str, Site]:
@@ -162,7 +164,14 @@ def _linearized_sites(
 
 
 def _linear_outputs(outputs: Outputs, center: Tensor, positions: Tensor) -> Any:
-    """The outputs, linearized at the center, at positions `[n, D]`: `[n, ...]` each."""
+    """Values at n vectors of the outputs linearized at the center: a pytree of tensors `[n, ...]`.
+
+    Args:
+        outputs: function from a vector `[D]` to the distributions' unconstrained arguments, by site
+            and name.
+        center: mean of the Gaussian, `[D]`.
+        positions: the vectors, `[n, D]`.
+    """
 
     def linear(away: Tensor) -> Any:
         values, change = torch.func.jvp(outputs, (center,), (away,))[:2]
@@ -178,9 +187,16 @@ def _linear_outputs(outputs: Outputs, center: Tensor, positions: Tensor) -> Any:
 
 
 def _changes(outputs: Outputs, center: Tensor, away: Tensor) -> Any:
-    """Derivatives of the outputs at the center along `away`, `[n, D]`: a pytree of `[n, ...]`.
+    """Directional derivatives of the outputs at the center, along n directions: a pytree of tensors
+    `[n, ...]`.
 
     Takes a backward pass for each number in the outputs; works for any layer that can be trained.
+
+    Args:
+        outputs: function from a vector `[D]` to the distributions' unconstrained arguments, by site
+            and name.
+        center: mean of the Gaussian, `[D]`.
+        away: the directions, `[n, D]`.
     """
     with torch.enable_grad():
         leaf = center.detach().clone().requires_grad_()
@@ -198,19 +214,20 @@ def _changes(outputs: Outputs, center: Tensor, away: Tensor) -> Any:
 
 
 class _Softmax:
-    """Logarithms -> probabilities, symmetric in the classes, unlike the stick-breaking bijection
-    of `biject_to`."""
+    """Map from unnormalized log probabilities to probabilities, symmetric in the classes, unlike
+    the stick-breaking bijection of `biject_to`."""
 
     def __call__(self, logs: Tensor) -> Tensor:
         return logs.softmax(-1)
 
     def inv(self, probs: Tensor) -> Tensor:
-        """Probabilities -> logarithms."""
+        """Log probabilities from probabilities, which are clamped above 0."""
         return probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
 
 
 def _scales(site: Site) -> dict[str, Any]:
-    """The unconstrained scales of a site's arguments that depend on the params, by name.
+    """The maps from unconstrained values to a site's distribution arguments, by argument name, for
+    those that depend on the params.
 
     Raises:
         ArgumentError: the site has no such arguments.
@@ -234,7 +251,13 @@ def _scale(constraint: Any) -> Any:
 
 
 def _with_arguments(site: Site, replaced: Mapping[str, Tensor]) -> Site:
-    """The site with other arguments of its distribution, `[n, ...]` each, and n draws of it."""
+    """A copy of a site whose distribution has other arguments, `[n, ...]` each, and whose value is
+    a draw from it for each of the n.
+
+    Args:
+        site: the site.
+        replaced: new arguments by name; others stay.
+    """
     base = fisher.base_of(site.fn)
     arguments = {name: value.detach() for name, value in fisher.own_arguments(base).items()}
     # other parameters of the constructor, such as a Multinomial's total_count
@@ -247,7 +270,7 @@ def _with_arguments(site: Site, replaced: Mapping[str, Tensor]) -> Site:
 
 
 def _transforms(fn: Any) -> Iterator[Any]:
-    """The transforms of a wrapped distribution, innermost first."""
+    """Yields the transforms of a wrapped distribution, innermost first."""
     if hasattr(fn, "base_dist"):
         yield from _transforms(fn.base_dist)
     if isinstance(fn, TransformedDistribution):
@@ -258,7 +281,7 @@ def _transforms(fn: Any) -> Iterator[Any]:
 
 
 def _check_classes(sites: Sequence[Site]) -> None:
-    """Checks that the probit approximation applies to the sites.
+    """Raises for sites to which the probit approximation does not apply.
 
     Raises:
         ArgumentError: a site is neither Bernoulli nor Categorical.
@@ -273,7 +296,15 @@ def _check_classes(sites: Sequence[Site]) -> None:
 
 
 def _probit_logits(outputs: Outputs, fit: Fit, start: int) -> Any:
-    """The logits of the predictive distribution, given those of the model."""
+    """The logits of the predictive distribution by the probit approximation, by site and argument
+    name: the logits at the center, divided by sqrt(1 + pi/8 times their variance under the
+    Gaussian).
+
+    Args:
+        outputs: function from a vector `[D]` to the model's logits.
+        fit: the Gaussians.
+        start: index of the start whose Gaussian is used.
+    """
     center = fit.centers[start]
     try:
         with PlainLSTM():
@@ -290,8 +321,9 @@ def _probit_logits(outputs: Outputs, fit: Fit, start: int) -> Any:
 
 
 def _variances(outputs: Outputs, fit: Fit, start: int) -> Any:
-    """Variances of the linearized outputs under one of the fit's Gaussians: the sum of the squares
-    of their changes along the Gaussian's axes."""
+    """Variances of the linearized outputs under one of the Gaussians, a pytree of the outputs'
+    shapes: the sum of the squares of the changes along the Gaussian's axes. Arguments as for
+    `_probit_logits`."""
     center, size, total = fit.centers[start], len(fit.places), None
 
     def change(away: Tensor) -> Any:
@@ -334,7 +366,9 @@ class _OriginalLogits(TorchFunctionMode):
         return out
 
     def arguments(self, site: Site) -> dict[str, Tensor]:
-        """The arguments of a site's distribution, with its original logits."""
+        """The arguments of a site's distribution by name, with the logits as the model passed
+        them.
+        """
         base = fisher.base_of(site.fn)
         arguments = dict(fisher.own_arguments(base))
         if isinstance(base, Categorical | OneHotCategorical) and "logits" in arguments:

@@ -20,26 +20,26 @@ from pyro_scale.posterior.draws import (
 from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem
 
-#: Draws of all chains that are kept to measure temperatures, and their bytes, at most.
+#: Most draws of all chains that are kept to measure temperatures, and most bytes of these.
 _KEPT_DRAWS, _KEPT_BYTES = 1000, 2**25
 
 
 class ToMoments:
-    """Accumulates moments of the draws of a run.  Keeps a few draws, by which temperatures are
-    measured.
+    """Accumulates moments of the draws of a run in place of the draws. Keeps a few draws, from
+    which temperatures are measured.
 
     Args:
-        starts: the chains' starts, as draws.
-        first: positions of these, `[chains, 1, D]`.
-        problem: of the run.
-        num_draws: draws of each chain that will be added.
-        chunk: draws of each chain that are accumulated in one call.
+        starts: model and facts of the run, with the chains' starts as draws.
+        first: unconstrained values at these starts, `[chains, 1, D]`.
+        problem: model, data and chains of the run.
+        num_draws: number of draws of each chain that will be added.
+        chunk: number of draws of each chain that are accumulated in one call.
 
     Attributes:
         none: an empty tensor of draws, `[chains, 0, D]`.
-        kept_places: numbers of the draws that are kept.
-        totals: moments of the finished chains of all processes, after `end`; None if no chain
-            finished.
+        kept_places: numbers of the draws that are kept, evenly spaced over the run.
+        totals: moments of the finished chains of all processes, once `end` was called; None if no
+            chain finished.
     """
 
     totals: SampleTotals | None
@@ -56,12 +56,12 @@ class ToMoments:
         self._kept: dict[int, Tensor] = {}
 
     def begin(self, parts: Sequence[Part]) -> list[PartToMoments]:
-        """The sinks of the run's parts on this process."""
+        """The sinks of the run's parts (groups of chains) on this process, one for each part."""
         self._parts = [PartToMoments(self, list(part.chains)) for part in parts]
         return self._parts
 
     def end(self, finished: Sequence[Sequence[int]]) -> None:
-        """Merges the moments of all ranks, on every rank.
+        """Merges the moments of all ranks after the last step, on every rank; sets `totals`.
 
         Args:
             finished: for each part, the indices of its chains that reached the end.
@@ -87,8 +87,8 @@ class ToMoments:
         self.totals, self._kept = merged
 
     def positions(self, draws: Draws) -> Tensor:
-        """The kept draws of the finished chains of a run, evenly spaced, and the chains' last
-        states, `[chains, n, D]`."""
+        """Unconstrained draws of the finished chains, `[chains, n, D]`: the kept ones, evenly
+        spaced, and each chain's last state."""
         numbers = self._problem.numbers(len(draws.log_joint))
         kept = [self._kept[numbers[chain]] for chain in draws.finished]
         common = torch.stack([of_chain[: min(map(len, kept))] for of_chain in kept])
@@ -100,11 +100,11 @@ class PartToMoments:
     does not depend on when draws came.
 
     Args:
-        run: the sink of all parts.
+        run: sink of all parts of the run.
         chains: numbers of the chains.
 
     Attributes:
-        moments: of all draws except those pending until a block is full.
+        moments: moments of all draws except those that are pending until a block is full.
         kept: the draws that are kept, `[chains, n, D]`.
     """
 
@@ -117,11 +117,11 @@ class PartToMoments:
 
     @property
     def count(self) -> int:
-        """Draws of each chain that were added."""
+        """The number of draws of each chain that were added, pending ones included."""
         return self.moments.online.count + self._waiting.shape[1]
 
     def add(self, positions: Tensor) -> None:
-        """Adds the next draws, `[chains, n, D]`."""
+        """Adds the next n draws, unconstrained, `[chains, n, D]`."""
         places = self._run.kept_places - self.count
         in_block = places[(places >= 0) & (places < positions.shape[1])]
         self.kept = torch.cat([self.kept, positions[:, in_block]], 1)
@@ -130,21 +130,22 @@ class PartToMoments:
             self._accumulate(self._run.chunk)
 
     def close(self) -> None:
-        """Accumulates the pending draws."""
+        """Accumulates the pending draws, after the last ones were added."""
         if self._waiting.shape[1]:
             self._accumulate(self._waiting.shape[1])
 
     def state(self) -> dict[str, Any]:
-        """What another sink needs to continue, as tensors and plain values."""
+        """The sums and pending draws with which another sink continues, as tensors and plain values
+        by name."""
         return {"sums": self.moments.online.state(), "waiting": self._waiting, "seen": self.kept}
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
-        """Continues from the state of another sink; None starts without draws."""
+        """Continues from what `state` of another sink returned; None starts without draws."""
         state = state or self._begun
         self._waiting, self.kept = state["waiting"], state["seen"]
         self.moments.online.go_on_from(state["sums"])
 
     def _accumulate(self, count: int) -> None:
-        """Accumulates the first `count` pending draws."""
+        """Adds the first `count` pending draws to the moments."""
         block, self._waiting = self._waiting[:, :count], self._waiting[:, count:].clone()
         self.moments.add(finite_samples(self._run.starts, block))

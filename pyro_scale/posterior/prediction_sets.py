@@ -24,7 +24,7 @@ from pyro_scale.posterior.predictive import join
 from pyro_scale.posterior.reductions import Central, Ranked, Reduction, is_of_classes, is_one_hot
 from pyro_scale.posterior.row_batches import data_sites
 
-#: The reduced predictions of some sites, by name.
+#: (The model's arguments, names of sites, a reduction) -> the reduced predictions, by site.
 Predict = Callable[[Arguments, Sequence[str], Reduction], dict[str, Any]]
 
 #: Predictive draws of each row from which an interval is computed, at least.
@@ -32,10 +32,12 @@ _MIN_DRAWS = 1000
 
 
 def check_interval(interval: float | None, calibrate: Any, reduce: Any) -> None:
-    """Checks `predict`'s arguments for intervals.
+    """Raises for arguments of `predict` about intervals that are out of range or do not go
+    together.
 
     Raises:
-        ArgumentError: the level is out of range; `calibrate` without `interval`; `reduce` with it.
+        ArgumentError: the level is not in (0, 1); `calibrate` without `interval`; `reduce` with
+            `interval`.
     """
     if interval is None:
         if calibrate is not None:
@@ -56,15 +58,17 @@ def predict_sets(
     held_out: Data | None,
     num_draws: int,
 ) -> dict[str, Any]:
-    """Intervals, or sets of classes, that contain an observation with probability `level`, by site.
+    """Intervals (lower and upper ends), or sets of classes (booleans `[..., classes]`), that
+    contain an observation with probability `level`, by site.
 
     Args:
         result: the model, and at least one draw.
-        predict: computes reduced predictions of some sites.
-        arguments: the model's arguments.
-        return_sites: the sites; observed ones by default.
-        level: the probability.
-        held_out: rows by which intervals are calibrated; None for the posterior's intervals.
+        predict: function that computes reduced predictions of some sites for some rows.
+        arguments: the model's arguments for the rows to predict.
+        return_sites: names of the sites; None for the observed ones.
+        level: the probability, in (0, 1).
+        held_out: rows not seen by the fit, on which intervals are calibrated (conformal
+            prediction); None for the posterior's intervals.
         num_draws: number of posterior draws that `predict` uses.
 
     Raises:
@@ -113,23 +117,30 @@ def predict_sets(
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Intervals of a site whose values are numbers."""
+    """Prediction intervals of a site whose values are numbers, not classes."""
 
     site: Site
 
     def uncalibrated(self, predicted: Interval, level: float) -> Interval:
-        """The posterior's intervals; those of integers end in integers."""
+        """The posterior's intervals; for a site of integers, their ends are rounded outwards."""
         if self._is_discrete:
             return Interval(predicted.lower.floor(), predicted.upper.ceil())
         return predicted
 
     def scores(self, predicted: Interval, values: Tensor) -> Tensor:
-        """Distances of observations from their intervals over the width; negative inside."""
+        """Conformal scores: the distance of each observation from its interval, divided by the
+        interval's width; negative inside the interval.
+
+        Args:
+            predicted: the posterior's intervals.
+            values: the observations.
+        """
         width = self._width(predicted)
         return torch.maximum(predicted.lower - values, values - predicted.upper) / width
 
     def conformal(self, predicted: Interval, threshold: Tensor) -> Interval:
-        """The intervals of all values with a score up to the threshold."""
+        """The calibrated intervals: all values whose score is at most the threshold, within the
+        support."""
         margin = threshold * self._width(predicted)
         lower, upper = predicted.lower - margin, predicted.upper + margin
         if self._is_discrete:  # the integers in the interval, or else the one in the middle
@@ -138,11 +149,12 @@ class _Numbers:
         return Interval(*(end.clamp(*self._bounds) for end in (lower, upper)))
 
     def axis(self, axis: int) -> int:
-        """The axis of the rows in the scores, given that in the site's value, from the right."""
+        """The axis of the rows in the scores, from that in the site's value; both negative, from
+        the right."""
         return axis
 
     def _width(self, predicted: Interval) -> Tensor:
-        """The width of intervals; for integers, how many an interval has.
+        """The width of each interval; for integers, how many an interval contains.
 
         Raises:
             ArgumentError: a width is 0.
@@ -158,7 +170,7 @@ class _Numbers:
 
     @property
     def _support(self) -> Any:
-        """The constraint on an element of the site's values; None if it is not known."""
+        """The constraint on a single element of the site's values; None if it is not known."""
         try:
             support = self.site.fn.support
         except NotImplementedError:
@@ -169,12 +181,13 @@ class _Numbers:
 
     @property
     def _is_discrete(self) -> bool:
-        """Whether the site's values are integers."""
+        """Whether the site is observed and its values are integers."""
         return self.site.kind == "observed" and bool(getattr(self._support, "is_discrete", False))
 
     @property
     def _bounds(self) -> tuple[float, float]:
-        """The lower and upper bound of the support, infinite unless equal for all rows."""
+        """The lower and upper bound of the site's support; infinite where there is none, or bounds
+        differ between rows."""
         lower = getattr(self._support, "lower_bound", None)
         upper = getattr(self._support, "upper_bound", None)
         return (
@@ -185,17 +198,28 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class _Classes:
-    """Sets of classes of a site whose values are classes."""
+    """Prediction sets of a site whose values are classes."""
 
     site: Site
 
     def uncalibrated(self, predicted: Tensor, level: float) -> Tensor:
-        """The posterior's sets: the most probable classes, up to `level`, as booleans
-        `[..., classes]`.  Probabilities are compared to six decimals, because sums are rounded."""
+        """The posterior's sets, as booleans `[..., classes]`: the most probable classes, until
+        their probabilities sum to `level`. Probabilities are compared to six decimals, because sums
+        are rounded.
+
+        Args:
+            predicted: for each class, the total probability of the more probable classes.
+            level: the probability of a set.
+        """
         return predicted.double().round(decimals=6) < round(level, 6)
 
     def scores(self, predicted: Tensor, values: Tensor) -> Tensor:
-        """The scores of the observed classes.
+        """Conformal scores of the observed classes: the total predictive probability of more
+        probable classes, plus a random fraction of that of the observed class.
+
+        Args:
+            predicted: the score of every class, `[..., classes]`.
+            values: the observations, as numbers of classes or one-hot.
 
         Raises:
             DataError: an observation is no class of the site.
@@ -209,18 +233,20 @@ class _Classes:
         return predicted.gather(-1, labels[..., None])[..., 0]
 
     def conformal(self, predicted: Tensor, threshold: Tensor) -> Tensor:
-        """The sets of classes with a score up to the threshold, as booleans `[..., classes]`."""
+        """The calibrated sets, as booleans `[..., classes]`: classes whose score is at most the
+        threshold."""
         return predicted <= threshold
 
     def axis(self, axis: int) -> int:
-        """The axis of the rows in the scores, given that in the site's value, from the right."""
+        """The axis of the rows in the scores, from that in the site's value; both negative, from
+        the right."""
         return axis + 1 if is_one_hot(self.site) else axis
 
 
 def _observations(
     result: PosteriorDraws, arguments: Arguments, names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The observed values of some sites, by name.
+    """The observed values of some sites in held-out rows, by name, in the rows' order.
 
     Raises:
         DataError: a site is not observed, or not for all rows.
@@ -238,10 +264,14 @@ def _observations(
 
 
 def _check_observed(site: Site, is_drawn: bool) -> None:
-    """Checks that all values of a site are observed.
+    """Raises if a site has missing observations.
+
+    Args:
+        site: the site in a run on held-out rows.
+        is_drawn: whether its value was drawn because it is not observed.
 
     Raises:
-        DataError: values are missing.
+        DataError: values are missing, masked, NaN or infinite.
     """
     problem = None
     if is_drawn:
@@ -255,7 +285,9 @@ def _check_observed(site: Site, is_drawn: bool) -> None:
 
 
 def _is_masked(site: Site) -> bool:
-    """Whether a mask hides some of the site's values."""
+    """Whether a mask hides some of the site's values; False if the distribution's masks are not
+    known.
+    """
     try:
         mask = mask_of(site.fn)
     except NoInformation:
@@ -265,10 +297,10 @@ def _is_masked(site: Site) -> bool:
 
 
 def _check_rows_apart(result: PosteriorDraws, names: Sequence[str]) -> None:
-    """Checks that sites have a value for each row that does not depend on other rows.
+    """Raises for sites that lack a value for each row that does not depend on other rows.
 
     Raises:
-        ArgumentError: a site has none.
+        ArgumentError: there is such a site.
     """
     by_row = data_sites(result)
     for name in names:
@@ -281,7 +313,8 @@ def _check_rows_apart(result: PosteriorDraws, names: Sequence[str]) -> None:
 
 
 def _check_unseen(result: PosteriorDraws, held_out: Data) -> None:
-    """Checks that the held-out rows are not the tensors of the run.
+    """Raises if the held-out rows are the same tensors in memory as the rows of the run. Equal
+    copies are not recognized.
 
     Raises:
         ArgumentError: they are.
@@ -299,7 +332,11 @@ def _check_unseen(result: PosteriorDraws, held_out: Data) -> None:
 
 
 def _check_draws(level: float, count: int) -> None:
-    """Checks that there are enough draws to estimate the ends of intervals of this level.
+    """Raises if there are too few predictive draws to estimate the ends of an interval.
+
+    Args:
+        level: probability of the interval.
+        count: number of predictive draws of each row.
 
     Raises:
         ArgumentError: there are too few.
@@ -312,7 +349,12 @@ def _check_draws(level: float, count: int) -> None:
 
 
 def _threshold(scores: Tensor, level: float) -> Tensor:
-    """The conformal threshold for scores of held-out rows, `[rows]`.
+    """The conformal threshold: the score that an observation of a new row does not exceed with
+    probability `level`.
+
+    Args:
+        scores: scores of held-out rows, `[rows]`.
+        level: the probability.
 
     Raises:
         DataError: there are too few rows for the level.

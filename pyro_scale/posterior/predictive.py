@@ -40,16 +40,16 @@ from pyro_scale.posterior.row_batches import (
     run_at_first_draw,
 )
 
-#: A reduction's terms of sites, by name.
+#: Sites by name -> the tensors of each that a reduction accumulates, by site.
 Terms = Callable[[Mapping[str, Site]], dict[str, tuple[Tensor, ...]]]
 
 
 def check_model(log_posterior: LogPosterior, argument: str) -> None:
-    """Checks that there is a model with sites, not only a log density.
+    """Raises if there is no model with sites, only a log density.
 
     Args:
-        log_posterior: of the run.
-        argument: the method or argument that needs sites, for the error message.
+        log_posterior: model of the run.
+        argument: name of the method or argument that needs sites, for the message.
 
     Raises:
         ArgumentError: the log posterior was made from a function.
@@ -65,8 +65,8 @@ def check_model(log_posterior: LogPosterior, argument: str) -> None:
 
 
 def log_likelihood(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
-    """Log likelihood of every row at every draw, in nats, without the factor N/B:
-    `[chains * draws, N]` for each data site, in the data's order."""
+    """Log likelihood of every row of the data at every draw, in nats, not scaled (by N/B): `[chains
+    * draws, N]` by data site, rows in the data's order."""
     log_posterior = result.log_posterior
 
     def of_chunk(chunk: Chunk) -> dict[str, Tensor]:
@@ -82,7 +82,13 @@ def log_likelihood(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
 
 
 def log_likelihood_of_rows(result: PosteriorDraws, params: Params, chunk: Chunk) -> Tensor:
-    """Log likelihood of the rows of one chunk at given params, summed over data sites, `[rows]`.
+    """Log likelihood of the rows of one chunk at one set of params, in nats, summed over data
+    sites, `[rows]`.
+
+    Args:
+        result: draws and facts of the run.
+        params: unconstrained values by site.
+        chunk: the rows; those that earlier chunks had are left out of the result.
 
     Raises:
         ArgumentError: data sites have different numbers of values, so that no row has all sites.
@@ -99,7 +105,7 @@ def log_likelihood_of_rows(result: PosteriorDraws, params: Params, chunk: Chunk)
 
 
 def row_log_likelihood(result: PosteriorDraws, chunk: Chunk) -> Tensor:
-    """Log likelihood of the rows of one chunk at every draw, summed over data sites,
+    """Log likelihood of the rows of one chunk at every draw, in nats, summed over data sites,
     `[chains * draws, rows]`."""
     return result.over_draws(
         lambda params: {"rows": log_likelihood_of_rows(result, params, chunk)}
@@ -107,7 +113,7 @@ def row_log_likelihood(result: PosteriorDraws, chunk: Chunk) -> Tensor:
 
 
 def observed_data(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
-    """The observed values of each observed site; rows are in the data's order."""
+    """The observed values of each observed site, by name; rows are in the data's order."""
     params = result.layout.unflatten(result.positions[0, 0])
     parts = []
     for chunk in chunks_of(result.log_posterior, data):
@@ -135,7 +141,17 @@ def predict(
     reduce: Reduce | Reduction | None = None,
 ) -> dict[str, Any]:
     """Posterior predictive draws of observed and other sites, `[draws, ...]` by name, one for each
-    posterior draw; or what `reduce` returns of them.
+    posterior draw; or a summary of them.
+
+    Args:
+        result: draws and facts of the run.
+        arguments: the model's arguments for the rows to predict.
+        num_samples: number of posterior draws to use, evenly spaced; None for all.
+        batch_size: rows that are predicted together; None for all.
+        return_sites: names of the sites; None for all but latents and those that `get_samples`
+            returns.
+        reduce: summary of the draws: "mean", "entropy", "variance", levels of quantiles, or a
+            reduction; None for the draws.
 
     Raises:
         ModelError: the model needs all rows of its data together, and fails on these rows.
@@ -153,7 +169,8 @@ def predict(
 
 
 def predict_all(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
-    """Predictive draws of the data sites for all rows of the data, in their order."""
+    """Predictive draws of the data sites for all rows of the data, `[chains * draws, ...]` by name,
+    rows in the data's order."""
     with readers_of(result, "draws for all rows", data, draws=True) as readers:
         chunks = chunks_of(result.log_posterior, data, share=readers.share)
         batches, reduction = RowBatches(chunks, row_axes(result)), AllDraws()
@@ -171,16 +188,16 @@ def reduce_batches(
     """Reduced predictions for batches of rows, by site, joined along the rows.
 
     Args:
-        result: of the run.
-        batches: the rows.
-        reduction: what is returned of the draws.
+        result: draws and facts of the run.
+        batches: the rows, in chunks.
+        reduction: what is returned of the draws: all of them, or a summary.
         readers: the processes that share out the rows.
-        terms_by_block: applies a function of sites to the sites at every draw, for a chunk of rows;
-            returns its values `[draws, ...]`, one block of draws after another.
+        terms_by_block: function of (chunk of rows, function of sites) that yields the latter's
+            values, `[draws, ...]` by site, one block of draws after another.
     """
 
     def reduce_chunk(chunk: Chunk) -> tuple[dict[str, Any], dict[str, int]]:
-        """(The reduced values of the chunk's rows, the rows' axis in these), by site."""
+        """(The predictions for one chunk of rows; the axis of the rows in each), both by site."""
         axes: dict[str, int] = {}
 
         def terms(sites: Mapping[str, Site]) -> dict[str, tuple[Tensor, ...]]:
@@ -209,8 +226,16 @@ def _terms_by_block(
     chunk: Chunk,
     terms: Terms,
 ) -> Iterator[dict[str, tuple[Tensor, ...]]]:
-    """The terms of a chunk's sites at every draw, `[draws, ...]`, one block of draws after
-    another."""
+    """Yields the reduction's terms of the sites for a chunk of rows at every draw, `[draws, ...]`
+    each by site, one block of draws after another.
+
+    Args:
+        result: draws and facts of the run.
+        return_sites: names of the sites; None for the default ones.
+        reduction: what is returned of the draws.
+        chunk: the rows.
+        terms: function from sites to their terms, by name.
+    """
     needs_draws = issubclass(reduction.accumulator, Values)
     drawn = {} if needs_draws else _undrawable_values(result, chunk)
 
@@ -224,7 +249,8 @@ def _terms_by_block(
 def explain_failures(
     result: PosteriorDraws, arguments: Arguments, batch_size: int | None
 ) -> Iterator[None]:
-    """Turns an error that the model raises on new rows into one that says why.
+    """Context in which an error that the model raises on new rows is replaced by one that says why,
+    or gets a note about the rows.
 
     Raises:
         ArgumentError: the rows have other shapes than those of the run.
@@ -255,8 +281,8 @@ def explain_failures(
 
 
 def predictive_means(result: PosteriorDraws, arguments: Arguments) -> dict[str, Tensor]:
-    """Each draw's predictive mean of every data site, `[draws, elements]`; for classes, their
-    probabilities.  Rows that the model takes twice are returned twice."""
+    """Each draw's predictive mean of every data site, `[chains * draws, elements]` by name; for
+    classes, their probabilities. Rows that the model takes twice are returned twice."""
     mean, parts = Mean(), []
     for chunk in row_batches(result, arguments, None).chunks:
 
@@ -269,7 +295,8 @@ def predictive_means(result: PosteriorDraws, arguments: Arguments) -> dict[str, 
 
 
 def _undrawable_values(result: PosteriorDraws, chunk: Chunk) -> dict[str, Tensor]:
-    """NaN for the sites whose distributions cannot be sampled, by name; moments need no draws."""
+    """NaN in place of draws for the sites whose distributions cannot be sampled, by name; empty if
+    all can be. Means and variances need no draws."""
     run = run_at_first_draw(result, chunk.arguments, chunk.indices)
     values = {name: run.sites[name].value for name in run.drawn}
     return {name: value for name, value in values.items() if bool(value.isnan().all())}
@@ -283,7 +310,16 @@ def _sites(
     observed_only: bool = False,
     drawn: Params | None = None,
 ) -> dict[str, Site]:
-    """The sites to predict, from a run of the model at one draw on a chunk of rows."""
+    """The sites to predict, by name, from a run of the model at one draw on a chunk of rows.
+
+    Args:
+        result: draws and facts of the run.
+        params: unconstrained values of the draw, by site.
+        chunk: the rows.
+        return_sites: names of the sites; None for the default ones.
+        observed_only: whether the default ones are observed sites only.
+        drawn: values by site to use instead of draws.
+    """
     sites = result.log_posterior.simulate(params, chunk.arguments, chunk.indices, drawn).sites
     names = chosen_sites(result, sites, return_sites)
     if return_sites is None and observed_only:
@@ -295,8 +331,9 @@ def _sites(
 
 
 def resample_equally(result: PosteriorDraws, num_samples: int | None) -> PosteriorDraws:
-    """The result with `num_samples` equally weighted draws in one chain, evenly spaced over chains
-    and draws; by default as many as there are.
+    """A copy of the result with `num_samples` equally weighted draws in one chain, evenly spaced
+    over chains and draws; for None, as many as there are, and the result itself if draws have no
+    weights.
 
     Draws with weights are repeated or left out in proportion (systematic resampling).
     """
@@ -313,18 +350,18 @@ def resample_equally(result: PosteriorDraws, num_samples: int | None) -> Posteri
 
 
 def in_proportion(weights: Tensor, count: int) -> Tensor:
-    """`count` indices into the weights, in order; each occurs in proportion to its weight, up to
-    rounding."""
+    """`count` indices into the weights, in ascending order; each index occurs in proportion to its
+    weight, up to rounding."""
     shares = weights.cumsum(0) / weights.sum()
     places = (torch.arange(count, dtype=shares.dtype) + 0.5) / count
     return torch.searchsorted(shares, places).clamp(max=len(weights) - 1)
 
 
 def spread_evenly(total: int, num_samples: int) -> Tensor:
-    """`num_samples` indices, evenly spaced over `range(total)`.
+    """`num_samples` indices from 0 to `total` - 1, evenly spaced, in ascending order.
 
     Raises:
-        ArgumentError: `num_samples` is not from 1 to `total`.
+        ArgumentError: `num_samples` is not an integer from 1 to `total`.
     """
     if type(num_samples) is not int or not 1 <= num_samples <= total:
         raise ArgumentError(
@@ -335,7 +372,13 @@ def spread_evenly(total: int, num_samples: int) -> Tensor:
 
 def join(parts: Sequence[tuple[Mapping[str, Any], Chunk]], axes: Mapping[str, int]) -> Any:
     """The values of all chunks by site, tensors or tuples of tensors, joined along each site's axis
-    of rows; of sites without rows, the first chunk's value."""
+    of rows. Of sites without rows, the first chunk's value.
+
+    Args:
+        parts: (values by site, chunk) of all chunks, in the data's order; rows of a chunk that
+            earlier chunks had are dropped.
+        axes: axis of the rows in the values, by site.
+    """
     sites = dict(parts[0][0])
     if len(parts) == 1 and parts[0][1].keep == slice(None):
         return sites

@@ -34,7 +34,8 @@ _NUMBERS_SORTED = 2**23
 
 
 class Means:
-    """Accumulates the means of several terms over draws, in double precision."""
+    """Accumulates the means over draws of several tensors (terms), in double precision. Attributes:
+    `count`, the number of draws; `means`, one tensor for each term."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -53,8 +54,8 @@ class Means:
 
 
 class Moments(Means):
-    """Accumulates the means of several terms, and the variance of the first one (Chan, Golub and
-    LeVeque 1983)."""
+    """Accumulates the means over draws of several terms, and the variance of the first one, which
+    divides by the number of draws (Chan, Golub and LeVeque 1983)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,28 +72,30 @@ class Moments(Means):
 
 
 class Values:
-    """Keeps all draws of one term."""
+    """Keeps all draws of one term, for quantiles and intervals."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []
 
     def add(self, terms: Sequence[Tensor]) -> None:
-        """Adds a block of draws, `[draws, ...]`."""
+        """Adds a block of draws, `[draws, ...]`; only the first term is kept."""
         self.values.append(terms[0])
 
     @property
     def total(self) -> Tensor:
-        """All draws, `[draws, ...]`."""
+        """All draws in the order in which they were added, `[draws, ...]`."""
         return torch.cat(self.values)
 
 
 class Reduction:
-    """What a prediction returns of each site.
+    """Base class of what `predict` returns of each site: all draws, or a summary that is
+    accumulated over blocks of draws.
 
     Attributes:
-        keeps_draws: whether it returns all draws, in the site's own dtype.
-        observed_only: whether it applies to observed sites only, because it needs a distribution.
-        accumulator: accumulates the terms over draws.
+        keeps_draws: whether all draws are returned, in the site's own dtype.
+        observed_only: whether only observed sites have this summary, because it needs a
+            distribution.
+        accumulator: class that accumulates the terms over draws.
     """
 
     keeps_draws: ClassVar[bool] = False
@@ -100,21 +103,23 @@ class Reduction:
     accumulator: ClassVar[type[Means | Values]] = Means
 
     def terms(self, site: Site) -> tuple[Tensor, ...]:
-        """What is accumulated, of a site at one draw of the posterior, or at several draws in
-        leading dimensions."""
+        """The tensors of a site that are accumulated over draws, from the site at one draw of the
+        posterior, or at several draws in leading dimensions."""
         raise NotImplementedError
 
     def total(self, draws: Any) -> Any:
-        """The result, a tensor or a tuple of tensors, from the accumulator of all draws."""
+        """The summary, a tensor or a tuple of tensors, from the accumulator to which all draws were
+        added."""
         raise NotImplementedError
 
     def axis(self, site: Site, axis: int) -> int:
-        """The axis of the rows in the result, given that in the site's value, from the right."""
+        """The axis of the rows in the summary, from the axis of the rows in the site's value; both
+        negative and from the right."""
         return axis
 
 
 class AllDraws(Reduction):
-    """All draws of the site's value."""
+    """All predictive draws of a site, `[draws, ...]`."""
 
     keeps_draws, observed_only, accumulator = True, False, Values
 
@@ -126,8 +131,8 @@ class AllDraws(Reduction):
 
 
 class Mean(Reduction):
-    """The predictive mean; for Categorical sites, the classes' probabilities in a last
-    dimension."""
+    """The predictive mean of a site, of its value's shape; for Categorical sites, the classes'
+    probabilities in a last dimension."""
 
     observed_only = False
 
@@ -146,7 +151,8 @@ class Mean(Reduction):
 
 
 class Entropy(Reduction):
-    """Entropies of classes, in nats: the paper's equation 2."""
+    """Entropies of the predictive distribution of classes, in nats, split into aleatoric and
+    epistemic parts: the paper's equation 2."""
 
     def terms(self, site: Site) -> tuple[Tensor, ...]:
         probs = _class_probs(site)
@@ -160,7 +166,9 @@ class Entropy(Reduction):
 
 
 class Variance(Reduction):
-    """Variances, by the law of total variance."""
+    """Predictive variances, split into aleatoric and epistemic parts by the law of total
+    variance.
+    """
 
     accumulator = Moments
 
@@ -179,7 +187,11 @@ class Variance(Reduction):
 
 @dataclass(frozen=True)
 class Quantiles(Reduction):
-    """Quantiles of the predictive draws, `[levels, ...]`."""
+    """Quantiles of the predictive draws, `[levels, ...]`.
+
+    Attributes:
+        levels: levels of the quantiles, from 0 to 1.
+    """
 
     levels: tuple[float, ...]
     observed_only, accumulator = False, Values
@@ -202,11 +214,11 @@ class Quantiles(Reduction):
 
 @dataclass(frozen=True)
 class Central(Reduction):
-    """The central interval of the predictive draws.
+    """The central interval of the predictive draws, as lower and upper ends.
 
     Args:
-        level: the probability in it.
-        repeats: predictive draws for each draw of the posterior.
+        level: probability inside the interval.
+        repeats: number of predictive draws for each draw of the posterior.
     """
 
     level: float
@@ -228,8 +240,8 @@ class Central(Reduction):
 
 @dataclass(frozen=True)
 class Ranked(Reduction):
-    """For each class, the total probability of the classes that are more probable,
-    `[..., classes]`.
+    """For each class, the total predictive probability of the classes that are more probable,
+    `[..., classes]`: sets of the most probable classes follow from it.
 
     Args:
         randomized: whether a uniform fraction of the class's probability is added.  The result is
@@ -257,10 +269,14 @@ _BY_NAME: dict[str, type[Reduction]] = {"mean": Mean, "entropy": Entropy, "varia
 
 
 def as_reduction(reduce: Reduce | Reduction | None) -> Reduction:
-    """The reduction that an argument `reduce` names; all draws for None.
+    """The reduction that a user's `reduce=` names; all draws for None.
+
+    Args:
+        reduce: "mean", "entropy", "variance", levels of quantiles, a reduction (returned as it is),
+            or None.
 
     Raises:
-        ArgumentError: it names none.
+        ArgumentError: `reduce` is none of these.
     """
     if reduce is None:
         return AllDraws()
@@ -278,8 +294,11 @@ def as_reduction(reduce: Reduce | Reduction | None) -> Reduction:
 
 
 def _columns(values: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-    """(Draws `[draws, ...]` as floats; the same as tables `[draws, elements]`, each small enough to
-    be sorted in one call)."""
+    """Draws as floats, and the same numbers as matrices small enough to be sorted in one call.
+
+    Returns:
+        (The draws, `[draws, ...]`; matrices `[draws, elements]`, which together have all elements).
+    """
     values = values if values.is_floating_point() else values.float()
     table = values.reshape(len(values), values.shape[1:].numel())
     return values, table.split(max(1, _NUMBERS_SORTED // len(values)), dim=1)
@@ -290,7 +309,8 @@ def _is_level(level: object) -> bool:
 
 
 def _base(site: Site) -> Any:
-    """A site's distribution without wrappers; the distribution itself where it has transforms."""
+    """A site's distribution without `to_event` and masks; the distribution itself where it has
+    transforms."""
     try:
         return base_of(site.fn)
     except NoInformation:
@@ -298,22 +318,29 @@ def _base(site: Site) -> Any:
 
 
 def _is_categorical(site: Site) -> bool:
-    """Whether a site is observed, and its values are numbers of classes."""
+    """Whether a site is observed and Categorical, so that its values are numbers of classes."""
     return site.kind == "observed" and isinstance(_base(site), torch.distributions.Categorical)
 
 
 def is_of_classes(site: Site) -> bool:
-    """Whether an observed site's values are classes: numbers of classes, one-hot, or 0 and 1."""
+    """Whether an observed site is Categorical, OneHotCategorical or Bernoulli, so that its values
+    are classes."""
     return isinstance(_base(site), _CLASSES)
 
 
 def is_one_hot(site: Site) -> bool:
-    """Whether the last dimension of an observed site's values is that of the classes."""
+    """Whether an observed site is OneHotCategorical, so that its values' last dimension is that of
+    the classes."""
     return isinstance(_base(site), torch.distributions.OneHotCategorical)
 
 
 def _class_probs(site: Site) -> Tensor:
-    """Probabilities of an observed site's classes, `[..., classes]`."""
+    """The probabilities of an observed site's classes, `[..., classes]`; of 0 and 1 for a
+    Bernoulli.
+
+    Raises:
+        ArgumentError: the site has no classes.
+    """
     base = _base(site)
     if isinstance(base, torch.distributions.Categorical):
         return class_probs(base)
@@ -328,7 +355,11 @@ def _class_probs(site: Site) -> Tensor:
 
 
 def _moment(site: Site, which: Literal["mean", "variance"]) -> Tensor:
-    """The mean or variance of an observed site's distribution, in closed form."""
+    """The mean or variance, elementwise, of an observed site's distribution in closed form.
+
+    Raises:
+        ArgumentError: there is no closed form.
+    """
     fn = base_distribution(site.fn)
     try:
         if isinstance(fn, _DIRECTIONS):

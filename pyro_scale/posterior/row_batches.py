@@ -32,18 +32,18 @@ from pyro_scale.posterior.draws import PosteriorDraws
 
 
 def data_sites(result: PosteriorDraws) -> dict[str, int]:
-    """The observed sites that have a value for each row, with the axis of the rows in this value,
-    from the right."""
+    """The observed sites that have a value for each row: a dict from their names to the axis of the
+    rows in the value, negative and from the right."""
     return data_axes(result.log_posterior.model_info)
 
 
 def data_axes(info: ModelInfo, apart: bool = False) -> dict[str, int]:
-    """The observed sites of a model that have a value for each row, with the axis of the rows in
-    this value, from the right.
+    """The observed sites of a model that have a value for each row: a dict from their names to the
+    axis of the rows in the value, negative and from the right.
 
     Args:
-        info: of the model.
-        apart: leaves out sites whose rows depend on each other.
+        info: result of the model's preflight.
+        apart: whether to leave out sites whose rows depend on each other.
     """
     axes = {}
     for name, rule in info.scaling.rules.items():
@@ -56,19 +56,24 @@ def data_axes(info: ModelInfo, apart: bool = False) -> dict[str, int]:
 
 
 def row_axes(result: PosteriorDraws) -> dict[str, int]:
-    """The observed and deterministic sites that have a value for each row, with the axis of the
-    rows in this value, from the right."""
+    """The observed and deterministic sites that have a value for each row: a dict from their names
+    to the axis of the rows in the value, negative and from the right."""
     return {**result.log_posterior.model_info.row_axes, **data_sites(result)}
 
 
 def chosen_sites(
     result: PosteriorDraws, sites: Mapping[str, Site], return_sites: Sequence[str] | None
 ) -> Sequence[str]:
-    """Names of the sites that `predict` returns: `return_sites`, or by default all sites but
-    latents and those that `get_samples` returns.
+    """Names of the sites that `predict` returns.
+
+    Args:
+        result: draws and facts of the run.
+        sites: all sites of a run of the model, by name.
+        return_sites: the user's `return_sites=`; None for all sites but latents and those that
+            `get_samples` returns.
 
     Raises:
-        ArgumentError: `return_sites` names a site that is not in the model.
+        ArgumentError: `return_sites` is a string, or names a site that is not in the model.
     """
     if isinstance(return_sites, str):
         raise ArgumentError(f"return_sites={return_sites!r}: pass a list of sites' names")
@@ -86,12 +91,12 @@ def chosen_sites(
 
 
 class RowBatches(NamedTuple):
-    """Rows to predict for.
+    """Rows to predict for, in chunks.
 
     Attributes:
-        chunks: the rows in chunks; only those of this rank's share.
-        axes: the sites that have a value for each row, with the axis of the rows in this value,
-            from the right.
+        chunks: the chunks of rows that this rank predicts for.
+        axes: for sites that have a value for each row, the axis of the rows in this value, negative
+            and from the right.
     """
 
     chunks: Iterator[Chunk]
@@ -106,17 +111,18 @@ def row_batches(
     share: Share = WHOLE,
     may_split: bool = False,
 ) -> RowBatches:
-    """The rows of a call, split into batches.
+    """The rows of a call of `predict`, split into batches.
 
     Before rows are split, the first two batches and the last two are each predicted together and
-    separately, at one draw.  The distribution of every row must be the same in both cases.
+    separately, at one draw. The distribution of every row must be the same in both cases.
 
     Args:
-        result: of the run.
+        result: draws and facts of the run.
         arguments: the model's arguments.
-        batch_size: rows in a batch; None for all rows in one batch.
-        return_sites: the sites to predict; None for the default sites.
-        share: the batches that this rank predicts.
+        batch_size: rows of a batch; None for all rows in one batch, or for this function's choice
+            with `may_split`.
+        return_sites: names of the sites to predict; None for the default sites.
+        share: which of the batches this rank predicts.
         may_split: whether rows may be split without a `batch_size`.
 
     Raises:
@@ -160,7 +166,12 @@ def row_batches(
 
 
 def _num_rows(result: PosteriorDraws, arguments: Arguments) -> int | None:
-    """Number of rows of the arguments; None if no argument has rows."""
+    """The number of rows of the arguments; None if no argument has rows.
+
+    Raises:
+        DataError: there are no rows, fewer than the model subsamples, or an argument is a
+            DataLoader.
+    """
     check_tensors(arguments)
     for name, leaf in rows.named_leaves(arguments):
         if isinstance(leaf, DataLoader):
@@ -181,7 +192,8 @@ def _num_rows(result: PosteriorDraws, arguments: Arguments) -> int | None:
 
 
 def _is_row_wise_draw(result: PosteriorDraws) -> bool:
-    """Whether draws of a row are independent of the other rows, given the latents."""
+    """Whether predictive draws of a row are independent of the other rows, given the latents, so
+    that rows may be predicted separately."""
     log_posterior = result.log_posterior
     sites = log_posterior.model_info.sites
     observed = {name for name, site in sites.items() if site.kind == "observed"}
@@ -189,7 +201,7 @@ def _is_row_wise_draw(result: PosteriorDraws) -> bool:
 
 
 class _RowsDepend(Exception):
-    """The rows of the site of this name depend on each other."""
+    """Raised with the name of a site whose rows depend on each other."""
 
 
 def _axes_of_batches(
@@ -199,8 +211,20 @@ def _axes_of_batches(
     num_rows: int,
     return_sites: Sequence[str] | None,
 ) -> dict[str, int]:
-    """The sites that have a value for each row, with the axis of the rows in this value, from the
-    right.
+    """For the sites that have a value for each row, the axis of the rows in the value, negative and
+    from the right. Checks, on the first and the last two batches, that rows are the same in a batch
+    by itself and in two batches together.
+
+    Args:
+        result: draws and facts of the run.
+        arguments: the model's arguments, all rows.
+        size: rows of a batch.
+        num_rows: number of all rows.
+        return_sites: names of the sites to predict; None for the default sites.
+
+    Raises:
+        _RowsDepend: a batch by itself has other values or distributions than as part of two
+            batches.
 
     Raises:
         _RowsDepend: a batch by itself has other values than as part of two batches.
@@ -243,18 +267,18 @@ def run_at_first_draw(
     drawn: Params | None = None,
     seed: int = 0,
 ) -> Recorder:
-    """Runs the model at the first posterior draw, with observations drawn from their
-    distributions.
+    """Runs the model at the first posterior draw, with observations drawn from their distributions.
 
     Args:
-        result: of the run.
+        result: draws and facts of the run.
         arguments: the model's arguments.
-        indices: of the rows in the data.
-        drawn: values that are used instead of new draws, by site.
-        seed: of the draws.
+        indices: indices of the rows, for a model that subsamples by itself.
+        drawn: values by site to use instead of new draws; None for none.
+        seed: seed of the new draws.
 
     Returns:
-        The recorded sites.  Sites whose distributions cannot be sampled have NaN.
+        The recorder of the run, with all sites. Sites whose distributions cannot be sampled have
+        NaN.
     """
     params, values = result.layout.unflatten(result.positions[0, 0]), dict(drawn or {})
     while True:
@@ -266,12 +290,12 @@ def run_at_first_draw(
 
 
 def _axis(site: Site, alone: Site, count: int) -> int | None:
-    """The axis of a site's value, from the right, whose size is the number of rows; None if no axis
-    changes with the rows.
+    """The axis of a site's value, negative and from the right, whose size is the number of rows;
+    None if no axis changes with the rows.
 
     Args:
-        site: on `count` rows.
-        alone: the same site on some of these rows.
+        site: the site in a run on `count` rows.
+        alone: the same site in a run on some of these rows.
         count: number of rows.
 
     Raises:
@@ -291,14 +315,16 @@ def _axis(site: Site, alone: Site, count: int) -> int | None:
 def _are_alike(
     result: PosteriorDraws, site: Site, other: Site, axis: int | None, part: slice = slice(None)
 ) -> bool:
-    """Whether a part of a site's rows has the distribution, or the values, of another run's site.
+    """Whether a site has the same log densities (if observed) or values (if not), up to rounding,
+    for some rows in two runs.
 
     Args:
-        result: of the run.
-        site: on all rows.
-        other: the site of the other run, on a part of the rows.
-        axis: of the rows in the site's value, from the right; None if the site has no rows.
-        part: which rows these are.
+        result: draws and facts of the run; gives the dtype for rounding.
+        site: the site in a run on all rows.
+        other: the site in a run on a part of the rows.
+        axis: axis of the rows in the site's value, negative and from the right; None if the site
+            has no rows.
+        part: which of the rows the other run has.
     """
     (value, event_dim), (other_value, _) = _compared(site), _compared(other)
     if axis is not None and axis + event_dim >= 0:  # a joint density of all rows
@@ -312,8 +338,12 @@ def _are_alike(
 
 
 def _compared(site: Site) -> tuple[Tensor, int]:
-    """(The numbers by which a site is compared with that of another run, how many dimensions they
-    lack of those of the value): of an observed site, log densities; of another, the value."""
+    """The numbers by which a site is compared with that of another run: log densities of an
+    observed site, values of any other.
+
+    Returns:
+        (The numbers, how many dimensions they have less than the site's value).
+    """
     if site.kind != "observed":
         return site.value.double(), 0
     fn = site.fn
@@ -323,5 +353,7 @@ def _compared(site: Site) -> tuple[Tensor, int]:
 
 
 def _rows(values: Tensor, axis: int | None, part: slice) -> Tensor:
-    """A part of the rows of values whose rows are at `axis`; all values for None."""
+    """A part of the rows of a tensor whose rows are along `axis`; the whole tensor if `axis` is
+    None.
+    """
     return values if axis is None else values.movedim(axis, 0)[part].movedim(0, axis)

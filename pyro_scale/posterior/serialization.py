@@ -34,10 +34,10 @@ _LOG_DENSITY_TOL = 1e-3
 
 
 def contents_of(result: PosteriorDraws, arguments: Arguments) -> dict[str, Any]:
-    """The contents of a run's file: tensors and plain values by name.
+    """What a run's file contains: tensors and plain values by name.
 
     Args:
-        result: of the run.
+        result: draws and facts of the run.
         arguments: the batch on which the model was analyzed.
     """
     measurements = result.measurements
@@ -59,12 +59,12 @@ def contents_of(result: PosteriorDraws, arguments: Arguments) -> dict[str, Any]:
 def model_contents(
     log_posterior: LogPosterior, layout: Layout, arguments: Arguments
 ) -> dict[str, Any]:
-    """What `prepare_model` and `layout_of` read, by name.
+    """What a file contains about the model, by name: `prepare_model` and `layout_of` read it.
 
     Args:
-        log_posterior: the model, analyzed.
-        layout: of its positions.
-        arguments: the batch on which it was analyzed.
+        log_posterior: the model, after its preflight.
+        layout: place of each site's elements in a vector of all D unconstrained parameters.
+        arguments: the batch on which the model was analyzed.
     """
     start = _start(log_posterior)
     return {
@@ -80,7 +80,7 @@ def model_contents(
 
 
 def layout_of(contents: Mapping[str, Any]) -> Layout:
-    """The layout of positions: where each site is.
+    """The place of each site's elements in an unconstrained draw `[D]`, from a file's contents.
 
     Raises:
         ValueError: the contents have unknown dtypes.
@@ -93,10 +93,10 @@ def layout_of(contents: Mapping[str, Any]) -> Layout:
 
 
 def draws_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> PosteriorDraws:
-    """The draws of a run, without its data.
+    """The draws and facts of a run, from a file's contents; `data` is None.
 
     Args:
-        contents: of a file.
+        contents: contents of the file, by name.
         log_posterior: the model, from `prepare_model`.
 
     Raises:
@@ -126,7 +126,7 @@ def draws_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Poster
 
 
 def _check_shapes(result: PosteriorDraws) -> None:
-    """Checks that the shapes of a file's tensors fit together.
+    """Raises if the shapes of a file's tensors do not fit together.
 
     Raises:
         ValueError: they do not.
@@ -142,7 +142,7 @@ def _check_shapes(result: PosteriorDraws) -> None:
 
 
 def _plain_layout(layout: Layout) -> dict[str, list[Any]]:
-    """A layout as plain values."""
+    """A layout as lists of plain values, by name: `layout_of` reads them."""
     return {
         "names": list(layout.names),
         "shapes": [list(shape) for shape in layout.shapes],
@@ -151,7 +151,8 @@ def _plain_layout(layout: Layout) -> dict[str, list[Any]]:
 
 
 def _plain_draws(result: PosteriorDraws) -> dict[str, Any]:
-    """The draws, or a reference to their store; and their moments if draws were not kept."""
+    """The draws as plain values by name: the draws themselves, or a reference to the store that has
+    them; and their moments if draws were not kept."""
     positions, online, totals = result.positions, result.online, None
     if isinstance(positions, StoredPositions):
         store = {
@@ -167,7 +168,11 @@ def _plain_draws(result: PosteriorDraws) -> dict[str, Any]:
 
 
 def _positions(contents: Mapping[str, Any], layout: Layout) -> Positions:
-    """The draws in a file, or in the store to which it refers.
+    """The unconstrained draws in a file, `[chains, draws, D]`, or in the store to which it refers.
+
+    Args:
+        contents: contents of the file, by name.
+        layout: place of each site's elements in a draw.
 
     Raises:
         FileError: the store is missing, or has draws of another run.
@@ -182,7 +187,7 @@ def _positions(contents: Mapping[str, Any], layout: Layout) -> Positions:
 
 
 def _totals(contents: Mapping[str, Any] | None) -> SampleTotals | None:
-    """The moments of draws that were not kept; None if draws were kept."""
+    """The moments of draws that were not kept, from their plain values; None if draws were kept."""
     if contents is None:
         return None
     return SampleTotals(Totals.from_state(contents["totals"]), layout_of(contents))
@@ -192,15 +197,16 @@ def _totals(contents: Mapping[str, Any] | None) -> SampleTotals | None:
 
 
 def prepare_model(contents: Mapping[str, Any], model: Any) -> LogPosterior:
-    """The model, analyzed on the file's batch at the file's values, as it was in the run.
+    """The user's model, analyzed on the batch in the file at the values in the file, as it was in
+    the run.
 
     Args:
-        contents: of a file.
+        contents: contents of the file, by name.
         model: what the user passed, which should be the model of the run.
 
     Raises:
-        FileError: the model fails on the batch, or is another model; the message lists what
-            differs.
+        FileError: the model fails on the batch, or is not the model of the run; the message lists
+            what differs.
     """
     arguments = to_device(contents["arguments"], device_of(contents, model))
     errors: list[Exception] = []
@@ -228,8 +234,8 @@ def prepare_model(contents: Mapping[str, Any], model: Any) -> LogPosterior:
 
 
 def device_of(contents: Mapping[str, Any], model: Any) -> torch.device:
-    """The device for a file's tensors: that of the model's modules; else that of the run if this
-    machine has it; else the CPU."""
+    """The device for a file's tensors: that of the model's modules; otherwise that of the run if
+    this machine has it; otherwise the CPU."""
     device_of_model, device_of_run = module_device(model), torch.device(contents["device"])
     if device_of_model is not None:
         return device_of_model
@@ -240,8 +246,8 @@ def device_of(contents: Mapping[str, Any], model: Any) -> torch.device:
 
 
 def _init_at(values: Mapping[str, Tensor], default: InitFunction) -> InitFunction:
-    """An initialization of sites at these values, in the model's dtypes; sites without a value of
-    their shape get the default one."""
+    """An initialization strategy that starts sites at these values, in the model's dtypes; sites
+    without a value of their shape start where `default` puts them."""
 
     def init(site: Any) -> Tensor:
         start = default(site)
@@ -252,7 +258,7 @@ def _init_at(values: Mapping[str, Tensor], default: InitFunction) -> InitFunctio
 
 
 def _start(log_posterior: LogPosterior) -> dict[str, Tensor]:
-    """Unconstrained latents and params at which the model was analyzed, by name."""
+    """The unconstrained latents and params at which the model was analyzed, by site."""
     sites = log_posterior.model_info.sites
     latents = {name: sites[name].unconstrained for name in log_posterior.latents}
     points = {name: point.unconstrained for name, point in log_posterior.points.items()}
@@ -260,7 +266,8 @@ def _start(log_posterior: LogPosterior) -> dict[str, Tensor]:
 
 
 def _differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
-    """What differs between the model and that of the file, in words; empty if nothing does."""
+    """Phrases that say what differs between the model and that of the file (sites, shapes, dtypes,
+    N, densities); empty if nothing does."""
     values = log_posterior.constrain(_start(log_posterior))
     then = _describe(contents["start_values"], contents["latents"])
     now = _describe(values, log_posterior.latents)
@@ -275,7 +282,7 @@ def _differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> li
 
 
 def _describe(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
-    """Kind, shape and dtype of every latent and param, in words."""
+    """A phrase with kind, shape and dtype of every latent and param, by site."""
     return {
         name: f"a {'latent' if name in latents else 'param'} {list(value.shape)} "
         f"of {dtype_name(value.dtype)}"
@@ -284,8 +291,9 @@ def _describe(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
 
 
 def _value_differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
-    """In words: sites that have another constrained value at the same unconstrained one; else the
-    first site that has another log density on the file's batch."""
+    """Phrases about sites that have another constrained value at the same unconstrained one; if
+    there are none, about the first site with another log density on the batch in the file. Empty if
+    nothing differs."""
     device = device_of(contents, log_posterior)
     start = {name: value.to(device) for name, value in contents["start"].items()}
     values = log_posterior.constrain(start)
@@ -305,13 +313,20 @@ def _value_differences(contents: Mapping[str, Any], log_posterior: LogPosterior)
 def _log_densities(
     log_posterior: LogPosterior, start: Mapping[str, Tensor], arguments: Arguments
 ) -> dict[str, float]:
-    """Log densities of the batch on which the model was analyzed, by site."""
+    """The log prior and log likelihood of a batch, at the start and near it: numbers that tell
+    models apart.
+
+    Args:
+        log_posterior: the model, after its preflight.
+        start: unconstrained values by site.
+        arguments: the batch on which the model was analyzed.
+    """
     indices = log_posterior.first_indices()
     return model_fingerprint(log_posterior.with_jacobian(), start, arguments, indices)
 
 
 def _close(now: Tensor, then: Tensor) -> bool:
-    """Whether values are equal up to rounding, which may differ on another machine: to half of the
-    dtype's digits."""
+    """Whether two tensors are equal up to rounding, which may differ between machines: to half of
+    the dtype's digits, relative to the norm of `then`."""
     tolerance: float = torch.finfo(then.dtype).eps ** 0.5
     return bool((now - then).double().norm() <= tolerance * then.double().norm())

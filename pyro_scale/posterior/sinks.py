@@ -35,7 +35,7 @@ class Buffering:
 
     #: Most bytes of all chains' draws that are pending.
     waiting_bytes: int = 2**25
-    #: Bytes and draws of a file, at most.  Larger files would be hardly faster, and malloc would
+    #: Most bytes and most draws of a file.  Larger files would be hardly faster, and malloc would
     #: keep the memory of their buffers.
     file_bytes: int = 2**21
     file_draws: int = 2**14
@@ -55,13 +55,13 @@ BUFFERING = Buffering()
 def sink_for(
     store: Store, problem: Problem, num_draws: int, resumes: bool
 ) -> Iterator[ToDisk | ToMoments | None]:
-    """A context manager that gives the sink of a run's draws; None if they stay in memory.  The
-    store is locked against other runs.
+    """Context that yields the sink (a store, or moments) to which a run writes its draws; None if
+    draws stay in memory. A store is locked against other runs.
 
     Args:
-        store: the path of a store; False for moments only; None for memory.
-        problem: of the run.
-        num_draws: draws of each chain that will be kept.
+        store: path of a store; False to keep moments only; None to keep draws in memory.
+        problem: model, data and chains of the run.
+        num_draws: number of draws of each chain that will be kept.
         resumes: whether the run continues an earlier run.
 
     Raises:
@@ -91,15 +91,15 @@ class ToDisk:
     they are written.
 
     Args:
-        starts: the chains' starts, as draws.
-        first: positions of these, `[chains, 1, D]`.
-        problem: of the run.
-        path: of the store.
+        starts: model and facts of the run, with the chains' starts as draws.
+        first: unconstrained values at these starts, `[chains, 1, D]`.
+        problem: model, data and chains of the run.
+        path: path of the store's directory.
         resumes: whether the store exists already, because an earlier run is continued.
 
     Attributes:
         none: an empty tensor of draws, `[chains, 0, D]`.
-        store: where the draws are.
+        store: the store on disk that has the draws.
 
     Raises:
         ArgumentError: a site's name cannot be a file's name; there is something at the path.
@@ -126,7 +126,8 @@ class ToDisk:
         self.store = DrawStore.open(path)
 
     def begin(self, parts: Sequence[Part]) -> list[PartToDisk]:
-        """The sinks of the run's parts on this process, each positioned where its part continues.
+        """The sinks of the run's parts (groups of chains) on this process, one for each part, each
+        positioned where its part continues.
 
         Raises:
             FileError: the store is of another run, or lacks draws that its parts have written.
@@ -156,7 +157,7 @@ class ToDisk:
             finished: for each part, the indices of its chains that reached the end.
 
         Returns:
-            The error that occurred; None otherwise.
+            The error that occurred on any rank while writing; None if there was none.
         """
         ranks, store = self._problem.ranks, self.store
         counts = [
@@ -181,17 +182,17 @@ class ToDisk:
         return error
 
     def positions(self, draws: Draws) -> StoredPositions:
-        """The stored draws of the finished chains of a run."""
+        """The stored draws of the finished chains, unconstrained, read when they are used."""
         numbers = self._problem.numbers(len(draws.log_joint))
         chains = torch.tensor([numbers[chain] for chain in draws.finished], dtype=torch.long)
         count = min(self.store.count, len(draws.kept_steps))
         return StoredPositions(self.store, self._starts.layout, chains, count)
 
     def describe(self, result: PosteriorDraws) -> None:
-        """Writes the statistics and facts of the run into the store, on rank 0.
+        """Writes the statistics of the draws and the facts of the run into the store, on rank 0.
 
         Raises:
-            FileError: they cannot be written.
+            FileError: the disk cannot be written.
         """
         if self._problem.ranks.is_first:
             assert isinstance(result.positions, StoredPositions)
@@ -199,10 +200,15 @@ class ToDisk:
             self.store.put("sample_stats", result.sample_stats, result.positions.chains, attrs)
 
     def write(self, positions: Tensor, start: int, chains: Sequence[int]) -> None:
-        """Writes draws `[chains, n, D]` of these chains, the first of which has the number `start`.
+        """Writes draws of some chains into the store.
+
+        Args:
+            positions: unconstrained draws, `[chains, n, D]`.
+            start: number of the first of these draws in the run.
+            chains: numbers of the chains.
 
         Raises:
-            FileError: they cannot be written.
+            FileError: the disk cannot be written.
         """
         if self._problem.is_writer:
             self.store.write(self._values(positions), start, chains)
@@ -211,13 +217,13 @@ class ToDisk:
         """Removes the files of these chains that hold only draws after the first `count`.
 
         Raises:
-            FileError: they cannot be removed.
+            FileError: the files cannot be removed.
         """
         if self._problem.is_writer:
             self.store.drop(chains, count)
 
     def show(self) -> None:
-        """Makes draws visible to readers that are known to be written for all chains.
+        """Makes those draws visible to readers that are written for all chains of all processes.
 
         Raises:
             FileError: the store cannot be written.
@@ -228,14 +234,19 @@ class ToDisk:
 
     @property
     def _written_by_all(self) -> int:
-        """Draws that are written of each chain of this process."""
+        """The number of draws that are written of every chain of this process."""
         return min(part.written for part in self._parts)
 
     def _check_holds(self, chains: Sequence[int], alive: Tensor, state: Mapping[str, Any]) -> None:
-        """Checks that the store has the draws in full files that an earlier sink wrote.
+        """Raises if the store lacks draws in full files that an earlier sink wrote.
+
+        Args:
+            chains: numbers of the part's chains.
+            alive: mask of the chains that have not broken.
+            state: what `PartToDisk.state` returned at the checkpoint.
 
         Raises:
-            FileError: it is of another run, or lacks them.
+            FileError: the store is of another run, or lacks these draws.
         """
         sound = [chain for chain, is_alive in zip(chains, alive.tolist(), strict=True) if is_alive]
         stored = state["stored"]
@@ -247,7 +258,8 @@ class ToDisk:
             )
 
     def _values(self, positions: Tensor) -> dict[str, Tensor]:
-        """The arrays that are stored for draws `[chains, n, D]`, by `<group>/<site>`."""
+        """The arrays to store for unconstrained draws `[chains, n, D]`, by `<group>/<site>`:
+        constrained draws, and unconstrained ones of sites with a transform."""
         unconstrained = self._starts.layout.unflatten(positions)
         if not self._transformed and not self._starts.log_posterior.model_info.steady:
             return {f"{POSTERIOR}/{name}": value for name, value in unconstrained.items()}
@@ -267,11 +279,11 @@ class PartToDisk:
     differently in other blocks.
 
     Args:
-        run: the sink of all parts.
+        run: sink of all parts of the run.
         chains: numbers of the chains.
 
     Attributes:
-        written: draws of each chain that are in the store.
+        written: number of draws of each chain that are in the store.
     """
 
     def __init__(self, run: ToDisk, chains: Sequence[int]):
@@ -282,15 +294,16 @@ class PartToDisk:
 
     @property
     def count(self) -> int:
-        """Draws of each chain that were added."""
+        """The number of draws of each chain that were added, written or not."""
         begin, held = self._held
         return begin + held.shape[1]
 
     def add(self, positions: Tensor) -> None:
-        """Adds the next draws, `[chains, n, D]`.
+        """Adds the next n draws, unconstrained, `[chains, n, D]`. Writes full files, and from time
+        to time one that is not full.
 
         Raises:
-            FileError: they cannot be written.
+            FileError: the disk cannot be written.
         """
         self._held = self._in_full_files, torch.cat([self._waiting, positions], 1)
         self._fill_files()
@@ -298,16 +311,16 @@ class PartToDisk:
             self._write_rest()
 
     def close(self) -> None:
-        """Writes all draws in memory.
+        """Writes all draws that are in memory.
 
         Raises:
-            FileError: they cannot be written.
+            FileError: the disk cannot be written.
         """
         self._fill_files()
         self._write_rest()
 
     def end_at(self, count: int) -> None:
-        """Pads the store with NaN up to `count` draws, or removes files after these.
+        """Pads the chains with NaN up to `count` draws, or removes files with draws after these.
 
         Raises:
             FileError: the store cannot be written.
@@ -321,11 +334,12 @@ class PartToDisk:
         self._run.drop(self.chains, count)
 
     def state(self) -> dict[str, Any]:
-        """What another sink needs to continue, as tensors and plain values."""
+        """The run's identifier, number of stored draws and draws in memory, by name, with which
+        another sink continues."""
         return {"run": self._run.store.run, "stored": self._in_full_files, "held": self._waiting}
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
-        """Continues from the state of another sink; None starts without draws."""
+        """Continues from what `state` of another sink returned; None starts without draws."""
         state = state or {"stored": 0, "held": self._held[1][:, :0]}
         stop = state["stored"] + state["held"].shape[1]
         self.written = max(state["stored"], min(stop, self.written))
@@ -333,12 +347,12 @@ class PartToDisk:
 
     @property
     def _in_full_files(self) -> int:
-        """Draws of each chain that are in full files."""
+        """The number of draws of each chain that are in full files."""
         return self.written - self.written % self._run.store.chunk
 
     @property
     def _waiting(self) -> Tensor:
-        """Draws in memory after those in full files."""
+        """Draws in memory after those in full files, `[chains, n, D]`."""
         begin, held = self._held
         return held[:, self._in_full_files - begin :]
 
@@ -360,8 +374,8 @@ class PartToDisk:
 
 
 def _transformed(starts: PosteriorDraws) -> list[str]:
-    """Sites whose unconstrained values are stored too: those with a transform, and point-estimated
-    params."""
+    """Names of the sites whose unconstrained values are stored besides the constrained ones: those
+    with a transform, and point-estimated params."""
     shifted = starts.positions[0, 0] + 1 / 3  # at a start, both values may be equal by chance
     unconstrained = starts.layout.unflatten(shifted)
     constrained = starts.log_posterior.constrain(unconstrained)
@@ -376,12 +390,12 @@ def _transformed(starts: PosteriorDraws) -> list[str]:
 
 
 def _field(starts: PosteriorDraws, path: str, value: Tensor) -> Field:
-    """The array for draws of a site, `[chains, n, ...]`.
+    """Shape, dtype and dims of the stored array of a site's draws.
 
     Args:
-        starts: the model.
-        path: `<group>/<site>`.
-        value: draws of the site, for shape and dtype.
+        starts: the model, with the chains' starts as draws.
+        path: the array's name, `<group>/<site>`.
+        value: draws of the site, `[chains, n, ...]`, for shape and dtype.
 
     Raises:
         ArgumentError: the site's name cannot be a file's name.

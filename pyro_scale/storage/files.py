@@ -52,10 +52,10 @@ def write(path: FilePath, contents: Mapping[str, Any], kind: Kind = "results") -
     """Writes a file completely or not at all: an existing file stays until the new one is complete.
 
     Args:
-        path: of the file.
-        contents: by name: tensors, strings, numbers, booleans and None, in tuples, lists and
+        path: path of the file.
+        contents: values by name: tensors, strings, numbers, booleans and None, in tuples, lists and
             dicts.
-        kind: what the contents are.
+        kind: what the contents are, which the header says.
 
     Raises:
         ArgumentError: `path` is not a path.
@@ -97,8 +97,8 @@ def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
     """The contents of a file that `write` wrote, by name, with tensors on the CPU.
 
     Args:
-        path: of the file.
-        kind: what the contents must be.
+        path: path of the file.
+        kind: kind of contents that the file must have.
 
     Raises:
         ArgumentError: `path` is not a path.
@@ -145,7 +145,12 @@ def read(path: FilePath, kind: Kind = "results") -> dict[str, Any]:
 
 
 def _check_uncompressed(body: memoryview, target: Path) -> None:
-    """Checks that no record is compressed, and could expand to more memory than the file has bytes.
+    """Raises if a record in the file is compressed, since it could expand to more memory than the
+    file has bytes.
+
+    Args:
+        body: bytes of the file after the header.
+        target: path of the file, for the message.
 
     Raises:
         FileError: a record is compressed; torch writes none.
@@ -158,8 +163,13 @@ def _check_uncompressed(body: memoryview, target: Path) -> None:
 
 
 def _check_size(contents: Any, size: int, target: Path) -> None:
-    """Checks that tensors are dense, and no larger than the file, as one number expanded to
+    """Raises for tensors that are not dense, or larger than the file, as one number expanded to
     terabytes would be.
+
+    Args:
+        contents: tensors and plain values that were read.
+        size: size of the file in bytes.
+        target: path of the file, for the message.
 
     Raises:
         FileError: a tensor is sparse, on the meta device, or too large.
@@ -185,15 +195,16 @@ def _check_size(contents: Any, size: int, target: Path) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path, lock: Path | None = None) -> Iterator[None]:
-    """A context manager that locks a directory against other processes that lock it; not against
-    threads of this process.
+    """Context that locks a directory against other processes that lock it; not against threads of
+    this process.
 
     Args:
-        directory: that is locked.
-        lock: the lock's file, which is removed afterwards; `.lock` in the directory by default.
+        directory: directory to lock.
+        lock: path of the lock's file, which is removed afterwards; None for `.lock` in the
+            directory.
 
     Raises:
-        FileError: another process has the lock, or its file cannot be written.
+        FileError: another process has the lock, or the lock's file cannot be written.
     """
     file = lock or directory / _LOCK
     holder = FileLock(file)
@@ -220,17 +231,17 @@ def locked(directory: Path, lock: Path | None = None) -> Iterator[None]:
 
 
 def drop_unfinished(directory: Path) -> None:
-    """Removes files that killed processes left partly written."""
+    """Removes partly written files from a directory, which killed processes left there."""
     for file in directory.glob(_TEMPORARY.format("[0-9a-f]" * 16)):
         with contextlib.suppress(OSError):
             file.unlink()
 
 
 def as_path(path: FilePath) -> Path:
-    """The path that a user passed, with `~` expanded.
+    """A `Path` from the path that a user passed, with `~` expanded.
 
     Raises:
-        ArgumentError: it is not a path.
+        ArgumentError: `path` is not a path.
     """
     if not isinstance(path, str | Path | os.PathLike) or "\0" in os.fspath(path) or path == "":
         raise ArgumentError(f"path={path!r}: pass a str or a Path")
@@ -238,14 +249,15 @@ def as_path(path: FilePath) -> Path:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """The value as it is written: with tensors on the CPU that are no views.
+    """A value in the form in which it is written: its tensors are on the CPU, detached, and no
+    views.
 
     Args:
-        value: a tensor or a plain value.
-        name: of the value, for the error message.
+        value: a tensor, or a plain value that may contain tensors.
+        name: name of the value, for the message.
 
     Raises:
-        FileError: it is, or contains, something else than tensors and plain values.
+        FileError: the value is, or contains, something else than tensors and plain values.
     """
     if isinstance(value, Tensor):
         return _plain_tensor(value, name)
@@ -278,10 +290,10 @@ def _not_plain(value: Any, name: str) -> FileError:
 
 @contextlib.contextmanager
 def store_errors(path: Path, action: str) -> Iterator[None]:
-    """A context manager that turns errors of the disk or of Zarr into a `FileError`.
+    """Context that turns errors of the disk or of Zarr into a `FileError`.
 
     Args:
-        path: of the store.
+        path: path of the store, for the message.
         action: what failed, as a participle: `"read"` or `"written"`.
     """
     try:

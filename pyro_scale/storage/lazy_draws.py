@@ -21,15 +21,14 @@ _MAX_FILES = 16
 
 @dataclass(frozen=True)
 class StoredPositions:
-    """Unconstrained draws in a store, `[chains, draws, D]`, used like a tensor.
-
-    Sites without a transform are stored once, in the group of constrained values.
+    """Unconstrained draws in a store on disk, `[chains, draws, D]`, indexed like a tensor and read
+    when they are used.
 
     Attributes:
-        store: of the draws.
-        layout: of a position: where each site is in it.
+        store: the store that has the draws.
+        layout: place of each site's elements in a draw, a vector of all D unconstrained parameters.
         chains: indices of the chains in the store, `[chains]`.
-        count: draws of each chain.
+        count: number of draws of each chain.
     """
 
     store: DrawStore
@@ -39,20 +38,21 @@ class StoredPositions:
 
     @property
     def shape(self) -> torch.Size:
-        """`[chains, draws, D]`."""
+        """The shape `[chains, draws, D]`."""
         return torch.Size((len(self.chains), self.count, self.layout.size))
 
     @property
     def samples(self) -> StoredSamples:
-        """Constrained values of the draws, by site."""
+        """The constrained values of the same draws, by site."""
         return StoredSamples(self)
 
     def __getitem__(self, places: tuple[int | Tensor, int | Tensor]) -> Tensor:
-        """The draws at indices (chains, draws), which are broadcast together, `[..., D]`."""
+        """Some draws, `[..., D]`, from (indices of chains, indices of draws), which are broadcast
+        together to the shape `[...]`."""
         return _at_places(self._read, self.shape, *places)
 
     def blocks(self) -> Iterator[Tensor]:
-        """All draws, chain by chain, in blocks `[n, D]` of limited size."""
+        """Yields all draws, chain by chain, in blocks `[n, D]` of at most 8 MiB."""
         width = self.layout.size * torch.finfo(self.layout.dtype).bits // 8
         block_size = max(1, _READ_BYTES // width)
         for chain in range(len(self.chains)):
@@ -60,7 +60,8 @@ class StoredPositions:
                 yield self._read(torch.tensor([chain]), places)[0]
 
     def _read(self, chains: Tensor, draws: Tensor) -> Tensor:
-        """The draws of these chains, `[len(chains), len(draws), D]`."""
+        """Unconstrained draws `[len(chains), len(draws), D]`, read from disk, of all combinations
+        of some chains and some draws."""
         transformed, parts = self.store.sites(UNCONSTRAINED), []
         for name, shape in zip(self.layout.names, self.layout.shapes, strict=True):
             group = UNCONSTRAINED if name in transformed else POSTERIOR
@@ -72,7 +73,12 @@ class StoredPositions:
 
 @dataclass(frozen=True)
 class StoredSamples(Mapping[str, Tensor]):
-    """Constrained draws in a store by site, `[chains, draws, ...]`, read when they are used."""
+    """Constrained draws in a store on disk, a mapping from sites to tensors `[chains, draws, ...]`,
+    which are read when they are used.
+
+    Attributes:
+        positions: the unconstrained draws in the store.
+    """
 
     positions: StoredPositions
 
@@ -90,13 +96,17 @@ class StoredSamples(Mapping[str, Tensor]):
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """The shape of one draw of every site."""
+        """The shape of one constrained draw of every site, by name."""
         store = self.positions.store
         return {n: store.shape_of(f"{POSTERIOR}/{n}") for n in store.sites(POSTERIOR)}
 
     def at(self, chains: Tensor, draws: Tensor) -> dict[str, Tensor]:
-        """The draws at indices (chains, draws), which are broadcast together, `[..., *shape]` by
-        site."""
+        """Some draws, `[..., *shape]` by site.
+
+        Args:
+            chains: indices of chains.
+            draws: indices of draws, broadcast together with `chains` to the shape `[...]`.
+        """
         shape = self.positions.shape
 
         def read(name: str) -> Tensor:
@@ -108,14 +118,15 @@ class StoredSamples(Mapping[str, Tensor]):
         """All draws of some elements of a site, `[chains, draws, len(places)]`.
 
         Args:
-            name: of the site.
+            name: name of the site.
             places: indices into the site's flattened value.
         """
         chains, draws = torch.arange(len(self.positions.chains)), torch.arange(self.positions.count)
         return self._read(name, chains, draws, places)
 
     def dataset(self) -> Any:
-        """All draws as an `xarray.Dataset`, which reads draws when they are used."""
+        """All draws as an `xarray.Dataset` with dims chain and draw, which reads draws when they
+        are used."""
         dataset = self.positions.store.dataset(POSTERIOR)[list(self)].drop_attrs(deep=False)
         kept = {"chain": self.positions.chains.numpy(), "draw": slice(self.positions.count)}
         return dataset.isel(kept)
@@ -132,8 +143,13 @@ Positions = Tensor | StoredPositions
 
 
 def spread(positions: Positions, most: int) -> Tensor:
-    """Indices of at most `most` draws, evenly spaced over a run; of draws in a store, from a few
-    files."""
+    """Indices of at most `most` draws, evenly spaced over a run, in ascending order; for draws in a
+    store, from 16 files of each chain at most.
+
+    Args:
+        positions: unconstrained draws, `[chains, draws, D]`.
+        most: largest number of indices.
+    """
     draws = torch.arange(positions.shape[1])
     if isinstance(positions, StoredPositions):
         file = draws // positions.store.chunk
@@ -148,14 +164,14 @@ def _at_places(
     chains: int | Tensor,
     draws: int | Tensor,
 ) -> Tensor:
-    """The result of indexing a tensor by (chains, draws), from a function that reads all
+    """The values at pairs of (chain, draw), `[..., *shape]`, from a function that reads all
     combinations of some chains and some draws.
 
     Args:
-        read: from indices `[n]` of chains and `[m]` of draws to values `[n, m, ...]`.
-        shape: `[chains, draws, ...]`, for negative indices.
+        read: function from indices `[n]` of chains and `[m]` of draws to values `[n, m, ...]`.
+        shape: the shape `[chains, draws, ...]`, for negative indices.
         chains: indices of chains.
-        draws: indices of draws, broadcast with `chains`.
+        draws: indices of draws, broadcast together with `chains`.
     """
     chain, draw = torch.broadcast_tensors(torch.as_tensor(chains), torch.as_tensor(draws))
     places = torch.stack([chain.flatten() % shape[0], draw.flatten() % shape[1]])

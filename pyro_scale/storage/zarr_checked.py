@@ -21,14 +21,12 @@ _CHUNK = re.compile(r"/\d+(?:\.\d+)*$")
 
 
 class CheckedStore(WrapperStore[LocalStore]):
-    """Raises `FileError` for chunks that are damaged or missing.
-
-    Zarr 3.1 reads missing draws as NaN and missing coordinates as 0, and raises errors of other
-    classes for damaged chunks.
+    """A read-only Zarr store that raises `FileError` for files of draws that are damaged or
+    missing.
 
     Args:
-        store: the store that is wrapped.
-        check_same_run: raises `FileError` if the path holds the store of another run.
+        store: Zarr's store, from which files are read.
+        check_same_run: function that raises `FileError` if the path holds the store of another run.
     """
 
     def __init__(self, store: LocalStore, check_same_run: Callable[[], None]):
@@ -41,10 +39,11 @@ class CheckedStore(WrapperStore[LocalStore]):
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """The bytes of a file; None if it is not there, and is not a chunk.
+        """The bytes of a file in the store; None if there is no such file, and its name is not that
+        of a chunk.
 
         Raises:
-            FileError: it is a chunk, and missing or damaged.
+            FileError: the file is a chunk, and is missing or damaged.
         """
         self._check_same_run()
         path = self._store.root

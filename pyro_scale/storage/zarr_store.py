@@ -39,7 +39,7 @@ _COORDINATE_CHUNK = 2**16
 
 @contextlib.contextmanager
 def writing_into(path: FilePath) -> Iterator[None]:
-    """A context manager that locks the path of a store against the runs of other processes.
+    """Context that locks the path of a store against the runs of other processes.
 
     Raises:
         ArgumentError: `path` is not a path.
@@ -54,12 +54,12 @@ def writing_into(path: FilePath) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Field:
-    """How the draws of a site are stored.
+    """How the draws of a site are stored in an array.
 
     Attributes:
-        shape: of one draw.
-        dtype: NumPy's name of it.
-        dims: names of the shape's dimensions.
+        shape: shape of one draw.
+        dtype: NumPy's name of the dtype.
+        dims: names of the dimensions of one draw.
     """
 
     shape: tuple[int, ...]
@@ -68,16 +68,16 @@ class Field:
 
 
 class DrawStore:
-    """Arrays of draws `[chain, draw, ...]` on disk.
+    """A Zarr store on disk with the draws of a run: an array `[chain, draw, ...]` for each site.
 
     Args:
-        path: of the store's directory.
+        path: path of the store's directory.
         group: the store's root group, opened by Zarr.
 
     Attributes:
-        count: draws of each chain that readers see.
+        count: number of draws of each chain that readers see.
         run: a random identifier of the run.
-        chunk: draws of a chain in one file.
+        chunk: number of draws of a chain in one file.
     """
 
     def __init__(self, path: Path, group: Any):
@@ -95,13 +95,14 @@ class DrawStore:
         chunk: int,
         run: str,
     ) -> Self:
-        """Creates a store without draws.
+        """Creates a store without draws on disk, and returns it.
 
         Args:
-            path: a directory that does not exist, is empty, or holds a store without draws.
-            fields: by `<group>/<site>`; the groups are `POSTERIOR` and `UNCONSTRAINED`.
+            path: path of a directory that does not exist, is empty, or holds a store without draws.
+            fields: shape and dtype of each array, by `<group>/<site>`; the groups are `POSTERIOR`
+                and `UNCONSTRAINED`.
             num_chains: number of chains.
-            chunk: draws of a chain in one file.
+            chunk: number of draws of a chain in one file.
             run: a random identifier of the run.
 
         Raises:
@@ -134,7 +135,7 @@ class DrawStore:
 
     @classmethod
     def open(cls, path: FilePath) -> Self:
-        """Opens a store.
+        """The store at a path, for reading and writing.
 
         Raises:
             ArgumentError: zarr is not installed.
@@ -147,15 +148,15 @@ class DrawStore:
         return store
 
     def write(self, draws: Mapping[str, Tensor], start: int, chains: Sequence[int]) -> None:
-        """Writes draws of some chains.  Readers see them after `show`.
+        """Writes draws of some chains to disk. Readers see them after `show`.
 
         Args:
-            draws: of every field by `<group>/<site>`, `[chains, n, ...]`.
-            start: number of the first draw.
+            draws: draws of every field by `<group>/<site>`, `[chains, n, ...]`.
+            start: number of the first of these draws in the run.
             chains: numbers of the chains.
 
         Raises:
-            FileError: they cannot be written.
+            FileError: the disk cannot be written.
         """
         stop = start + next(iter(draws.values())).shape[1]
         with store_errors(self.path, "written"), _every_file():
@@ -168,7 +169,7 @@ class DrawStore:
                     array[chain, start:stop] = of_chain
 
     def show(self, count: int) -> None:
-        """Makes the first `count` draws visible to readers; they must be written.
+        """Makes the first `count` draws of all chains visible to readers; they must be written.
 
         Raises:
             FileError: the metadata cannot be written; what readers see does not change.
@@ -190,10 +191,11 @@ class DrawStore:
             self._publish(count)
 
     def drop(self, chains: Sequence[int], count: int) -> None:
-        """Removes the files of some chains that hold only draws after the first `count`.
+        """Removes those files of some chains that hold only draws after the first `count`; others
+        stay.
 
         Raises:
-            FileError: they cannot be removed.
+            FileError: the files cannot be removed.
         """
         with store_errors(self.path, "written"):
             for name in self._fields:
@@ -210,16 +212,17 @@ class DrawStore:
         chains: Tensor,
         attrs: Mapping[str, Any],
     ) -> None:
-        """Writes another group, or replaces it, and the attributes of all groups.
+        """Writes another group of variables, or replaces it, and sets attributes on the root and
+        all groups.
 
         Args:
-            group: name of the group.
-            variables: its arrays by name, `[chains, draws]`.
+            group: name of the group, such as "sample_stats".
+            variables: arrays of the group by name, `[chains, draws]`.
             chains: numbers of the chains.
-            attrs: attributes.
+            attrs: attributes, strings and numbers by name.
 
         Raises:
-            FileError: they cannot be written.
+            FileError: the disk cannot be written.
         """
         with store_errors(self.path, "written"):
             self._resize(self.count)
@@ -235,14 +238,14 @@ class DrawStore:
     def read(
         self, name: str, chains: Tensor, draws: Tensor, elements: Tensor | None = None
     ) -> Tensor:
-        """Reads draws of one field, `[len(chains), len(draws), ...]`.
+        """Some draws of one field, read from disk: `[len(chains), len(draws), ...]`.
 
         Args:
-            name: `<group>/<site>`.
+            name: the field, `<group>/<site>`.
             chains: numbers of the chains.
             draws: numbers of the draws.
-            elements: if given, indices into a draw's flattened value; the result is then
-                `[len(chains), len(draws), len(elements)]`.
+            elements: indices into a draw's flattened value, with which the result is `[len(chains),
+                len(draws), len(elements)]`; None for whole draws.
 
         Raises:
             FileError: draws cannot be read, or are damaged.
@@ -263,10 +266,11 @@ class DrawStore:
         return torch.cat(parts, 1)[:, torch.cat(order).argsort()]
 
     def holds(self, chains: Sequence[int], count: int) -> bool:
-        """Whether the first `count` draws of chains that did not break are written, visible or not.
+        """Whether the first `count` draws of these chains, which must not have broken, are on disk,
+        visible to readers or not.
 
         Raises:
-            FileError: they cannot be read, or are damaged.
+            FileError: the files cannot be read, or are damaged.
         """
         with store_errors(self.path, "read"):
             arrays = [_of_length(self._checked_group[name], count) for name in self._fields]
@@ -277,18 +281,18 @@ class DrawStore:
         return bool(np.concatenate(is_finite, 1).any(1).all())
 
     def shape_of(self, name: str) -> torch.Size:
-        """The shape of one draw of a field."""
+        """The shape of one draw of a field, which is named `<group>/<site>`."""
         with store_errors(self.path, "read"):
             return torch.Size(self._checked_group[name].shape[2:])
 
     def sites(self, group: str) -> list[str]:
-        """The sites of a group, in the model's order."""
+        """The names of the sites of a group, in the model's order."""
         with store_errors(self.path, "read"):
             return list(self._checked_group[group].attrs["sites"])
 
     def dataset(self, group: str) -> Any:
         """A group as an `xarray.Dataset`, which reads draws when they are used, and raises a
-        `FileError` if they are missing or damaged.
+        `FileError` then if they are missing or damaged.
 
         Raises:
             FileError: the group cannot be read, or its coordinates are missing or damaged.
@@ -309,23 +313,23 @@ class DrawStore:
 
     @property
     def _checked_group(self) -> Any:
-        """The root group, after a check that the path still holds the store of this run."""
+        """Zarr's root group, after a check that the path still holds the store of this run."""
         self._check_same_run()
         return self._group
 
     def _check_same_run(self) -> None:
-        """Checks that the path holds the store of this run.
+        """Raises if the path no longer holds the store of this run.
 
         Raises:
-            FileError: it holds none, or that of another run.
+            FileError: there is no store, or that of another run.
         """
         with store_errors(self.path, "read"):
             if json.loads((self.path / ".zattrs").read_text()).get("run") != self.run:
                 raise FileError(f"the draws in '{self.path}' have been replaced by another run's")
 
     def _check_metadata(self) -> None:
-        """Checks that every array has the layout that the consolidated metadata gives, because
-        metadata has no checksum.  Arrays may be longer than readers see.
+        """Raises unless every array has the layout that the consolidated metadata gives, because
+        metadata has no checksum. Arrays may be longer than readers see.
 
         Raises:
             FileError: an array has another layout or codec.
@@ -346,7 +350,13 @@ class DrawStore:
                 )
 
     def _check_complete(self, name: str, array: Any, chains: Tensor, file: int) -> None:
-        """Checks that the chains' files are there: Zarr reads a missing file as NaN.
+        """Raises if a file of draws is missing: Zarr would read it as NaN.
+
+        Args:
+            name: the field, `<group>/<site>`.
+            array: the field's Zarr array.
+            chains: numbers of the chains.
+            file: number of the file of each chain.
 
         Raises:
             FileError: a file is missing.
@@ -359,15 +369,16 @@ class DrawStore:
                 )
 
     def _write(self, name: str, values: Tensor, dims: Sequence[str]) -> None:
-        """Creates an array, or replaces it, with these values."""
+        """Creates an array with these values, or replaces it. `name` is its path in the store,
+        `dims` the names of its dimensions."""
         array = values.numpy()
         chunks = [max(1, n) for n in array.shape]
         with _every_file():
             _create_array(self._group, name, array.shape, chunks, array.dtype, dims)[:] = array
 
     def _resize(self, count: int) -> None:
-        """Changes the number of draws in the metadata and coordinates, without changing files of
-        draws."""
+        """Sets the number of draws in the metadata and coordinates to `count`, without changing
+        files of draws."""
         with _every_file():
             for name in _GROUPS:
                 for array in self._group[name].array_values():
@@ -381,13 +392,13 @@ class DrawStore:
                         array[:] = np.arange(count)
 
     def _publish(self, count: int) -> None:
-        """Writes the consolidated metadata, by which readers see the first `count` draws."""
+        """Writes the consolidated metadata, after which readers see the first `count` draws."""
         self._group.attrs["draws"] = self.count = count
         _zarr().consolidate_metadata(str(self.path), zarr_format=2)
 
 
 def _is_empty(target: Path) -> bool:
-    """Whether the path is an empty directory, or a store without draws."""
+    """Whether a path is an empty directory, or a store without draws."""
     try:
         return DrawStore.open(target).count == 0
     except FileError:
@@ -402,15 +413,15 @@ def _create_array(
     dtype: Any,
     dims: Sequence[str],
 ) -> Any:
-    """Creates an array with CRC32 checksums, or replaces it.
+    """Creates an array with CRC32 checksums, or replaces it, and returns Zarr's array.
 
     Args:
         group: the root group.
-        name: path of the array in it.
-        shape: of the array.
+        name: path of the array in the root group.
+        shape: shape of the array.
         chunks: shape of a chunk.
         dtype: NumPy's dtype, or its name.
-        dims: names of the dimensions.
+        dims: names of the array's dimensions.
     """
     import numcodecs
 
@@ -429,14 +440,17 @@ def _create_array(
 
 
 def _of_length(array: Any, count: int) -> Any:
-    """A view of an array `[chain, draw, ...]` with `count` draws, whatever its metadata says."""
+    """A view of a Zarr array `[chain, draw, ...]` with `count` draws, whatever its metadata
+    says.
+    """
     shape = array.shape[0], count, *array.shape[2:]
     zarr = _zarr()
     return zarr.Array(zarr.AsyncArray(array.metadata.update_shape(shape), array.store_path))
 
 
 def _layout(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of an array `[chain, draw, ...]` or `[draw]` without the number of draws."""
+    """The metadata of an array `[chain, draw, ...]` or `[draw]` without the number of draws, to
+    compare arrays that have grown."""
     shape = metadata["shape"]
     return {**metadata, "shape": [*shape[:1], *shape[2:]] if len(shape) > 1 else None}
 
@@ -456,6 +470,6 @@ def _zarr() -> Any:
 
 
 def _every_file() -> Any:
-    """A context in which Zarr also writes files that hold only the fill value, so that a missing
-    file is always an error."""
+    """Context in which Zarr also writes files that hold only the fill value, so that a missing file
+    is always an error."""
     return _zarr().config.set({"array.write_empty_chunks": True})

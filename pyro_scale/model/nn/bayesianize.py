@@ -65,7 +65,7 @@ def bayesianize(
         include: which weights: shell-style patterns of names or of names of modules (`"head"`,
             `"*.bias"`, `"*lora_*"`), modules or weights of `net`, classes of modules, or a list
             of these; all with `requires_grad` by default.
-        exclude: which of these weights are left out.
+        exclude: which of the included weights are left out, in the same forms; None for none.
         rest: `"frozen"`, or `"point"` to estimate the other weights that have `requires_grad`
             along with the draws, as a `pyro.param`.
 
@@ -109,9 +109,9 @@ class BayesianModule(PyroModule):
 
     Args:
         net: the network, which is used as it is and not copied.
-        prior: see `bayesianize`.
-        names: of the weights that have a prior.
-        rest: see `bayesianize`.
+        prior: the user's `prior=`, see `bayesianize`.
+        names: names of the weights that have a prior.
+        rest: what happens to the other weights, see `bayesianize`.
     """
 
     def __init__(self, net: nn.Module, prior: WeightPrior, names: list[str], rest: Rest):
@@ -127,11 +127,12 @@ class BayesianModule(PyroModule):
         self.training = net.training  # its submodules are in modes of their own
 
     def priors(self) -> dict[str, Any]:
-        """The priors of the chosen weights, by name."""
+        """The priors of the chosen weights, by name, each of its weight's shape."""
         return dict(self._priors)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the network with its chosen weights drawn."""
+        """Calls the network with its chosen weights drawn as Pyro sample sites, and returns the
+        network's output. A weight's padding row, if it has one, stays as it is."""
         drawn = {
             name: pyro.sample(
                 self._pyro_get_fullname(name), prior, infer=cast(Any, {WEIGHT: (self, name)})
@@ -149,12 +150,12 @@ class BayesianModule(PyroModule):
         return call_with(self._net, drawn | points, args, kwargs)
 
     def weights(self) -> dict[str, Tensor]:
-        """The values of the chosen weights in the module, by name."""
+        """The values of the chosen weights in the module (not draws), by name, detached."""
         return {name: self._weight(name).detach() for name in self._names}
 
     def reset_weights(self) -> dict[str, Tensor]:
-        """Values of the chosen weights drawn anew by `reset_parameters()`, by name; the module's
-        values for layers without it."""
+        """New values of the chosen weights by name, drawn by the layers' `reset_parameters()`, and
+        the module's values for layers without it. The module is not changed."""
         net = copy.deepcopy(self._net)
         for module in reversed(list(net.modules())):  # outer modules last, as they are built
             reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
@@ -163,14 +164,17 @@ class BayesianModule(PyroModule):
         return {name: net.get_parameter(name).detach() for name in self._names}
 
     def extra_repr(self) -> str:
-        """The numbers of weights that are Bayesian, points and frozen, for `repr`."""
+        """The numbers of weights that have a prior, are point-estimated, and are frozen, for
+        `repr`.
+        """
         sizes = {name: weight.numel() for name, weight in self._net.named_parameters()}
         bayesian, points = (sum(map(sizes.__getitem__, n)) for n in (self._names, self._points))
         frozen = sum(sizes.values()) - bayesian - points
         return f"weights: {bayesian:,} Bayesian, {points:,} points, {frozen:,} frozen"
 
     def _weight(self, name: str) -> Tensor:
-        """A weight of the network, or the tensor that `functional_call` has put in its place."""
+        """The weight of this name in the network, or the tensor that `functional_call` has put in
+        its place for the time of a call."""
         return operator.attrgetter(name)(self._net)
 
     @property
@@ -181,14 +185,21 @@ class BayesianModule(PyroModule):
         return net
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves the priors along with the weights: to another device or dtype."""
+        """Applies `fn` to the weights as `nn.Module` does (`.to`, `.double()`), and makes the
+        priors anew for their device and dtype. Returns this module."""
         moved = super()._apply(fn, recurse)
         self._priors = priors_of(self._net, self._names, self._prior)
         return moved
 
 
 def _reset(module: nn.Module, reset: Callable[[], object]) -> None:
-    """Resets a module's weights, and those from which parametrized weights are computed."""
+    """Calls a module's `reset_parameters` such that parametrized weights are reset, too: the
+    tensors that they are computed from are set to match.
+
+    Args:
+        module: a layer of a network, changed in place.
+        reset: its method that draws new weights.
+    """
     if not parametrize.is_parametrized(module):
         reset()
         return
@@ -202,10 +213,15 @@ def _reset(module: nn.Module, reset: Callable[[], object]) -> None:
 
 
 def _check_layer(net: nn.Module, names: list[str]) -> None:
-    """Raises for a submodule whose weights cannot be drawn.
+    """Raises for the first submodule whose weights cannot be drawn: a ScriptModule, a compiled
+    network, a PyroModule, or weights without shape or values, among others.
+
+    Args:
+        net: the network.
+        names: names of the weights that are to have a prior.
 
     Raises:
-        ModelError: it names the first one.
+        ModelError: there is such a submodule, which the message names.
     """
     for path, module in net.named_modules():
         label = describe(path, module)
@@ -277,8 +293,9 @@ def _can_be_copied(module: nn.Module) -> bool:
 
 
 def _padding_of(net: nn.Module, names: list[str]) -> dict[str, int]:
-    """Chosen weights of Embeddings -> the row that stays as it is. Tied weights have none: at their
-    other place, the row is an ordinary weight, so it has a gradient here, too."""
+    """The row at `padding_idx` of each chosen Embedding weight, by the weight's name; such a row
+    stays as it is. Tied weights are left out and their `padding_idx` is set to None: at their other
+    place, the row is an ordinary weight, so it has a gradient here, too."""
     count = Counter(id(weight) for _, weight in net.named_parameters(remove_duplicate=False))
     paddings = {}
     for path, module in net.named_modules():

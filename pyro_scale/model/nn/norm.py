@@ -27,8 +27,8 @@ class FilterResponseNorm(nn.Module):
     Every channel of every row is divided by its root mean square over the positions.
 
     Args:
-        num_channels: of the input `[rows, channels, *positions]`.
-        eps: added to the mean square.
+        num_channels: number of channels of the input `[rows, channels, *positions]`.
+        eps: constant that is added to the mean square.
     """
 
     def __init__(self, num_channels: int, eps: float = 1e-6):
@@ -38,7 +38,8 @@ class FilterResponseNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalized input, of the input's shape `[rows, channels, *positions]`."""
+        """The normalized input, scaled and shifted by channel, of the input's shape `[rows,
+        channels, *positions]`."""
         positions = tuple(range(2, x.dim()))
         mean_square = x.square().mean(positions, keepdim=True)
         shape = (-1,) + (1,) * len(positions)
@@ -46,7 +47,7 @@ class FilterResponseNorm(nn.Module):
         return self.weight.view(shape) * scaled + self.bias.view(shape)
 
     def reset_parameters(self) -> None:
-        """Sets scales to 1 and biases to 0."""
+        """Sets all channels' scales to 1 and biases to 0, in place."""
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
 
@@ -60,9 +61,9 @@ def replace_batchnorm(net: nn.Module, by: Normalization = "group") -> nn.Module:
 
     Args:
         net: any module; it is not changed.
-        by: `"group"`, GroupNorm in up to 32 groups of four channels or more, and in one group for
-            BatchNorm1d, whose input may have one number per channel; `"filter_response"`,
-            FilterResponseNorm, for layers with positions (convolutions).
+        by: the new layers: `"group"`, GroupNorm in up to 32 groups of four channels or more, and in
+            one group for BatchNorm1d, whose input may have one number per channel;
+            `"filter_response"`, FilterResponseNorm, for layers with positions (convolutions).
 
     Raises:
         ArgumentError: `net` is no module, or `by` is unknown.
@@ -115,6 +116,7 @@ def _replacement(path: str, old: nn.modules.batchnorm._BatchNorm, by: Normalizat
 
 
 def _groups(channels: int) -> int:
-    """The largest allowed number of equal groups for this number of channels."""
+    """The largest number of groups of equal size into which GroupNorm may divide this many
+    channels: at most 32, of at least four channels each (of all channels if there are fewer)."""
     sizes = range(min(_FEWEST_CHANNELS, channels), channels + 1)
     return next(channels // n for n in sizes if channels % n == 0 and channels // n <= _MOST_GROUPS)

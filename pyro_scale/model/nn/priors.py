@@ -27,7 +27,7 @@ def weight_decay(decay: float, num_data: int) -> dist.Normal:
 
     Args:
         decay: the optimizer's `weight_decay`, above 0.
-        num_data: N, the rows of the training data.
+        num_data: N, the number of rows of the training data.
 
     Raises:
         ArgumentError: a value that is not above 0.
@@ -44,7 +44,13 @@ def weight_decay(decay: float, num_data: int) -> dist.Normal:
 
 
 def priors_of(net: nn.Module, names: list[str], prior: WeightPrior) -> dict[str, Any]:
-    """Each weight's prior, of its shape, dtype and device.
+    """The priors of a network's chosen weights, by name: distributions of each weight's shape (as
+    one event), dtype and device.
+
+    Args:
+        net: the network.
+        names: names of the weights, as in `net.named_parameters()`.
+        prior: the user's `prior=`, as for `bayesianize`.
 
     Raises:
         ArgumentError: `prior` is not a prior, or the distribution that it returns does not fit a
@@ -64,10 +70,17 @@ def priors_of(net: nn.Module, names: list[str], prior: WeightPrior) -> dict[str,
 
 
 def prior_of_shard(net: nn.Module, name: str, prior: WeightPrior, local: Tensor) -> Any:
-    """The prior of a part of a sharded weight, of the part's shape, dtype and device.
+    """The prior of this process's part of a sharded weight: a distribution of the part's shape,
+    dtype and device.
+
+    Args:
+        net: the sharded network.
+        name: the weight's name.
+        prior: the user's `prior=`, as for `bayesianize`.
+        local: the part of the weight that this process holds.
 
     Raises:
-        ArgumentError: `prior` is no prior, or not the same one for all elements.
+        ArgumentError: `prior` is not a prior, or is not the same for all elements of the weight.
     """
     owner = net.get_submodule(name.rpartition(".")[0])
     weight = net.get_parameter(name)
@@ -91,7 +104,18 @@ def prior_of_shard(net: nn.Module, name: str, prior: WeightPrior, local: Tensor)
 
 
 def _distribution(owner: nn.Module, name: str, weight: Tensor, prior: WeightPrior) -> Any:
-    """The distribution that a user's prior gives for a weight of the module `owner`."""
+    """The distribution that the user's `prior=` gives for one weight, before it is expanded to the
+    weight's shape; None if `prior` is no prior.
+
+    Args:
+        owner: the module that has the weight.
+        name: the weight's name in the network.
+        weight: the weight.
+        prior: the user's `prior=`.
+
+    Raises:
+        ArgumentError: `prior` is an unknown name.
+    """
     if isinstance(prior, str):
         if prior not in _NAMED:
             raise ArgumentError(
@@ -105,9 +129,10 @@ def _distribution(owner: nn.Module, name: str, weight: Tensor, prior: WeightPrio
 
 
 def kaiming(owner: nn.Module, name: str, weight: Tensor) -> dist.Normal:
-    """Matrices and kernels: Normal(0, sqrt(2 / fan in)), with which a layer with ReLU keeps the
-    scale of its input (He et al. 2015, equation 10). Scales of normalization layers: Normal(1, 1).
-    Biases, embeddings and all else: Normal(0, 1)."""
+    """The prior `"kaiming"` of one weight, a distribution of a scalar. For matrices and convolution
+    kernels, Normal(0, sqrt(2 / fan in)), with which a layer with ReLU keeps the scale of its input
+    (He et al. 2015, equation 10). For scales of normalization layers, Normal(1, 1). For biases,
+    embeddings and all else, Normal(0, 1)."""
     last_name, normalizes = name.rpartition(".")[2], "Norm" in type(owner).__name__
     if normalizes and last_name == "weight":
         return dist.Normal(1.0, 1.0)
@@ -118,7 +143,8 @@ def kaiming(owner: nn.Module, name: str, weight: Tensor) -> dist.Normal:
 
 
 def unit(owner: nn.Module, name: str, weight: Tensor) -> dist.Normal:
-    """Normal(0, 1): the scale of a weight is the unit of its layer's input."""
+    """The prior `"unit"` of one weight, Normal(0, 1), whatever the weight: the scale of a weight is
+    the unit of its layer's input."""
     return dist.Normal(0.0, 1.0)
 
 
@@ -126,7 +152,8 @@ _NAMED = {"kaiming": kaiming, "unit": unit}
 
 
 def _fan_in(owner: nn.Module, weight: Tensor) -> float:
-    """The average number of inputs of a layer's unit."""
+    """The number of inputs of one unit of a layer, on average where the number differs between
+    units (strided transposed convolutions)."""
     if isinstance(owner, nn.modules.conv._ConvTransposeNd):  # [in, out / groups, kernel]
         reached = weight[0, 0].numel() / math.prod(owner.stride)
         return max(1.0, weight.shape[0] // owner.groups * reached)
@@ -136,7 +163,18 @@ def _fan_in(owner: nn.Module, weight: Tensor) -> float:
 
 
 def _fit_to(name: str, weight: Tensor, distribution: Any, prior: WeightPrior) -> Any:
-    """A prior as a distribution of the weight's shape, dtype and device."""
+    """A prior expanded to a weight's shape (all dimensions one event), in its dtype and on its
+    device.
+
+    Args:
+        name: the weight's name, for messages.
+        weight: the weight.
+        distribution: distribution of a scalar, or of the weight's shape.
+        prior: the user's `prior=` that gave the distribution, for messages.
+
+    Raises:
+        ArgumentError: it is not a Pyro distribution, or has another shape.
+    """
     if not isinstance(distribution, TorchDistributionMixin):
         source = f" gave {distribution!r} for '{name}'" if callable(prior) else ""
         raise ArgumentError(
@@ -156,7 +194,8 @@ def _fit_to(name: str, weight: Tensor, distribution: Any, prior: WeightPrior) ->
 
 
 def _at(distribution: Any, weight: Tensor) -> Any:
-    """A distribution with its arguments in the dtype and on the device of a weight."""
+    """A copy of a distribution whose arguments have the dtype and device of a weight; the
+    distribution itself if its constructor takes other arguments."""
     if isinstance(distribution, dist.Independent):
         return _at(distribution.base_dist, weight).to_event(distribution.reinterpreted_batch_ndims)
     arguments = {name: getattr(distribution, name, None) for name in distribution.arg_constraints}

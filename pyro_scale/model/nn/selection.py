@@ -25,15 +25,17 @@ def select(
 ) -> list[str]:
     """The names of the weights that are included and not excluded, in the network's order.
 
-    Tied weights have one name, the first; each of their names selects them.
+    Tied weights have one name in the result, the first; each of their names selects them.
 
     Args:
         net: the network.
-        include: choices to include; all weights with `requires_grad` by default.
-        exclude: choices to leave out; none by default.
+        include: patterns of names, modules, weights or classes of modules to include; None for all
+            weights with `requires_grad`.
+        exclude: patterns of names, modules, weights or classes of modules to leave out; None for
+            none.
 
     Raises:
-        ArgumentError: no weight matches a choice, or no weight remains.
+        ArgumentError: no weight matches one of these, or no weight remains.
     """
     if include is None:
         chosen = {id(weight) for weight in net.parameters() if weight.requires_grad}
@@ -52,7 +54,17 @@ def select(
 
 
 def _matches(net: nn.Module, argument: str, choices: Choice | Iterable[Choice]) -> Iterator[int]:
-    """The ids of the weights that match any of the choices."""
+    """Yields `id(weight)` of the weights that match any of the user's choices (patterns of names,
+    modules, weights, classes of modules).
+
+    Args:
+        net: the network.
+        argument: name of the user's argument, for messages.
+        choices: one choice or several.
+
+    Raises:
+        ArgumentError: a choice matches no weight, or is none of these.
+    """
     single = isinstance(choices, str | nn.Module | type | Tensor)
     listed: Any = choices if isinstance(choices, Iterable) and not single else [choices]
     for choice in listed:
@@ -65,7 +77,8 @@ def _matches(net: nn.Module, argument: str, choices: Choice | Iterable[Choice]) 
 
 
 def _match(net: nn.Module, argument: str, choice: Choice) -> Iterable[int]:
-    """The ids of the weights that match one choice."""
+    """`id(weight)` of the weights that match one choice; empty if there are none. Arguments as for
+    `_matches`."""
     if isinstance(choice, str):
         named = net.named_parameters(remove_duplicate=False)
         return [id(weight) for name, weight in named if _is_named(name, choice)]
@@ -88,13 +101,15 @@ def _match(net: nn.Module, argument: str, choice: Choice) -> Iterable[int]:
 
 
 def _is_named(name: str, pattern: str) -> bool:
-    """Whether a pattern matches a weight's name, or that of a module that the weight is in."""
+    """Whether a shell-style pattern matches a weight's name, or the name of a module that contains
+    the weight (`"head"` matches `"head.0.bias"`)."""
     prefixes = itertools.accumulate(name.split("."), "{}.{}".format)
     return any(fnmatchcase(prefix, pattern) for prefix in prefixes)
 
 
 def _names(net: nn.Module) -> str:
-    """The first names of a network's weights, in words."""
+    """A phrase for messages with the first names of a network's weights, and their number if not
+    all are shown."""
     names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
     more = "" if len(names) <= _MOST_SHOWN else f", ... ({len(names)} in all)"
     return f"its weights are {', '.join(names[:_MOST_SHOWN])}{more}"

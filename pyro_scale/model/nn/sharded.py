@@ -22,7 +22,11 @@ from pyro_scale.model.sites import Site
 
 
 class NetworkFoundError(Exception):
-    """Ends a model that is about to call a sharded network, inside of `looking`."""
+    """Raised inside of `looking` by a sharded network that a model calls, to end the model there.
+
+    Args:
+        network: the network that was called.
+    """
 
     def __init__(self, network: ShardedModule):
         super().__init__("a sharded network")
@@ -41,8 +45,8 @@ class ShardedModule(PyroModule):
 
     Args:
         net: the network, which is not copied.
-        prior: as for `bayesianize`.
-        names: of the weights that have a prior.
+        prior: the user's `prior=`, as for `bayesianize`.
+        names: names of the weights that have a prior; the other weights are frozen.
 
     Raises:
         ArgumentError: a weight is not sharded along its first dimension, or a prior is not the
@@ -71,11 +75,17 @@ class ShardedModule(PyroModule):
         ShardedModule.alive.add(self)
 
     def priors(self) -> dict[str, Any]:
-        """The prior of this rank's part of each chosen weight, by the weight's name."""
+        """The priors of this rank's parts of the chosen weights, by the weight's name."""
         return dict(self._priors)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the network at a draw of this rank's parts of the chosen weights."""
+        """Calls the network with this rank's parts of the chosen weights drawn as Pyro sample
+        sites, and returns the network's output.
+
+        Raises:
+            ModelError: gradients are enabled outside of a sampler's step.
+            NetworkFoundError: the call is inside of `looking`.
+        """
         if ShardedModule.is_looked_for:
             raise NetworkFoundError(self)
         if torch.is_grad_enabled() and not ShardedModule.is_stepped:
@@ -97,19 +107,21 @@ class ShardedModule(PyroModule):
         return {name: part.detach().clone() for name, part in self._parts().items()}
 
     def reset_weights(self) -> dict[str, Tensor]:
-        """The weights as they are: initializers need a whole weight, which no rank has."""
+        """Copies of this rank's parts of the chosen weights, by name, unchanged: initializers need
+        a whole weight, which no rank has."""
         return self.weights()
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Writes values into this rank's parts of weights, by name."""
+        """Overwrites this rank's parts of weights with these values, by the weight's name."""
         parts = self._parts()
         with torch.no_grad():
             for name, value in values.items():
                 parts[name].copy_(value)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients that `backward()` has left in the parameters, averaged over ranks, by the
-        weight's name; clears them."""
+        """The gradients that `backward()` has left in the network's parameters: this rank's part of
+        each, averaged over ranks, by the weight's name; zeros where there is none. Clears these
+        gradients."""
         gradients = {}
         for name, part in self._parts().items():
             weight: Any = self._net.get_parameter(name)
@@ -119,15 +131,16 @@ class ShardedModule(PyroModule):
         return gradients
 
     def extra_repr(self) -> str:
-        """Numbers of weights, for `repr`."""
+        """The number of weights that have a prior, in all and on this rank, for `repr`."""
         bayesian = sum(shard.shape.numel() for shard in self.shards.values())
         local = sum(shard.local_shape.numel() for shard in self.shards.values())
         return f"weights: {bayesian:,} Bayesian, {local:,} of them on this rank"
 
     @contextlib.contextmanager
     def _at(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Context in which the network has these weights. With gradients enabled, they stay there
-        afterwards."""
+        """Context in which the network has these values as this rank's parts of its weights. The
+        former weights are restored afterwards, except with gradients enabled: the backward pass
+        needs the new ones."""
         before = None if torch.is_grad_enabled() else self.weights()
         self.write({name: value.detach() for name, value in values.items()})
         try:
@@ -137,8 +150,8 @@ class ShardedModule(PyroModule):
                 self.write(before)
 
     def _parts(self) -> dict[str, Tensor]:
-        """This rank's parts of the chosen weights, not copied; frees the weights that a call has
-        gathered from other ranks."""
+        """This rank's parts of the chosen weights by name, not copied: writing to them changes the
+        network. Frees the whole weights that a call has gathered from other ranks."""
         for module in self._net.modules():
             reshard = getattr(module, "reshard", None)
             if callable(reshard):
@@ -156,8 +169,8 @@ class ShardedModule(PyroModule):
 
 @contextlib.contextmanager
 def looking() -> Iterator[None]:
-    """A block in which a call of a sharded network raises `NetworkFoundError`, before any rank
-    waits for another."""
+    """Context in which a call of a sharded network raises `NetworkFoundError`, before any rank
+    waits for another: finds out whether a model calls one."""
     with exclusive:
         ShardedModule.is_looked_for = True
         try:
@@ -168,8 +181,8 @@ def looking() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stepping() -> Iterator[None]:
-    """A block in which models may call sharded networks with gradients, which are then left in the
-    networks' parameters (`ShardedModule.gradients`)."""
+    """Context in which models may call sharded networks with gradients enabled, which `backward()`
+    then leaves in the networks' parameters (`ShardedModule.gradients`). For a sampler's step."""
     before, ShardedModule.is_stepped = ShardedModule.is_stepped, True
     try:
         yield
@@ -178,13 +191,19 @@ def stepping() -> Iterator[None]:
 
 
 def shards_of(sites: Mapping[str, Site]) -> dict[str, tuple[ShardedModule, str]]:
-    """The sites that are parts of sharded weights, as (the network, the weight's name in it)."""
+    """The sites that are parts of sharded weights: a dict from the site's name to (the sharded
+    network, the weight's name in it)."""
     weights = {name: site.infer[WEIGHT] for name, site in sites.items() if WEIGHT in site.infer}
     return {name: pair for name, pair in weights.items() if isinstance(pair[0], ShardedModule)}
 
 
 def _checked(name: str, prior: Any) -> Any:
-    """The prior, if its support is all real numbers, so that positions are the weights."""
+    """The prior itself, if its support is all real numbers, so that unconstrained values are the
+    weights.
+
+    Raises:
+        ArgumentError: the prior has another support.
+    """
     if prior.support is not constraints.real and getattr(
         prior.support, "base_constraint", None
     ) not in (constraints.real,):
