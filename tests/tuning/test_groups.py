@@ -10,9 +10,9 @@ from reference import close, double, normals
 from pyro_scale.core.autocorrelation import autocorrelation_time, by_group, split_r_hat
 from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening
 from pyro_scale.engine.draws import Draws
-from pyro_scale.tuning.groups import Lengths, Limit, are_most, slow_time
+from pyro_scale.tuning.groups import Lengths, Limit, are_most, have_left, slow_time
 from pyro_scale.tuning.pilot import pilot
-from pyro_scale.tuning.policy import SINGLE_PILOTS, WarmUp
+from pyro_scale.tuning.policy import SINGLE_PILOTS, WARM_UP, WarmUp
 from pyro_scale.tuning.windows import NoStableStep, learn, warm_up
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -155,3 +155,16 @@ def test_a_stage_ends_with_most_groups_and_its_time_is_that_of_a_slow_one():
     assert not are_most(torch.tensor([True, True, False, False]))
     assert slow_time(torch.arange(101.0)) == 95
     assert slow_time(double(3.7)) == 3.7
+
+
+def test_a_chain_has_left_if_its_log_joint_fell_once_beyond_the_depth():
+    """By hand, of 3 dimensions: a fall in the first quarter does not count, as chains still settle;
+    one draw is enough, and so is NaN."""
+    depth = WARM_UP.depth(3)
+    log_joint = torch.zeros(6, 16)
+    log_joint[1, 2] = -2 * depth
+    log_joint[2, 9] = -0.99 * depth
+    log_joint[3, 9] = -1.01 * depth
+    log_joint[4, 9] = torch.nan
+    log_joint[5] = torch.linspace(-2 * depth, 0.0, 16)  # rising
+    assert have_left(log_joint, 3).tolist() == [False, False, False, True, True, False]
