@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+import torch
 from torch import Tensor, fx
 
 from pyro_scale.compile import cache
@@ -105,7 +106,11 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
     with exclusive, warnings.catch_warnings(), _in_our_cache(), _kernels_built_on_demand():
         warnings.simplefilter("ignore")  # Inductor's imports warn of what users cannot change
         import torch._functorch.config as functorch_config
+        from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        if config.cpp.vec_isa_ok is None and _uses_widest_vectors():
+            options["cpp.vec_isa_ok"] = True
 
         def inner(*args: Any, **kwargs: Any) -> Any:
             graphs.append(compile_fx_inner(*args, **kwargs))
@@ -118,6 +123,15 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
     if threads is None and any(_may_abort(kernel) for kernel in names.values()):
         return compile_graph(module, examples, threads=1)
     return Compiled(compiled, compiled.source_code, names)
+
+
+def _uses_widest_vectors() -> bool:
+    """Whether torch's own kernels use this processor's widest vectors.  If not, Inductor compiles a
+    trial for every width, which takes longer than the library that users wait for."""
+    from torch._inductor.cpu_vec_isa import x86_isa_checker
+
+    width = torch.backends.cpu.get_cpu_capability().lower()
+    return width == next((isa for isa in ("avx512", "avx2") if isa in x86_isa_checker()), None)
 
 
 def _may_abort(kernel: object) -> bool:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from pyro_scale.compile.by_piece import update_by_piece
@@ -68,7 +70,9 @@ def trace(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor])
         dtypes[:] = [tensor.dtype for tensor in tensors]
         return tensors
 
-    with torch.no_grad(), without_onednn():
+    # all nodes share one mode for their shapes; by default, each makes one, which reads the stack
+    shapes = TracingContext(FakeTensorMode())
+    with torch.no_grad(), without_onednn(), tracing(shapes):
         traced = make_fx(outputs, tracing_mode="real", decomposition_table=_DECOMPOSITIONS)
         module = traced(*examples)
     _spread_failures(module)

@@ -19,7 +19,7 @@ ROOT = Path(pyro_scale.__file__).parent
 CODE_LINES = {
     ".": 142,
     "calibration": 1720,
-    "compile": 1218,
+    "compile": 1229,
     "core": 1241,
     "curvature": 3135,
     "data": 922,
@@ -33,7 +33,7 @@ CODE_LINES = {
     "model": 4106,
     "posterior": 2360,
     "results": 875,
-    "rng": 643,
+    "rng": 642,
     "run": 2066,
     "storage": 567,
     "tuning": 2643,
