@@ -163,7 +163,7 @@ class Search:
             for kind in dict.fromkeys(kinds):
 
                 def precision(at: Tensor, kind: CurvatureKind = kind) -> Tensor:
-                    return self._expand(self._spec(at, kind), dense=True).precision / num_data
+                    return self._expand(self._spec(at, kind), dense=True).precision.div_(num_data)
 
                 refined = newton_refine(self.density, position, precision, places, near)
                 position = refined.position

@@ -187,6 +187,7 @@ def newton_refine(
         distance = num_data * float(slope @ step)
         next_value, next_slope = density.grad(position + step)
         left = num_data * float(next_slope[places] @ _solve(factor, next_slope[places]))
+        del factor  # before the next precision is computed
         if not left < distance:
             break
         position, slope, distance, value = position + step, next_slope, left, next_value
