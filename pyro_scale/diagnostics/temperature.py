@@ -57,8 +57,9 @@ _MOST_DRAWS, _ENOUGH = 4000, 256
 _MOST_WORK, _PARAMS_PER_ROW = 2**28, 32
 #: The same for a model that is evaluated at one draw at a time.
 _DRAWS_ONE_BY_ONE = 64
-#: Numbers of params and rows in memory at once, and numbers that a model makes of a row, roughly.
-_NUMBERS_IN_MEMORY, _NUMBERS_PER_ROW = 2**22, 64
+#: Numbers of params and rows in memory at once, and numbers that a small model makes of a row,
+#: roughly.  More would make blocks whose Python takes longer than their arithmetic.
+_NUMBERS_IN_MEMORY, _NUMBERS_PER_ROW = 2**22, 8
 #: Least lr^2 L / m of a direction: flatter ones have the momenta of free motion.
 _FLATTEST = 1e-6
 #: Least fraction of the requested temperature that draws are assumed to have.

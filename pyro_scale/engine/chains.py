@@ -168,8 +168,10 @@ class Chains:
                 new = new.where(self.alive[:, None, None], torch.nan)
             draws.latest.append(new)
         elif steps.positions:
+            # a copy of the draws would be large
+            alive = slice(None) if bool(self.alive.all()) else self.alive
             params = self._engine.to_params(kept.positions).cpu()
-            draws.positions[self.alive, first:last] = params[self.alive]
+            draws.positions[alive, first:last] = params[alive]
         draws.log_joint[self.alive, first:last] = kept.log_joint.double().cpu()[self.alive]
         self.count = block.stop
         self.log_joint = float(kept.last.cpu()[self.alive].mean())
