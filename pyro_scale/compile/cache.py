@@ -18,6 +18,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import platformdirs
 import torch
@@ -27,12 +28,25 @@ from pyro_scale.compile.trace import Graph
 
 #: Environment variable that names the directory, in place of the platform's.
 _VARIABLE = "PYRO_SCALE_CACHE_DIR"
-#: Largest size of the code in bytes, and of Inductor's precompiled headers, which have a separate
-#: bound because every environment has one of about 150 MB.
-_MOST_BYTES, _MOST_BYTES_OF_HEADERS = 2**29, 2**29
 #: Directory of the headers, and the suffixes of precompiled ones; their sources are not deleted.
 _HEADERS, _PRECOMPILED = "precompiled_headers", (".gch", ".pch")
 _DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class Limits(NamedTuple):
+    """Largest sizes in bytes.
+
+    Attributes:
+        code: of the libraries.
+        headers: of Inductor's precompiled headers, which have a separate bound because every
+            environment has one of about 150 MB.
+    """
+
+    code: int = 2**29
+    headers: int = 2**29
+
+
+LIMITS = Limits()
 
 
 def library_for(
@@ -132,14 +146,14 @@ def read(key: str) -> bytes | None:
     return code if _digest(key, code) == content[-_DIGEST_BYTES:] else None
 
 
-def write(key: str, code: bytes) -> None:
-    """Caches code under a key, if there is space, and deletes the oldest files beyond the bound."""
+def write(key: str, code: bytes, limits: Limits = LIMITS) -> None:
+    """Caches code under a key, if there is space, and deletes the oldest beyond the limits."""
     kept = directory()
     with contextlib.suppress(OSError):
         with tempfile.NamedTemporaryFile(dir=kept, delete=False) as new:
             new.write(code + _digest(key, code))
         os.replace(new.name, kept / f"{key}.so")  # at once, as other processes look there, too
-        _drop_oldest(kept)
+        _drop_oldest(kept, limits)
 
 
 @contextlib.contextmanager
@@ -157,11 +171,11 @@ def building(key: str) -> Iterator[None]:
         lock.release()
 
 
-def _drop_oldest(kept: Path) -> None:
+def _drop_oldest(kept: Path, limits: Limits) -> None:
     files = [Path(folder) / name for folder, _, names in os.walk(kept) for name in names]
     code = [file for file in files if _HEADERS not in file.relative_to(kept).parts]
-    _drop_beyond(_MOST_BYTES, code)
-    _drop_beyond(_MOST_BYTES_OF_HEADERS, [file for file in files if file.suffix in _PRECOMPILED])
+    _drop_beyond(limits.code, code)
+    _drop_beyond(limits.headers, [file for file in files if file.suffix in _PRECOMPILED])
 
 
 def _drop_beyond(most_bytes: int, files: list[Path]) -> None:

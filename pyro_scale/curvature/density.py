@@ -26,8 +26,6 @@ from pyro_scale.rng.seeds import Purpose, generator
 
 T = TypeVar("T")
 
-#: A chunk's rows times D: at most this many numbers.
-_CHUNK_NUMBERS = 2**22
 #: Rows times positions whose gradients are computed together.
 _VMAP_ROWS = 2**19
 
@@ -44,6 +42,7 @@ class FullDataDensity:
         layout: the params in a position.
         num_rows: how many rows `data` has, if it is a sample; None if it has all N.
         share: this rank's share of the chunks, where ranks add up their sums.
+        chunk_numbers: largest number of a chunk's rows times D.
     """
 
     log_posterior: LogPosterior
@@ -51,6 +50,7 @@ class FullDataDensity:
     layout: Layout
     num_rows: int | None = None
     share: Share = WHOLE
+    chunk_numbers: int = 2**22
 
     def of_some_rows(self, most: int, seed: int) -> FullDataDensity:
         """The same density estimated from at most `most` rows, drawn at random.
@@ -203,7 +203,7 @@ class FullDataDensity:
         Raises:
             DataError: the data do not hold N rows.
         """
-        count, size = 0, num_rows or _CHUNK_NUMBERS // self.layout.size
+        count, size = 0, num_rows or self.chunk_numbers // self.layout.size
         for chunk in chunks_of(self.log_posterior, self.data, size, self.share):
             yield chunk
             count += chunk.num_new

@@ -32,6 +32,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -49,14 +50,6 @@ from pyro_scale.run.measurements import GradientNoise, Kinetic
 from pyro_scale.run.problem import Problem
 from pyro_scale.storage.lazy_draws import Positions, spread
 
-#: Draws at which gradients are taken: at most; and at least, whatever the work: on a Gaussian, a
-#: temperature from so few has a standard error of 0.09.
-_MOST_DRAWS, _ENOUGH = 4000, 256
-#: Work of all gradients, in draws x rows x (D + params that take as long as the rest of a row):
-#: about half a second on one core.
-_MOST_WORK, _PARAMS_PER_ROW = 2**28, 32
-#: The same for a model that is evaluated at one draw at a time.
-_DRAWS_ONE_BY_ONE = 64
 #: Numbers of params and rows in memory at once, and numbers that a small model makes of a row,
 #: roughly.  More would make blocks whose Python takes longer than their arithmetic.
 _NUMBERS_IN_MEMORY, _NUMBERS_PER_ROW = 2**22, 8
@@ -66,6 +59,25 @@ _FLATTEST = 1e-6
 _COLDEST = 0.1
 #: Elements whose laws are computed at a time, to stay in the processor's cache.
 _ELEMENTS_AT_ONCE = 2**13
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientWork:
+    """How many gradients a temperature is measured from."""
+
+    #: Draws at which gradients are taken: at most; and at least, whatever the work: on a Gaussian,
+    #: a temperature from so few has a standard error of 0.09.
+    most_draws: int = 4000
+    enough: int = 256
+    #: Work of all gradients, in draws x rows x (D + params that take as long as the rest of a row):
+    #: about half a second on one core.
+    most: int = 2**28
+    params_per_row: int = 32
+    #: Draws of a model that is evaluated at one draw at a time.
+    one_by_one: int = 64
+
+
+GRADIENT_WORK = GradientWork()
 
 
 class Virial(NamedTuple):
@@ -95,6 +107,7 @@ def virial(
     batches: Batches,
     step: int,
     noise: Tensor | None = None,
+    work: GradientWork = GRADIENT_WORK,
 ) -> Virial:
     """Measures the temperature of draws by the virial theorem.
 
@@ -106,11 +119,13 @@ def virial(
         step: first step whose batch neither the run nor another measurement has used.
         noise: variance of the minibatch gradient, `[latents]`, whose largest elements are the
             steepest; None to take those with the largest gradients at the first draws.
+        work: how many gradients are taken.
     """
-    engine, batches, size = _for_gradients(problem, batches)
+    engine, batches, size = _for_gradients(problem, batches, work)
     is_exact, chains = isinstance(batches, WholeData), torch.tensor(finished)
-    chosen, every = _choose(problem, positions, size, step), torch.arange(len(chains))[:, None]
-    more = min(_MOST_DRAWS, _NUMBERS_IN_MEMORY // engine.layout.size) if is_exact else 0
+    chosen = _choose(problem, positions, size, step, work)
+    every = torch.arange(len(chains))[:, None]
+    more = min(work.most_draws, _NUMBERS_IN_MEMORY // engine.layout.size) if is_exact else 0
     seen = spread(positions, max(more // len(chains), len(chosen)))
     # their moments take four copies in double precision
     blocks = seen.split(max(1, _draws_at_once(problem, 0, len(chains)) // 8))
@@ -143,10 +158,13 @@ def virial(
     return Virial(torch.cat(of_sites, 1) + added, of_elements, errors, means[0], is_exact)
 
 
-def _choose(problem: Problem, positions: Positions, size: int, step: int) -> Tensor:
+def _choose(
+    problem: Problem, positions: Positions, size: int, step: int, work: GradientWork
+) -> Tensor:
     """Indices of each chain's draws at which gradients are taken, each on `size` rows."""
-    most = max(_ENOUGH, _MOST_WORK // (size * (problem.engine.layout.size + _PARAMS_PER_ROW)))
-    most = min(_MOST_DRAWS, most) if problem.engine.vectorized else _DRAWS_ONE_BY_ONE
+    of_draw = size * (problem.engine.layout.size + work.params_per_row)
+    most = max(work.enough, work.most // of_draw)
+    most = min(work.most_draws, most) if problem.engine.vectorized else work.one_by_one
     per_chain = max(1, most // positions.shape[0])
     if not isinstance(problem.data, TensorData | OwnSubsamples):
         per_chain = min(per_chain, max(1, step // 10))  # read at most a tenth of the run's batches
@@ -195,19 +213,21 @@ def _largest(numbers: Tensor, slices: Sequence[slice]) -> Tensor:
     return torch.tensor([place.start + int(numbers[place].argmax()) for place in slices])
 
 
-def _for_gradients(problem: Problem, batches: Batches) -> tuple[Engine, Batches, int]:
+def _for_gradients(
+    problem: Problem, batches: Batches, work: GradientWork
+) -> tuple[Engine, Batches, int]:
     """(Engine that takes the gradients, their batches, the number of rows of each).
 
-    All rows if they are few enough for `_ENOUGH` draws, so that gradients have no noise; control
-    variates cancel there and are left out.  Otherwise further batches of the run.  Batches without
-    control variates are noisy, and are avoided up to four times the work.  The features of a frozen
-    base have a fixed batch size, so they are never all rows.
+    All rows if they are few enough for `work.enough` draws, so that gradients have no noise;
+    control variates cancel there and are left out.  Otherwise further batches of the run.  Batches
+    without control variates are noisy, and are avoided up to four times the work.  The features of
+    a frozen base have a fixed batch size, so they are never all rows.
     """
     engine, exact = problem.engine, problem.log_posterior
     if isinstance(problem.data, TensorData) and problem.features is None:
         total = rows.count(problem.data.arguments) or 1
-        work = _ENOUGH * total * (engine.layout.size + _PARAMS_PER_ROW)
-        if work <= (4 * _MOST_WORK if engine.density is exact else _MOST_WORK):
+        needed = work.enough * total * (engine.layout.size + work.params_per_row)
+        if needed <= (4 * work.most if engine.density is exact else work.most):
             engine = dataclasses.replace(engine, density=exact)
             return engine, WholeData(problem.data.arguments), total
     return engine, batches, problem.batch_size

@@ -20,7 +20,7 @@ ROWS, PRIOR_SD = 9, 2.0
 VARIANCE = 1 / (ROWS + 1 / PRIOR_SD**2)
 
 
-def conjugate(
+def conjugate_sbc(
     size=400, num_draws=50, *, sd_factor=1.0, shift=0.0, seed=0, failed=None, slow=(), elements=3
 ):
     """Draws from posteriors of normal means, off by a factor and a shift in posterior sds, and the
@@ -58,8 +58,8 @@ def conjugate(
 
 
 @pytest.fixture(scope="module")
-def exact():
-    return conjugate()
+def exact_sbc():
+    return conjugate_sbc()
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +71,8 @@ def _close_figures():
 # ------------------------------------------------------------------ the table
 
 
-def test_the_table_of_exact_draws_is_as_theory_has_it(exact):
-    table, size = exact.summary(), exact.num_simulations
+def test_the_table_of_exact_draws_is_as_theory_has_it(exact_sbc):
+    table, size = exact_sbc.summary(), exact_sbc.num_simulations
     assert list(table.index) == ["loc", "beta[0]", "beta[1]", "loglik"]
     of_means = table.loc[["loc", "beta[0]", "beta[1]"]]
     # a mean of 50 draws and their sd: a t-like spread
@@ -87,14 +87,14 @@ def test_the_table_of_exact_draws_is_as_theory_has_it(exact):
         assert (table[f"coverage_{100 * level:.0f}"] - level).abs().max() < 3.5 * error
 
 
-def test_the_table_by_its_definitions(exact):
-    table, ranks = exact.summary(), exact.ranks["beta"][:, 1]
+def test_the_table_by_its_definitions(exact_sbc):
+    table, ranks = exact_sbc.summary(), exact_sbc.ranks["beta"][:, 1]
     u = np.arange(1, 51) / 51
     ecdf = np.array([(ranks.numpy() < i).mean() for i in range(1, 51)])
     row = table.loc["beta[1]"]
     assert row.ecdf_deviation == pytest.approx(np.abs(ecdf - u).max())
     assert row.p_value == pytest.approx(float(uniformity_p_values(ranks, 50)))
-    z = (exact.mean["beta"] - exact.true["beta"])[:, 1] / exact.sd["beta"][:, 1]
+    z = (exact_sbc.mean["beta"] - exact_sbc.true["beta"])[:, 1] / exact_sbc.sd["beta"][:, 1]
     assert row.z_score == pytest.approx(float(z.mean()))
     assert row.z_score_sd == pytest.approx(float(z.std(correction=0)))
     p = sorted(table.p_value)
@@ -105,26 +105,26 @@ def test_signs_and_factors():
     """Draws that are too high have positive z-scores, narrow ones wide z-scores and low coverage.
 
     A normal's central interval of 95% with an sd of half the right one holds 67.3%."""
-    table = conjugate(4000, 99, sd_factor=0.5, shift=0.25).summary(["loc"]).loc["loc"]
+    table = conjugate_sbc(4000, 99, sd_factor=0.5, shift=0.25).summary(["loc"]).loc["loc"]
     factor = 1 + 3 / (4 * 98)  # of 1 / sd of 99 draws
     assert table.z_score == pytest.approx(0.5 * factor, abs=3.5 * 2 / 4000**0.5)
     assert table.z_score_sd == pytest.approx(2, abs=0.1)
-    assert conjugate(4000, 99, sd_factor=0.5).summary().coverage_95["loc"] == pytest.approx(
+    assert conjugate_sbc(4000, 99, sd_factor=0.5).summary().coverage_95["loc"] == pytest.approx(
         0.673, abs=0.026
     )
     assert 1 - table.contraction == pytest.approx(0.25 * VARIANCE / PRIOR_SD**2, rel=0.1)
 
 
-def test_some_quantities(exact):
-    table = exact.summary(["beta"])
+def test_some_quantities(exact_sbc):
+    table = exact_sbc.summary(["beta"])
     assert list(table.index) == ["beta[0]", "beta[1]"]
-    assert table.equals(exact.summary().loc[table.index])  # adjusted for all
+    assert table.equals(exact_sbc.summary().loc[table.index])  # adjusted for all
     table.loc["beta[0]", "p_value"] = 7.0
-    assert exact.summary().p_value["beta[0]"] <= 1
+    assert exact_sbc.summary().p_value["beta[0]"] <= 1
 
 
 def test_a_matrix_is_named_by_rows_and_columns():
-    sbc = conjugate(20, 5)
+    sbc = conjugate_sbc(20, 5)
     shaped = {"w": sbc.ranks["beta"].repeat(1, 3).reshape(20, 3, 2)}
     values = {"w": shaped["w"].double()}
     made = SBC(shaped, 5, values, values, values, sbc.ess, {}, [], range(20))
@@ -133,7 +133,7 @@ def test_a_matrix_is_named_by_rows_and_columns():
 
 
 def test_moments_of_broken_runs_are_left_out_but_not_their_ranks():
-    sbc = conjugate()
+    sbc = conjugate_sbc()
     sbc.mean["loc"][7], sbc.sd["loc"][8], sbc.ranks["loc"][7] = torch.nan, 0.0, 0
     row = sbc.summary().loc["loc"]
     z = ((sbc.mean["loc"] - sbc.true["loc"]) / sbc.sd["loc"])[[*range(7), *range(9, 400)]]
@@ -154,26 +154,26 @@ WRONG = {
 }
 
 
-def test_exact_draws_are_calibrated(exact):
-    assert exact.verdict == "calibrated"
-    text = str(exact).splitlines()
+def test_exact_draws_are_calibrated(exact_sbc):
+    assert exact_sbc.verdict == "calibrated"
+    text = str(exact_sbc).splitlines()
     assert text[0].startswith("CALIBRATED: 4 elements have uniform ranks in 400 simulations of 50")
     assert text[1:] == ["Each simulation is one chain."]
-    assert "CALIBRATED" in repr(exact)
-    assert "<table" in exact._repr_html_()
+    assert "CALIBRATED" in repr(exact_sbc)
+    assert "<table" in exact_sbc._repr_html_()
 
 
 @pytest.mark.slow
 def test_exact_draws_are_seldom_miscalibrated():
     """In at most 5% of repetitions, but for chance: 3.1 standard errors."""
-    verdicts = [conjugate(100, 20, seed=seed).verdict for seed in range(1, 201)]
+    verdicts = [conjugate_sbc(100, 20, seed=seed).verdict for seed in range(1, 201)]
     assert verdicts.count("miscalibrated") <= 20
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_wrong_draws_are_miscalibrated_and_described(kind):
     how, words = WRONG[kind]
-    sbc = conjugate(**how)
+    sbc = conjugate_sbc(**how)
     assert sbc.verdict == "miscalibrated"
     text = str(sbc)
     assert "MISCALIBRATED: " in text.splitlines()[0]
@@ -192,34 +192,34 @@ def test_ranks_of_any_other_shape():
 
 class TestDoubt:
     def test_a_few_broken_simulations_leave_the_verdict(self):
-        sbc = conjugate(failed={3: "NonFiniteError: chain 0"}, slow=[3, 11, 12])
+        sbc = conjugate_sbc(failed={3: "NonFiniteError: chain 0"}, slow=[3, 11, 12])
         assert sbc.verdict == "calibrated"
         assert "Failed, 1 of 400 simulations: 3 (NonFiniteError: chain 0)" in str(sbc)
         slow = "Too few effective draws, 3 of 400 simulations: 3 (ESS 50), 11 (ESS 50), 12"
         assert slow in str(sbc)
 
     def test_many_make_it_unknown(self):
-        sbc = conjugate(slow=range(4))  # 1%
+        sbc = conjugate_sbc(slow=range(4))  # 1%
         assert sbc.verdict == "calibrated"
-        sbc = conjugate(slow=range(3), failed={3: "", 399: ""})
+        sbc = conjugate_sbc(slow=range(3), failed={3: "", 399: ""})
         assert sbc.verdict == "unknown"
         assert str(sbc).startswith(
             "NOT KNOWN: 5 of 400 simulations of 50 draws failed or were slow"
         )
 
     def test_what_they_cannot_change_is_known(self):
-        assert conjugate(sd_factor=0.4, slow=range(20)).verdict == "miscalibrated"
-        assert conjugate(sd_factor=0.4, slow=range(395)).verdict == "unknown"
+        assert conjugate_sbc(sd_factor=0.4, slow=range(20)).verdict == "miscalibrated"
+        assert conjugate_sbc(sd_factor=0.4, slow=range(395)).verdict == "unknown"
 
     def test_ranks_of_broken_simulations_alone_are_no_proof(self):
-        sbc = conjugate(failed=dict.fromkeys(range(40), "broke"))
+        sbc = conjugate_sbc(failed=dict.fromkeys(range(40), "broke"))
         for ranks in sbc.ranks.values():
             ranks[:40] = 0
         assert float(sbc.summary().p_holm.max()) < 0.001
         assert sbc.verdict == "unknown"
 
     def test_long_lists_are_cut(self):
-        text = str(conjugate(slow=range(15)))
+        text = str(conjugate_sbc(slow=range(15)))
         assert "9 (ESS 50) and 5 more" in text
 
 
@@ -230,15 +230,15 @@ def drawn(figure):
     return [ax for ax in figure.axes if ax.get_visible()]
 
 
-def test_the_plot_has_differences_and_bands(exact):
+def test_the_plot_has_differences_and_bands(exact_sbc):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        figure = exact.plot()
+        figure = exact_sbc.plot()
         figure.canvas.draw()
     panels = drawn(figure)
-    assert [ax.get_title().partition(" ")[0] for ax in panels] == list(exact.summary().index)
+    assert [ax.get_title().partition(" ")[0] for ax in panels] == list(exact_sbc.summary().index)
     x, y = panels[1].get_lines()[-1].get_data()
-    ranks = exact.ranks["beta"][:, 0].numpy()
+    ranks = exact_sbc.ranks["beta"][:, 0].numpy()
     np.testing.assert_allclose(y[1:-1], [(ranks < i).mean() - i / 51 for i in range(1, 51)])
     assert (x[0], y[0]) == (0, 0)
     assert (x[-1], y[-1]) == pytest.approx((1, 0))
@@ -247,7 +247,7 @@ def test_the_plot_has_differences_and_bands(exact):
 
 
 def test_lines_change_color_where_the_p_value_is_small():
-    sbc = conjugate(60, 20, sd_factor=0.8, elements=12)
+    sbc = conjugate_sbc(60, 20, sd_factor=0.8, elements=12)
     table = sbc.summary()
     colors = {}
     for ax in drawn(sbc.plot()):
@@ -261,7 +261,7 @@ def test_lines_change_color_where_the_p_value_is_small():
 
 @pytest.mark.slow
 def test_of_many_elements_the_least_likely_are_drawn():
-    sbc = conjugate(50, 10, elements=40)
+    sbc = conjugate_sbc(50, 10, elements=40)
     figure = sbc.plot()
     panels = drawn(figure)
     shown = [ax.get_title().partition("  ")[0] for ax in panels]
@@ -273,20 +273,20 @@ def test_of_many_elements_the_least_likely_are_drawn():
 
 
 @pytest.mark.parametrize("what", ["summary", "plot"])
-def test_unknown_quantities_are_named(exact, what):
+def test_unknown_quantities_are_named(exact_sbc, what):
     with pytest.raises(ArgumentError, match=r"no quantity 'gamma': use \['loc', 'beta'"):
-        getattr(exact, what)(["gamma"])
+        getattr(exact_sbc, what)(["gamma"])
     with pytest.raises(ArgumentError, match=r"var_names='loc': pass a list"):
-        getattr(exact, what)("loc")
+        getattr(exact_sbc, what)("loc")
 
 
 # ------------------------------------------------------------------ ArviZ
 
 
-def test_the_tree_has_pits_as_arviz_plots_takes_them(exact):
+def test_the_tree_has_pits_as_arviz_plots_takes_them(exact_sbc):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tree = exact.to_datatree()
+        tree = exact_sbc.to_datatree()
     assert groups_of(tree) == {"prior_sbc"}
     group = dataset_of(tree["prior_sbc"])
     assert group["loc"].dims == ("chain", "draw")
@@ -295,7 +295,7 @@ def test_the_tree_has_pits_as_arviz_plots_takes_them(exact):
     pit = group["beta"].values[0]
     assert pit.min() > 0
     assert pit.max() < 1
-    np.testing.assert_allclose(pit * 51 - 0.5, exact.ranks["beta"].numpy(), atol=1e-12)
+    np.testing.assert_allclose(pit * 51 - 0.5, exact_sbc.ranks["beta"].numpy(), atol=1e-12)
     assert group.attrs == {"method": "exact", "lr": "[0.1, 0.2]", "num_draws": 50}
 
 
@@ -305,7 +305,7 @@ def test_the_tree_has_pits_as_arviz_plots_takes_them(exact):
 class TestComparison:
     @pytest.fixture(scope="class")
     def compared(self):
-        return SBCComparison({"lr .03": conjugate(), "lr .3": conjugate(sd_factor=0.6)})
+        return SBCComparison({"lr .03": conjugate_sbc(), "lr .3": conjugate_sbc(sd_factor=0.6)})
 
     def test_is_a_mapping(self, compared):
         assert list(compared) == ["lr .03", "lr .3"]
@@ -333,7 +333,7 @@ class TestComparison:
         assert titles == [f"{s}\n{e}" for s in compared for e in compared[s].elements]
 
     def test_settings_may_have_other_elements(self):
-        wide = conjugate(50, 10, elements=12)
-        figure = SBCComparison({"few": conjugate(50, 10), "many": wide}).plot()
+        wide = conjugate_sbc(50, 10, elements=12)
+        figure = SBCComparison({"few": conjugate_sbc(50, 10), "many": wide}).plot()
         assert "6 of 13 elements" in figure.get_supxlabel()
         assert len(drawn(figure)) >= 6

@@ -28,27 +28,27 @@ long = functools.partial(pytest.param, marks=pytest.mark.long)
 FIXED = {"warmup_steps": 20, "thinning": 2}
 
 
-def normal_mean(y):
+def normal_rows(y):
     mu = pyro.sample("mu", dist.Normal(1.0, 2.0))
     with pyro.plate("data", len(y)):
         pyro.sample("y", dist.Normal(mu, 0.5), obs=y)
 
 
-def line(x, y):
+def line_with_noise(x, y):
     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
     sd = pyro.sample("sd", dist.LogNormal(0.0, 0.3))
     with pyro.plate("data", len(x)):
         pyro.sample("y", dist.Normal(slope * x, sd), obs=y)
 
 
-def schools(sd, y):
+def effects_of(sd, y):
     tau = pyro.sample("tau", dist.LogNormal(0.0, 0.5))
     with pyro.plate("schools", len(sd)):
         effect = pyro.sample("effect", dist.Normal(0.0, 1.0))
         pyro.sample("y", dist.Normal(tau * effect, sd), obs=y)
 
 
-def exact(found, num_rows=12):
+def exact_means(found, num_rows=12):
     """Means and variance of the normal mean's posteriors, and the means of its data."""
     means = torch.stack([found.data(i)[0].mean() for i in range(found.num_simulations)])
     precision = 1 / 4 + num_rows / 0.25
@@ -57,8 +57,8 @@ def exact(found, num_rows=12):
 
 @pytest.mark.slow
 def test_draws_are_those_of_the_posterior_of_each_data_set():
-    found = ps.sbc(ps.BAOA(normal_mean), Y, num_simulations=60, **QUIET)
-    mean, variance, data_means = exact(found)
+    found = ps.sbc(ps.BAOA(normal_rows), Y, num_simulations=60, **QUIET)
+    mean, variance, data_means = exact_means(found)
     z = (found.mean["mu"] - mean) / (variance / 100) ** 0.5  # of at least so many effective draws
     assert float(z.abs().max()) < 5
     assert float(z.square().mean()) < 2
@@ -128,10 +128,10 @@ def test_matrices_of_many_dimensions_are_learned_one_by_one(monkeypatch, kind, e
 )
 def test_ranks_are_those_of_separate_runs(batch_size, compile):
     how = {"batch_size": batch_size, **FIXED}
-    sampler = ps.SGHMC(line, lr=0.05, compile=compile)
+    sampler = ps.SGHMC(line_with_noise, lr=0.05, compile=compile)
     found = ps.sbc(sampler, (X, Y), num_simulations=20, **how, **QUIET)
     for number in (0, 7, 19):
-        alone = ps.SGHMC(line, lr=0.05, compile=compile).run(
+        alone = ps.SGHMC(line_with_noise, lr=0.05, compile=compile).run(
             found.data(number),
             num_chains=1,
             num_samples=100,
@@ -148,11 +148,11 @@ def test_ranks_are_those_of_separate_runs(batch_size, compile):
 @pytest.mark.slow
 def test_nuts_ranks_are_those_of_separate_runs():
     pytest.importorskip("nutpie")
-    found = ps.sbc(ps.NUTS(line), (X, Y), num_simulations=20, warmup_steps=100, **QUIET)
+    found = ps.sbc(ps.NUTS(line_with_noise), (X, Y), num_simulations=20, warmup_steps=100, **QUIET)
     count = found.attrs["steps_draws"]
     for number in (3, 11):
         how = {"num_chains": 1, "num_samples": count, "warmup_steps": 100, "progress": False}
-        alone = ps.NUTS(line).run(found.data(number), seed=found.seeds[number], **how)
+        alone = ps.NUTS(line_with_noise).run(found.data(number), seed=found.seeds[number], **how)
         every = count // 100
         draws = alone.get_samples()["slope"][every - 1 :: every]
         assert int((draws < found.true["slope"][number]).sum()) == found.ranks["slope"][number]
@@ -160,7 +160,7 @@ def test_nuts_ranks_are_those_of_separate_runs():
 
 @pytest.mark.slow
 def test_more_simulations_and_resumed_ones_change_nothing():
-    sampler = ps.SGLD(normal_mean, lr=0.05)
+    sampler = ps.SGLD(normal_rows, lr=0.05)
     few = ps.sbc(sampler, Y, num_simulations=20, **FIXED, **QUIET)
     many = ps.sbc(sampler, Y, num_simulations=33, **FIXED, **QUIET)
     resumed = ps.sbc(sampler, Y, num_simulations=33, resume=few, **FIXED, progress=False)
@@ -174,7 +174,7 @@ def test_more_simulations_and_resumed_ones_change_nothing():
 
 @pytest.mark.slow
 def test_blocks_change_nothing():
-    sampler = ps.SGLD(normal_mean, lr=0.05)
+    sampler = ps.SGLD(normal_rows, lr=0.05)
     how = {"num_simulations": 24, **FIXED, **QUIET}
     whole, parts = (
         ps.sbc(sampler, Y, memory_budget=budget, **how) for budget in (None, 8 * 12_500)
@@ -186,7 +186,7 @@ def test_blocks_change_nothing():
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "shape"), [long(4.0, "too wide"), (0.25, "too narrow")])
 def test_a_wrong_spread_is_found(temperature, shape):
-    sampler = ps.BAOA(normal_mean, temperature=temperature)
+    sampler = ps.BAOA(normal_rows, temperature=temperature)
     found = ps.sbc(sampler, Y, num_simulations=200, **QUIET)
     assert found.verdict == "miscalibrated"
     assert shape in str(found)
@@ -199,7 +199,7 @@ def test_the_log_likelihood_finds_draws_of_the_prior():
         with pyro.plate("data", len(y)), pyro.poutine.scale(scale=1e-6):
             pyro.sample("y", dist.Normal(mu, 0.5), obs=y)
 
-    how = {"num_simulations": 200, "simulator": normal_mean, **QUIET, "seed": 4}
+    how = {"num_simulations": 200, "simulator": normal_rows, **QUIET, "seed": 4}
     table = ps.sbc(ps.BAOA(blind), Y, **how).summary()
     assert table.p_value["mu"] > 1e-3
     assert table.p_value["loglik"] < 1e-10
@@ -213,13 +213,13 @@ def test_another_prior_is_found():
             pyro.sample("y", dist.Normal(mu, 3.0), obs=y)
 
     how = {"num_simulations": 200, "simulator": wide}
-    assert ps.sbc(ps.BAOA(normal_mean), Y, **how, **QUIET).verdict == "miscalibrated"
+    assert ps.sbc(ps.BAOA(normal_rows), Y, **how, **QUIET).verdict == "miscalibrated"
 
 
 @pytest.mark.slow
 def test_posterior_calibration_is_of_given_and_new_data_together():
     y = torch.linspace(1.5, 2.5, 12)
-    sampler = ps.BAOA(normal_mean, lr=0.3, compile=False)
+    sampler = ps.BAOA(normal_rows, lr=0.3, compile=False)
     sampler.run(y, num_samples=50, thinning=5, warmup_steps=50, **QUIET)
     how = {"num_simulations": 60, "warmup_steps": 50, "thinning": 5}
     found = ps.sbc(sampler, y, method="posterior", **how, **QUIET)
@@ -236,7 +236,7 @@ def test_predictions_and_quantities_are_ranked():
     quantities = {"signal": lambda sites, data: sites["slope"] / sites["sd"] + data[1].sum()}
     at = (torch.tensor([0.0, 2.0]), torch.zeros(2))
     found = ps.sbc(
-        ps.SGLD(line, lr=0.05),
+        ps.SGLD(line_with_noise, lr=0.05),
         (X, Y),
         num_simulations=20,
         quantities=quantities,
@@ -254,7 +254,7 @@ def test_predictions_and_quantities_are_ranked():
 @pytest.mark.slow
 def test_resampled_covariates_go_with_their_own_observations():
     found = ps.sbc(
-        ps.SGLD(line, lr=0.05),
+        ps.SGLD(line_with_noise, lr=0.05),
         (X, Y),
         resample=True,
         num_simulations=20,
@@ -271,7 +271,7 @@ def test_resampled_covariates_go_with_their_own_observations():
 @pytest.mark.slow
 def test_several_settings_have_the_same_data():
     settings = {
-        name: ps.SGLD(normal_mean, lr=lr) for name, lr in zip("ab", (0.1, 0.2), strict=True)
+        name: ps.SGLD(normal_rows, lr=lr) for name, lr in zip("ab", (0.1, 0.2), strict=True)
     }
     found = ps.sbc(settings, Y, num_simulations=20, **FIXED, **QUIET)
     assert torch.equal(found["a"].true["mu"], found["b"].true["mu"])
@@ -281,7 +281,11 @@ def test_several_settings_have_the_same_data():
 @pytest.mark.slow
 def test_the_log_likelihood_is_the_data_s():
     found = ps.sbc(
-        ps.SGLD(schools, lr=0.05, compile=False), (X.exp(), Y), num_simulations=20, **FIXED, **QUIET
+        ps.SGLD(effects_of, lr=0.05, compile=False),
+        (X.exp(), Y),
+        num_simulations=20,
+        **FIXED,
+        **QUIET,
     )
     for i in (0, 13):
         sd, y = found.data(i)
@@ -293,9 +297,9 @@ def test_the_log_likelihood_is_the_data_s():
 @pytest.mark.parametrize("kind", ["VI", "Laplace"])
 def test_approximations(kind):
     how = {"num_steps": 3000} if kind == "VI" else {}
-    method = ps.VI(normal_mean, compile=True) if kind == "VI" else ps.Laplace(normal_mean)
+    method = ps.VI(normal_rows, compile=True) if kind == "VI" else ps.Laplace(normal_rows)
     found = ps.sbc(method, Y, num_simulations=20, **how, **QUIET)
-    mean, variance, _ = exact(found)
+    mean, variance, _ = exact_means(found)
     z = (found.mean["mu"] - mean) / variance**0.5
     assert float(z.abs().max()) < (0.5 if kind == "Laplace" else 1.0)
 
@@ -318,7 +322,7 @@ def improper(y):
         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
 
-def with_param(y):
+def with_learned_mean(y):
     mu = pyro.param("mu", torch.tensor(0.0))
     sd = pyro.sample("sd", dist.LogNormal(0.0, 1.0))
     with pyro.plate("data", len(y)):
@@ -341,7 +345,7 @@ def of_nothing(y):
         (one_step_back, SiteError, "'y'.*simulator="),
         (with_factor, SiteError, "'by hand' is a pyro.factor"),
         (improper, SiteError, "'mu'.*improper prior"),
-        (with_param, ModelError, "'mu' is a param"),
+        (with_learned_mean, ModelError, "'mu' is a param"),
         (subsamples, ModelError, "plate 'data' takes subsamples"),
         (of_nothing, ModelError, "no observed site"),
     ],
@@ -362,18 +366,18 @@ def test_models_of_which_no_data_can_be_drawn(model, error, match):
         ({"quantities": {"mu": abs}}, ArgumentError, "latent site"),
         ({"quantities": {"q": 3}}, ArgumentError, "not callable"),
         ({"resume": 3}, ArgumentError, "resume"),
-        ({"simulator": line}, TypeError, "missing a required"),
+        ({"simulator": line_with_noise}, TypeError, "missing a required"),
         ({"memory_budget": 0}, ArgumentError, "memory_budget"),
     ],
 )
 def test_wrong_calls(how, error, match):
     with pytest.raises(error, match=match):
-        ps.sbc(ps.BAOA(normal_mean), Y, **{**QUIET, **how})
+        ps.sbc(ps.BAOA(normal_rows), Y, **{**QUIET, **how})
 
 
 def test_what_is_no_method_is_refused():
     with pytest.raises(ArgumentError, match=r"ps.BAOA\(model\)"):
-        ps.sbc(normal_mean, Y)
+        ps.sbc(normal_rows, Y)
 
 
 def test_data_off_the_support_are_refused_by_site():
@@ -383,7 +387,7 @@ def test_data_off_the_support_are_refused_by_site():
             pyro.sample("y", dist.LogNormal(mu, 0.5), obs=y)
 
     with pytest.raises(SiteError, match="'y'"):
-        ps.sbc(ps.BAOA(positive), Y + 1, simulator=normal_mean, num_simulations=20, **QUIET)
+        ps.sbc(ps.BAOA(positive), Y + 1, simulator=normal_rows, num_simulations=20, **QUIET)
 
 
 def test_missing_values_and_several_sites_stay_where_they_are():
@@ -413,7 +417,7 @@ def test_missing_values_and_several_sites_stay_where_they_are():
 @pytest.mark.slow
 def test_nothing_of_the_caller_s_is_changed():
     y, before = torch.ones(12), torch.get_rng_state()
-    ps.sbc(ps.SGLD(normal_mean, lr=0.05), y, num_simulations=20, **FIXED, **QUIET)
+    ps.sbc(ps.SGLD(normal_rows, lr=0.05), y, num_simulations=20, **FIXED, **QUIET)
     assert torch.equal(y, torch.ones(12))
     assert torch.equal(torch.get_rng_state(), before)
 

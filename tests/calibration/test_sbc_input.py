@@ -18,16 +18,22 @@ ROWS = torch.linspace(-1.0, 2.0, 12)
 SHORT = {"warmup_steps": 5, "thinning": 1}
 
 
-def normal(y):
+def normal_mean_of(y):
     mu = pyro.sample("mu", dist.Normal(0.5, 2.0))
     with pyro.plate("rows", len(y)):
         pyro.sample("y", dist.Normal(mu, 1.5), obs=y)
 
 
-def line(x, y):
-    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-    with pyro.plate("rows", len(y)):
-        pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+def slope_model(prior=1.0, sd=1.0, by=1.0):
+    def model(x, y):
+        slope = pyro.sample("slope", dist.Normal(0.0, prior))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(by * slope * x, sd), obs=y)
+
+    return model
+
+
+line = slope_model()
 
 
 def sbc(model, data, count=20, method=None, **settings):
@@ -76,7 +82,7 @@ def test_observations_that_begin_later_may_not_depend_on_those_before():
 
 def test_the_first_draws_of_a_posterior_do_not_depend_on_how_many_there_are():
     draws = {"mu": torch.arange(50.0)}
-    truth = FromPosterior.from_draws(generator(normal, ROWS), draws)
+    truth = FromPosterior.from_draws(generator(normal_mean_of, ROWS), draws)
     few, many = truth.params(40, 3)["mu"], truth.params(70, 3)["mu"]
     assert torch.equal(few, many[:40])
     assert len(set(many[:50].tolist())) == 50
@@ -94,7 +100,7 @@ def test_data_that_the_fitted_model_cannot_have_are_refused():
     with pytest.raises(
         SiteError, match=r"site 'y': the observations of simulation \d+ are outside"
     ):
-        sbc(waiting, torch.ones(12), simulator=normal)
+        sbc(waiting, torch.ones(12), simulator=normal_mean_of)
 
 
 def test_a_global_choice_is_summed_out_on_all_rows_only():
@@ -110,19 +116,19 @@ def test_a_global_choice_is_summed_out_on_all_rows_only():
 
 def test_quantities_and_predictions_are_tried_first():
     with pytest.raises(ArgumentError, match=r"quantities\['a'\] fails: KeyError"):
-        sbc(normal, ROWS, quantities={"a": lambda sites, data: sites["nu"]})
+        sbc(normal_mean_of, ROWS, quantities={"a": lambda sites, data: sites["nu"]})
     with pytest.raises(ArgumentError, match="predictive: the model fails on it"):
-        sbc(normal, ROWS, predictive=(ROWS, ROWS))
+        sbc(normal_mean_of, ROWS, predictive=(ROWS, ROWS))
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "max_seconds", "share_batches"])
 def test_settings_of_one_long_run_are_refused(name):
     with pytest.raises(CallError, match=f"{name} is for one long run"):
-        sbc(normal, ROWS, **{name: 1})
+        sbc(normal_mean_of, ROWS, **{name: 1})
 
 
 def test_all_methods_of_a_dict_are_checked_before_the_first_is_run():
-    methods = {"first": ps.BAOA(normal), "second": ps.Laplace(normal)}
+    methods = {"first": ps.BAOA(normal_mean_of), "second": ps.Laplace(normal_mean_of)}
     with pytest.raises(CallError, match=r"Laplace\.run has no setting 'thinning'"):
         ps.sbc(methods, ROWS, num_simulations=20, thinning=1, progress=False)
 
@@ -132,40 +138,37 @@ def test_all_methods_of_a_dict_are_checked_before_the_first_is_run():
 
 @pytest.mark.slow
 def test_chains_of_lengths_that_are_set_are_not_slow_for_being_short():
-    found = sbc(normal, ROWS, warmup_steps=10, thinning=4)
+    found = sbc(normal_mean_of, ROWS, warmup_steps=10, thinning=4)
     assert found.ess.max() > 50
     assert float(found.ess.min()) < 50
     assert not found.slow
 
 
 def test_it_says_so_where_all_simulations_break():
-    method = ps.BAOA(normal, lr=1e6, friction=1.0, compile=False)
+    method = ps.BAOA(normal_mean_of, lr=1e6, friction=1.0, compile=False)
     with pytest.raises(NonFiniteError, match="all of the first 20 simulations broke"):
-        sbc(normal, ROWS, method=method)
+        sbc(normal_mean_of, ROWS, method=method)
 
 
 @pytest.mark.slow
 def test_resume_takes_the_same_call_only():
-    short = sbc(normal, ROWS)
-    whole, resumed = sbc(normal, ROWS, 30), sbc(normal, ROWS, 30, resume=short)
+    short = sbc(normal_mean_of, ROWS)
+    whole, resumed = sbc(normal_mean_of, ROWS, 30), sbc(normal_mean_of, ROWS, 30, resume=short)
     for name, ranks in whole.ranks.items():
         assert torch.equal(ranks, resumed.ranks[name])
     assert resumed.slow == whole.slow
     with pytest.raises(ArgumentError, match="thinning=1, and not 2"):
-        sbc(normal, ROWS, 30, resume=short, thinning=2)
+        sbc(normal_mean_of, ROWS, 30, resume=short, thinning=2)
     with pytest.raises(ArgumentError, match="its model or its quantities differ"):
         sbc(line, (ROWS, ROWS), 30, resume=short)
     with pytest.raises(ArgumentError, match="its model or its quantities differ"):
-        sbc(normal, ROWS, 30, resume=short, quantities={"a": lambda sites, data: sites["mu"]})
-
-
-def scaled(prior=1.0, sd=1.0, by=1.0):
-    def model(x, y):
-        slope = pyro.sample("slope", dist.Normal(0.0, prior))
-        with pyro.plate("rows", len(y)):
-            pyro.sample("y", dist.Normal(by * slope * x, sd), obs=y)
-
-    return model
+        sbc(
+            normal_mean_of,
+            ROWS,
+            30,
+            resume=short,
+            quantities={"a": lambda sites, data: sites["mu"]},
+        )
 
 
 @pytest.mark.slow
@@ -174,23 +177,23 @@ def test_resume_refuses_another_model_or_other_rows(monkeypatch):
         return sites["slope"].square()
 
     asked = {"quantities": {"q": square}, "predictive": (ROWS, ROWS)}
-    short = sbc(scaled(), (ROWS, ROWS.clone()), **asked)
+    short = sbc(slope_model(), (ROWS, ROWS.clone()), **asked)
 
     def resumed(model, x=ROWS, **changes):
         return sbc(model, (x, ROWS.clone()), 21, resume=short, **{**asked, **changes})
 
     for model, changes, what in (
-        (scaled(), {"x": 5 * ROWS}, "covariates"),
-        (scaled(), {"x": ROWS.flip(0)}, "covariates"),
-        (scaled(), {"predictive": (2 * ROWS, ROWS)}, "rows of predictive="),
-        (scaled(), {"resample": True}, "covariates|log likelihood"),
-        (scaled(prior=2.0), {}, "the log prior at the first true latents was"),
-        (scaled(sd=3.0), {}, "the log likelihood at the first true latents was"),
-        (scaled(by=5.0), {}, "the log likelihood beside it, at the first true latents was"),
-        (scaled(), {"simulator": scaled(by=2.0)}, "the log likelihood"),
-        (scaled(), {"quantities": {"q": lambda sites, data: sites["slope"]}}, "'q' has other"),
+        (slope_model(), {"x": 5 * ROWS}, "covariates"),
+        (slope_model(), {"x": ROWS.flip(0)}, "covariates"),
+        (slope_model(), {"predictive": (2 * ROWS, ROWS)}, "rows of predictive="),
+        (slope_model(), {"resample": True}, "covariates|log likelihood"),
+        (slope_model(prior=2.0), {}, "the log prior at the first true latents was"),
+        (slope_model(sd=3.0), {}, "the log likelihood at the first true latents was"),
+        (slope_model(by=5.0), {}, "the log likelihood beside it, at the first true latents was"),
+        (slope_model(), {"simulator": slope_model(by=2.0)}, "the log likelihood"),
+        (slope_model(), {"quantities": {"q": lambda sites, data: sites["slope"]}}, "'q' has other"),
         (
-            scaled(),
+            slope_model(),
             {"quantities": {"q": lambda sites, data: data[1].mean()}},
             "'q' has other values at the same latents and data",
         ),
@@ -204,7 +207,7 @@ def test_resume_refuses_another_model_or_other_rows(monkeypatch):
         "model_fingerprint",
         lambda *args, **kwargs: {n: v * (1 + 1e-6) for n, v in exact(*args, **kwargs).items()},
     )
-    assert resumed(scaled()).num_simulations == 21
+    assert resumed(slope_model()).num_simulations == 21
 
 
 @pytest.mark.slow

@@ -87,17 +87,17 @@ def test_a_file_that_anybody_else_may_have_written_is_not_read(kept, what, monke
     assert cache.read("key") is None
 
 
-def test_the_oldest_is_dropped(kept, monkeypatch):
-    monkeypatch.setattr(cache, "_MOST_BYTES", 3 * (1000 + 32))
+def test_the_oldest_is_dropped(kept):
+    limits = cache.Limits(code=3 * (1000 + 32))
     for age, key in enumerate(["a", "b", "c"]):
-        cache.write(key, bytes(1000))
+        cache.write(key, bytes(1000), limits)
         os.utime(kept / f"{key}.so", (age, age))
     assert cache.read("a") is not None  # and is in use again
-    cache.write("d", bytes(1000))
+    cache.write("d", bytes(1000), limits)
     assert [key for key in "abcd" if cache.read(key) is None] == ["b"]
 
 
-def test_headers_are_dropped_among_themselves(kept, monkeypatch):
+def test_headers_are_dropped_among_themselves(kept):
     """However many environments have left one, code is kept; what compilers need of them stays."""
     headers = kept / "inductor" / "precompiled_headers"
     headers.mkdir(parents=True)
@@ -105,9 +105,7 @@ def test_headers_are_dropped_among_themselves(kept, monkeypatch):
         headers.joinpath(f"{name}.h").write_bytes(b"0" * 50)
         headers.joinpath(f"{name}.h.gch").write_bytes(b"0" * 5000)
         os.utime(headers / f"{name}.h.gch", (age, age))
-    monkeypatch.setattr(cache, "_MOST_BYTES", 1100)
-    monkeypatch.setattr(cache, "_MOST_BYTES_OF_HEADERS", 9000)
-    cache.write("new", bytes(1000))
+    cache.write("new", bytes(1000), cache.Limits(code=1100, headers=9000))
     assert cache.read("new") == bytes(1000)
     assert sorted(file.name for file in headers.iterdir()) == ["new.h", "new.h.gch", "old.h"]
 
@@ -206,11 +204,10 @@ def test_headers_are_not_precompiled_where_inductor_cannot_hash_them(tmp_path, m
 @pytest.mark.long
 def test_what_was_dropped_after_it_was_loaded_is_built_again(tmp_path, monkeypatch):
     monkeypatch.setenv("PYRO_SCALE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cache, "_MOST_BYTES", 0)
     for _ in range(2):
         library = Path(inductor.build_library('extern "C" int two() { return 2; }'))
         assert library.stat().st_size > 0
-        cache.write("another", b"")
+        cache.write("another", b"", cache.Limits(code=0))
         assert not library.exists()
 
 
@@ -234,7 +231,7 @@ HOSTILE = """
 """
 
 
-def run(code, **environment):
+def printed_by(code, **environment):
     """What a process of its own prints."""
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(HOSTILE) + code]
     ran = subprocess.run(
@@ -254,7 +251,7 @@ def test_a_user_without_name_home_or_cache(tmp_path):
     environment = {"HOME": "/dev/null", **names}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache.directory() / "inductor")  # has a header
     environment["PYRO_SCALE_CACHE_DIR"] = str(tmp_path / "file")
-    assert run(nameless + "print(run())", **environment) == "compiled loop"
+    assert printed_by(nameless + "print(run())", **environment) == "compiled loop"
 
 
 @pytest.mark.slow
@@ -277,4 +274,4 @@ def test_a_fork_of_a_process_with_threads_runs(tmp_path):
             status = "hangs"
         print(status)
     """)
-    assert run(code, OMP_NUM_THREADS="2") == "0"
+    assert printed_by(code, OMP_NUM_THREADS="2") == "0"

@@ -30,7 +30,7 @@ def value_and_gradient(log_density, examples):
     return compile_value_and_gradient(trace(both, examples)), both
 
 
-def logistic(w, x, y):
+def logistic_log_joint(w, x, y):
     logits = x @ w
     return (y * logits - torch.nn.functional.softplus(logits)).sum() - w.square().sum() / 2
 
@@ -44,7 +44,7 @@ def product(w, x, y):
 COVARIANCE = normals(6, 6, seed=2) @ normals(6, 6, seed=2).mT + torch.eye(6).double()
 
 
-def gaussian(x):
+def gaussian_log_joint(x):
     """A Cholesky factor, triangular solves, and the gradients of both."""
     covariance = COVARIANCE * x.exp().outer(x.exp()) + torch.eye(6).double()
     density = dist.MultivariateNormal(torch.zeros(6).double(), covariance, validate_args=False)
@@ -71,14 +71,20 @@ def special(x):
     ("density", "size"),
     long_but(
         [
-            *[(logistic, 3), (product, 6), (gaussian, 6), (distances, 6), (determinant, 6)],
+            *[
+                (logistic_log_joint, 3),
+                (product, 6),
+                (gaussian_log_joint, 6),
+                (distances, 6),
+                (determinant, 6),
+            ],
             (special, 2),
         ],
-        *[(product, 6), (gaussian, 6), (distances, 6), (special, 2)],
+        *[(product, 6), (gaussian_log_joint, 6), (distances, 6), (special, 2)],
     ),
 )
 def test_it_is_autograds(density, size):
-    others = [X, Y] if density in (logistic, product) else []
+    others = [X, Y] if density in (logistic_log_joint, product) else []
     function, exact = value_and_gradient(density, [normals(size), *others])
     for seed in range(5):
         x = normals(size, seed=seed)
@@ -134,7 +140,7 @@ def test_what_is_not_positive_definite_is_not_finite():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("density", [product, gaussian])
+@pytest.mark.parametrize("density", [product, gaussian_log_joint])
 def test_threads_do_not_share_buffers(density):
     others = [X, Y] if density is product else []
     function, exact = value_and_gradient(density, [normals(6), *others])
@@ -159,12 +165,12 @@ def random(x):
     return (x * torch.poisson(x.detach().exp())).sum()
 
 
-def padded(x):
+def convolved(x):
     """An operation with lists among its arguments."""
     return torch.nn.functional.conv1d(x.reshape(1, 1, 6), COVARIANCE[:1, None, :3]).sum()
 
 
-@pytest.mark.parametrize("density", [random, padded])
+@pytest.mark.parametrize("density", [random, convolved])
 def test_what_cannot_be_called_is_refused(density):
     with pytest.raises(NotALoop):
         value_and_gradient(density, [normals(6)])

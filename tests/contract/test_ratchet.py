@@ -23,7 +23,7 @@ CODE_LINES = {
     "core": 1241,
     "curvature": 3135,
     "data": 922,
-    "diagnostics": 2470,
+    "diagnostics": 2483,
     "distributed": 532,
     "engine": 1641,
     "exact": 522,

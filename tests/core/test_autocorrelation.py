@@ -8,7 +8,7 @@ from reference import normals
 from pyro_scale.core.autocorrelation import autocorrelation_time, mixing_of, split_r_hat
 
 
-def autoregression(rho, chains=8, draws=4000, seed=0):
+def stationary_paths(rho, chains=8, draws=4000, seed=0):
     """Stationary, of autocorrelations rho^k: 1 draw in (1 + rho) / (1 - rho) is independent."""
     noise, x = normals(draws, chains, seed=seed).double(), normals(chains, seed=seed + 1).double()
     path = []
@@ -21,13 +21,15 @@ def autoregression(rho, chains=8, draws=4000, seed=0):
 @pytest.mark.parametrize("rho", [0.0, 0.5, 0.9, -0.4])
 def test_a_known_process(rho):
     """To a tenth: of 32,000 draws, the estimate's standard error is 2 to 4%."""
-    draws = autoregression(rho)[..., None]
+    draws = stationary_paths(rho)[..., None]
     expected = (1 + rho) / (1 - rho)
     assert float(autocorrelation_time(draws)) == pytest.approx(expected, rel=0.1)
 
 
 def test_it_is_near_arviz():
-    draws = torch.stack([autoregression(rho, 4, 1000, seed) for seed, rho in enumerate([0.2, 0.8])])
+    draws = torch.stack(
+        [stationary_paths(rho, 4, 1000, seed) for seed, rho in enumerate([0.2, 0.8])]
+    )
     ours = 4000 / autocorrelation_time(draws.permute(1, 2, 0))
     for place, own in enumerate(ours.tolist()):
         assert own == pytest.approx(float(arviz.ess(draws[place].numpy(), method="mean")), rel=0.05)
@@ -51,7 +53,7 @@ def test_what_does_not_move_is_no_trouble():
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "ties", "drifting"])
 def test_mixing_is_arvizs(kind):
-    draws = autoregression(0.6, 4, 500, seed=5)
+    draws = stationary_paths(0.6, 4, 500, seed=5)
     draws = {
         "normal": draws,
         "heavy": draws.sinh() ** 3,

@@ -23,7 +23,7 @@ quick = settings(
 shapes = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=5)
 
 
-def counted(sizes, start=0):
+def numbered(sizes, start=0):
     """Tensors of these shapes that hold start, start + 1, ... throughout."""
     values = {}
     for i, shape in enumerate(sizes):
@@ -40,7 +40,7 @@ class TestLayout:
     @quick
     @given(shapes)
     def test_lays_entries_end_to_end_in_their_order(self, sizes):
-        values = counted(sizes)
+        values = numbered(sizes)
         layout = Layout.from_tensors(values)
         vector = layout.flatten(dict(reversed(values.items())))
         assert torch.equal(vector, torch.arange(layout.size).double())
@@ -51,7 +51,7 @@ class TestLayout:
     @quick
     @given(shapes, st.lists(st.integers(1, 3), max_size=2))
     def test_unflattens_any_leading_dimensions(self, sizes, leading):
-        values = counted(sizes)
+        values = numbered(sizes)
         layout = Layout.from_tensors(values)
         vectors = layout.flatten(values) + 100 * torch.arange(math.prod(leading)).double().reshape(
             *leading, 1
@@ -79,7 +79,7 @@ class TestLayout:
         assert torch.equal(back["b"], values["b"])
 
     def test_goes_through_vmap_and_grad(self):
-        values = counted([(2,), (2, 2)])
+        values = numbered([(2,), (2, 2)])
         layout = Layout.from_tensors(values)
 
         def energy(vector):

@@ -2,15 +2,12 @@
 
 import pytest
 import torch
+from densities import density_of_all_rows, prepare_run
 from reference import double, normals
 
 import pyro_scale as ps
-from pyro_scale import kernels
 from pyro_scale.core.gaussian import Dense, Diagonal
 from pyro_scale.curvature.bound import Bound
-from pyro_scale.curvature.density import FullDataDensity
-from pyro_scale.data.open import open_data
-from pyro_scale.run.problem import prepare
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -24,10 +21,9 @@ def bound_of(log_joint):
         {"w": torch.zeros(SIZE)},
         num_data=NUM_DATA,
     )
-    asked = target, open_data(None), kernels.SGLD(lr=1.0), None, 1, 0
-    run = prepare(*asked)
-    density = FullDataDensity(run.log_posterior, run.data, run.engine.layout)
-    return Bound(density, torch.zeros(SIZE), torch.arange(SIZE), TEMPERATURE)
+    return Bound(
+        density_of_all_rows(prepare_run(target)), torch.zeros(SIZE), torch.arange(SIZE), TEMPERATURE
+    )
 
 
 def problem():

@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import density_of_all_rows, linear_regression, prepare_run
 from reference import close, double, normals
 from row_datasets import RowByRow, Stream
 from scipy import optimize
@@ -18,13 +19,8 @@ from torch.utils.data import (
 )
 
 import pyro_scale as ps
-from pyro_scale import kernels
-from pyro_scale.curvature import density as density_module
-from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.curvature.modes import find_mode
-from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.run.problem import as_log_posterior, prepare
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -35,20 +31,16 @@ Y = X @ double(0.7, -1.2) + 0.5 * normals(N, seed=2)
 PLACES = [double(0.3, -0.4, 0.2), double(-1.1, 0.8, -0.7)]
 
 
-def opened(model, data, num_data=None, seed=3, **kwargs):
+def density_and_start(model, data, **kwargs):
     """(The density of all rows, a chain's start), as a run finds them."""
-    data = open_data(data, num_data=num_data, **kwargs)
-    log_posterior = as_log_posterior(model, data.num_data)
-    problem = prepare(log_posterior, data, kernels.SGLD(lr=1.0), None, 1, seed)
-    return FullDataDensity(
-        problem.log_posterior, problem.data, problem.engine.layout
-    ), problem.positions[0]
+    problem = prepare_run(model, data, seed=3, **kwargs)
+    return density_of_all_rows(problem), problem.positions[0]
 
 
 # ------------------------------------------------------------------ a hierarchical model
 
 
-def rows_of(x, y, plate):
+def two_sites_of(x, y, plate):
     """w ~ N(0, 4), s ~ LogNormal(0.3, 0.36), a factor between the w, y ~ N(x w, s^2)."""
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
     s = pyro.sample("s", dist.LogNormal(0.3, 0.6))
@@ -59,22 +51,22 @@ def rows_of(x, y, plate):
 
 
 def of_rows(x, y):
-    rows_of(x, y, functools.partial(pyro.plate, "data"))
+    two_sites_of(x, y, functools.partial(pyro.plate, "data"))
 
 
 def scaled_by_pyro(x, y):
-    rows_of(x, y, lambda size: pyro.plate("data", N, subsample_size=size))
+    two_sites_of(x, y, lambda size: pyro.plate("data", N, subsample_size=size))
 
 
 def by_itself(x, y):
-    rows_of(x, y, lambda size: pyro.plate("data", N, subsample_size=B))
+    two_sites_of(x, y, lambda size: pyro.plate("data", N, subsample_size=B))
 
 
 def with_its_data():
-    rows_of(X, Y, functools.partial(pyro.plate, "data"))
+    two_sites_of(X, Y, functools.partial(pyro.plate, "data"))
 
 
-def log_normal(value, mean, sd):
+def normal_log_prob(value, mean, sd):
     return -0.5 * ((value - mean) / sd) ** 2 - sd.log() - 0.5 * math.log(2 * math.pi)
 
 
@@ -82,8 +74,8 @@ def written_out(position):
     """The log joint of [w_0, w_1, u], u = log s: a LogNormal's density times its Jacobian s is
     that of the normal u."""
     w, u = position[:2], position[2]
-    prior = log_normal(w, 0.0, double(2.0)).sum() + log_normal(u, 0.3, double(0.6)).sum()
-    return prior - 0.5 * (w[0] + w[1]) ** 2 + log_normal(Y, X @ w, u.exp()).sum()
+    prior = normal_log_prob(w, 0.0, double(2.0)).sum() + normal_log_prob(u, 0.3, double(0.6)).sum()
+    return prior - 0.5 * (w[0] + w[1]) ** 2 + normal_log_prob(Y, X @ w, u.exp()).sum()
 
 
 class Backwards:
@@ -123,13 +115,11 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("numbers", [None, 4 * 3], ids=["one piece", "pieces of four rows"])
+@pytest.mark.parametrize("numbers", [2**22, 4 * 3], ids=["one piece", "pieces of four rows"])
 @pytest.mark.parametrize("way", WAYS)
-def test_value_gradient_and_hessian_are_those_of_all_rows(way, numbers, monkeypatch):
-    if numbers is not None:
-        monkeypatch.setattr(density_module, "_CHUNK_NUMBERS", numbers)
+def test_value_gradient_and_hessian_are_those_of_all_rows(way, numbers):
     model, data, kwargs = WAYS[way]
-    density, _ = opened(model, data, **kwargs)
+    density = density_of_all_rows(prepare_run(model, data, seed=3, **kwargs), chunk_numbers=numbers)
     assert density.layout.names == ("w", "s")
     for place in PLACES:
         value, gradient = density.grad(place)
@@ -148,20 +138,21 @@ def test_value_gradient_and_hessian_are_those_of_all_rows(way, numbers, monkeypa
 def test_a_subset_is_all_there_is():
     chosen = [2, 3, 5, 7, 11, 13, 17]
     loader = DataLoader(RowByRow(X, Y), 3, sampler=SubsetRandomSampler(chosen))
-    theirs, _ = opened(of_rows, loader)
-    ours, _ = opened(of_rows, (X[chosen], Y[chosen]))
+    theirs, _ = density_and_start(of_rows, loader)
+    ours, _ = density_and_start(of_rows, (X[chosen], Y[chosen]))
     for place in PLACES:
         close(theirs.grad(place)[1], ours.grad(place)[1], 1e-12)
         close(theirs.hessian(place), ours.hessian(place), 1e-12)
 
 
 @pytest.mark.parametrize("numbers", [2**22, 4 * 3])
-def test_the_prior_counts_once_however_the_data_are_cut(numbers, monkeypatch):
+def test_the_prior_counts_once_however_the_data_are_cut(numbers):
     """Where s = e^40 the rows' curvature in w is gone: the prior's and the factor's are left."""
-    monkeypatch.setattr(density_module, "_CHUNK_NUMBERS", numbers)
     for way in ("minibatches", "subsampling by itself", "stream"):
         model, data, kwargs = WAYS[way]
-        curvature = opened(model, data, **kwargs)[0].hessian(double(0.0, 0.0, 40.0))
+        problem = prepare_run(model, data, seed=3, **kwargs)
+        density = density_of_all_rows(problem, chunk_numbers=numbers)
+        curvature = density.hessian(double(0.0, 0.0, 40.0))
         close(curvature[:2, :2] * N, -double([1 / 4 + 1, 1], [1, 1 / 4 + 1]), 1e-10)
 
 
@@ -173,7 +164,9 @@ def test_a_function_is_taken_as_it_is():
         return (-((w - 2) ** 2) * v**2 - v**4 + v).sum()
 
     start = {"w": double(0.5), "v": double(1.5)}
-    density, position = opened(ps.LogPosterior.from_function(function, start, num_data=50), None)
+    density, position = density_and_start(
+        ps.LogPosterior.from_function(function, start, num_data=50), None
+    )
     close(position, double(0.5, 1.5))
     value, gradient = density.grad(position)
     close(value, -(1.5**2) * 1.5**2 - 1.5**4 + 1.5, 1e-12)
@@ -196,7 +189,7 @@ def test_points_count_as_positions_without_a_prior():
             pyro.sample("y", dist.Normal(w + b, 1.0), obs=y)
 
     with pyro.get_param_store().scope():
-        density, _ = opened(model, Y, batch_size=B)
+        density, _ = density_and_start(model, Y, batch_size=B)
         assert density.layout.names == ("w", "b")
         w, b = 0.4, -0.3
         _, gradient = density.grad(double(w, b))
@@ -206,12 +199,6 @@ def test_points_count_as_positions_without_a_prior():
 
 
 # ------------------------------------------------------------------ the mode
-
-
-def regression(x, y):
-    w = pyro.sample("w", dist.Normal(torch.ones(x.shape[1]).to(x), 0.5).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
 
 
 def posterior_of(x, y):
@@ -225,7 +212,7 @@ def posterior_of(x, y):
 def test_the_mode_of_a_linear_regression_is_its_mean(kwargs):
     """The prior matters: least squares lie 0.01 off and more."""
     x, y = normals(40, 4, seed=4), normals(40, seed=5)
-    density, start = opened(regression, (x, y), **kwargs)
+    density, start = density_and_start(linear_regression(0.5, mean=1.0, sd=0.5), (x, y), **kwargs)
     mean, precision = posterior_of(x, y)
     found = find_mode(density, start)
     assert float((start - mean).abs().max()) > 0.3
@@ -242,7 +229,9 @@ def test_the_mode_is_found_where_scales_differ(dtype, condition):
     x = normals(300, 6, seed=6) * scales
     y = x @ torch.ones(6) + 0.5 * normals(300, seed=7)
     mean, precision = posterior_of(x, y)
-    density, start = opened(regression, (x.to(dtype), y.to(dtype)), batch_size=32)
+    density, start = density_and_start(
+        linear_regression(0.5, mean=1.0, sd=0.5), (x.to(dtype), y.to(dtype)), batch_size=32
+    )
     off = find_mode(density, start.to(dtype)).double() - mean
     assert float((off @ precision @ off).sqrt()) < (1e-3 if dtype is torch.float64 else 0.1)
 
@@ -257,7 +246,7 @@ def test_the_mode_is_that_of_unconstrained_space():
         with pyro.plate("data", len(y)):
             pyro.sample("y", dist.Exponential(r), obs=y)
 
-    density, start = opened(model, y, batch_size=2)
+    density, start = density_and_start(model, y, batch_size=2)
     close(find_mode(density, start), [math.log(5 / (3 + float(y.sum())))], 1e-7)
 
 
@@ -293,7 +282,7 @@ def test_a_search_turns_back_where_the_log_joint_overflows(seed):
 
 def test_a_start_at_the_mode_stays_there():
     x, y = normals(6, 4, seed=4), normals(6, seed=5)
-    density, _ = opened(regression, (x, y))
+    density, _ = density_and_start(linear_regression(0.5, mean=1.0, sd=0.5), (x, y))
     mean, _ = posterior_of(x, y)
     torch.testing.assert_close(find_mode(density, mean), mean, rtol=0, atol=1e-8)
     assert not find_mode(density, mean).requires_grad
@@ -360,7 +349,7 @@ def test_a_part_of_the_data_is_refused(data, kwargs, asked):
 
 
 def test_a_stream_that_says_more_than_it_holds_is_refused():
-    density, start = opened(of_rows, DataLoader(Stream(X, Y, num_rows=N - 4), B))
+    density, start = density_and_start(of_rows, DataLoader(Stream(X, Y, num_rows=N - 4), B))
     with pytest.raises(DataError, match=r"the data hold 19 rows, not N = 23"):
         density.grad(start)
     with pytest.raises(DataError, match=r"the data hold 19 rows, not N = 23"):

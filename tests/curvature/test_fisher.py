@@ -58,7 +58,7 @@ def interval(low, high):
     return low + (high - low) * inside, (high - low) * weights
 
 
-def counts(limit):
+def count_grid(limit):
     return torch.arange(limit, dtype=torch.float64), torch.ones(limit, dtype=torch.float64)
 
 
@@ -109,28 +109,28 @@ UNIVARIATE = {
         interval(0.0, 1.0),
     ),
     "von mises": (von_mises, ("loc", "concentration"), (0.4, 1.7), interval(-math.pi, math.pi)),
-    "poisson": (*by(dist.Poisson, "rate"), (3.4,), counts(80)),
-    "bernoulli, probs": (*by(dist.Bernoulli, "probs"), (0.3,), counts(2)),
-    "bernoulli, logits": (*by(dist.Bernoulli, "logits"), (0.9,), counts(2)),
-    "binomial, probs": (*by(dist.Binomial, "probs", total_count=7), (0.3,), counts(8)),
-    "binomial, logits": (*by(dist.Binomial, "logits", total_count=7), (0.9,), counts(8)),
-    "geometric, probs": (*by(dist.Geometric, "probs"), (0.3,), counts(200)),
-    "geometric, logits": (*by(dist.Geometric, "logits"), (-0.9,), counts(200)),
+    "poisson": (*by(dist.Poisson, "rate"), (3.4,), count_grid(80)),
+    "bernoulli, probs": (*by(dist.Bernoulli, "probs"), (0.3,), count_grid(2)),
+    "bernoulli, logits": (*by(dist.Bernoulli, "logits"), (0.9,), count_grid(2)),
+    "binomial, probs": (*by(dist.Binomial, "probs", total_count=7), (0.3,), count_grid(8)),
+    "binomial, logits": (*by(dist.Binomial, "logits", total_count=7), (0.9,), count_grid(8)),
+    "geometric, probs": (*by(dist.Geometric, "probs"), (0.3,), count_grid(200)),
+    "geometric, logits": (*by(dist.Geometric, "logits"), (-0.9,), count_grid(200)),
     "negative binomial, probs": (
         *by(dist.NegativeBinomial, "total_count", "probs"),
         (2.4, 0.3),
-        counts(200),
+        count_grid(200),
     ),
     "negative binomial, logits": (
         *by(dist.NegativeBinomial, "total_count", "logits"),
         (2.4, 0.9),
-        counts(400),
+        count_grid(400),
     ),
-    "gamma-poisson": (*by(dist.GammaPoisson, "concentration", "rate"), (2.4, 0.7), counts(400)),
+    "gamma-poisson": (*by(dist.GammaPoisson, "concentration", "rate"), (2.4, 0.7), count_grid(400)),
     "beta-binomial": (
         *by(dist.BetaBinomial, "concentration1", "concentration0", total_count=7),
         (2.4, 1.7),
-        counts(8),
+        count_grid(8),
     ),
 }
 
@@ -177,7 +177,7 @@ def test_the_total_count_of_a_negative_binomial(size, probs):
         return dist.NegativeBinomial(theta[:, 0], theta[:, 1], validate_args=False).log_prob(value)
 
     theta = double(size, probs)
-    expected = mean_of_squares(log_density, theta, *counts(4000))
+    expected = mean_of_squares(log_density, theta, *count_grid(4000))
     found = information(dist.NegativeBinomial(*theta), ["total_count", "probs"])
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=0)
 
@@ -448,7 +448,7 @@ def test_ordered_logistic():
     found = information(fn, ["predictor", "cutpoints"])
     for i in range(2):
         theta = torch.cat([predictor[i : i + 1], cutpoints])
-        close(found[i], mean_of_squares(log_density, theta, *counts(4)))
+        close(found[i], mean_of_squares(log_density, theta, *count_grid(4)))
 
 
 # ------------------------------------------------------------------ shapes and wrappers
@@ -633,13 +633,13 @@ def test_families_with_other_arguments_than_the_one_they_derive_from():
     assert own_arguments(dist.Delta(torch.zeros(2, 3), event_dim=1))["v"].shape == (2, 3)
     omt = dist.OMTMultivariateNormal(normals(2), a_covariance(2).tril())
     assert own_arguments(omt)["loc"].shape == (2,)
-    assert own_arguments(mixture()) == {}
+    assert own_arguments(normal_mixture()) == {}
 
 
 # ------------------------------------------------------------------ none
 
 
-def mixture():
+def normal_mixture():
     return dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), dist.Normal(torch.zeros(2), 1.0))
 
 
@@ -660,7 +660,7 @@ class Steep(dist.BetaBinomial):
 REFUSED = {
     "Uniform": (dist.Uniform(*double(0.0, 1.0)), ["low", "high"]),
     "Pareto": (torch.distributions.Pareto(*double(1.0, 2.0)), ["alpha", "scale"]),
-    "MixtureSameFamily": (mixture(), []),
+    "MixtureSameFamily": (normal_mixture(), []),
     "ZeroInflatedPoisson": (dist.ZeroInflatedPoisson(double(2.0), gate=double(0.2)), ["gate"]),
     "Delta": (dist.Delta(double(2.0)), ["v"]),
     "Unit": (dist.Unit(double(2.0)), ["log_factor"]),

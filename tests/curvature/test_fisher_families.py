@@ -67,7 +67,7 @@ def expected_squares(log_density, nodes, weights):
     return lambda outputs: torch.stack([of_row(row) for row in outputs])
 
 
-def line(scale=1.0):
+def real_line(scale=1.0):
     """Nodes and weights for heavy tails: the sinh-sinh rule."""
     t = torch.arange(-4.5, 4.5, 1 / 64, dtype=torch.float64)
     inner = math.pi / 2 * torch.sinh(t)
@@ -116,10 +116,10 @@ def of_student(outputs):
         constant = math.lgamma(3) - math.lgamma(2.5) - 0.5 * math.log(5 * math.pi)
         return constant - scale.log() - 3 * torch.log1p(z**2 / 5)
 
-    return expected_squares(log_density, *line())(outputs)
+    return expected_squares(log_density, *real_line())(outputs)
 
 
-def bernoulli(x, w):
+def success(x, w):
     return torch.sigmoid(x @ w)
 
 
@@ -161,9 +161,9 @@ LIKELIHOODS = {
         lambda x, w, v: -(BITS * (x @ w) - torch.log1p((x @ w).exp())).sum(),
     ),
     "bernoulli, probs": (
-        lambda x, w, v: dist.Bernoulli(bernoulli(x, w)),
+        lambda x, w, v: dist.Bernoulli(success(x, w)),
         BITS,
-        lambda x, w, v: bernoulli(x, w)[:, None],
+        lambda x, w, v: success(x, w)[:, None],
         lambda o: diagonals(1 / (o[:, 0] * (1 - o[:, 0]))),
         lambda x, w, v: -(BITS * (x @ w) - torch.log1p((x @ w).exp())).sum(),
     ),
@@ -444,7 +444,7 @@ def test_monte_carlo_is_unbiased(case, num_draws):
     assert float(scores.abs().max()) > 0.1  # there is noise
 
 
-def mixture(x, y):
+def two_lines(x, y):
     w, v = weights(2), weights(2, name="v")
     parts = dist.Normal(torch.stack([x @ w, x @ v + 1], -1), 0.8)
     with pyro.plate("data", len(x)):
@@ -471,7 +471,7 @@ def test_a_family_without_a_closed_form_is_drawn(kind):
     """|z| < 4.5 for each of 10 entries: a right one fails once in 15,000 sets of seeds."""
     draws = {"ggn": 1, "monte_carlo": 20}[kind]
     scores, power = z_scores(
-        of(mixture, kind, num_draws=draws), PARAMS, (X, REAL), of_mixture(PARAMS), 200
+        of(two_lines, kind, num_draws=draws), PARAMS, (X, REAL), of_mixture(PARAMS), 200
     )
     assert power < (0.02 if kind == "ggn" else 0.05)  # the GGN draws a hundred at the least
     assert float(scores.abs().max()) < 4.5
@@ -481,8 +481,8 @@ def test_a_family_without_a_closed_form_is_drawn(kind):
 def test_more_draws_where_they_are_asked_for():
     """Standard errors over 20 seeds are those of 10,000 draws and not of 2,000."""
     expected = of_mixture(PARAMS)
-    _, power = z_scores(of(mixture, num_draws=500), PARAMS, (X, REAL), expected, 20)
-    _, of_fewer = z_scores(of(mixture), PARAMS, (X, REAL), expected, 20)
+    _, power = z_scores(of(two_lines, num_draws=500), PARAMS, (X, REAL), expected, 20)
+    _, of_fewer = z_scores(of(two_lines), PARAMS, (X, REAL), expected, 20)
     assert power < 0.65 * of_fewer  # 0.45, but for 0.16 of it
 
 

@@ -170,12 +170,12 @@ class Shared(PyroModule):
             return pyro.sample("y", dist.Normal(loc, 0.5).to_event(1), obs=y)
 
 
-def network(dtype=torch.float64):
+def small_network(dtype=torch.float64):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
 
 
-def classifier(net):
+def classifier_of(net):
     def model(x, y):
         logits = net(x)
         with pyro.plate("data", len(x)):
@@ -192,17 +192,17 @@ def of_network(net, x):
 
 
 def test_a_bayesianized_network():
-    net = network()
+    net = small_network()
     params, expected = of_network(net, X)
     assert expected.shape == (27, 27)
-    check(of(classifier(ps.bayesianize(net))), params, (X, CLASSES), expected)
+    check(of(classifier_of(ps.bayesianize(net))), params, (X, CLASSES), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_subset_of_the_params(kind):
-    net = network()
+    net = small_network()
     params, _ = of_network(net, X)
-    found = of(classifier(ps.bayesianize(net)), kind, num_draws=2)
+    found = of(classifier_of(ps.bayesianize(net)), kind, num_draws=2)
     whole = found.dense(params, (X, CLASSES))
     layout = Layout.from_tensors(params)
     places = layout.slices()
@@ -222,9 +222,9 @@ def test_a_subset_of_the_params(kind):
 
 
 def test_a_network_in_single_precision():
-    net = network(torch.float32)
+    net = small_network(torch.float32)
     params, _ = of_network(net, X.float())
-    found = of(classifier(ps.bayesianize(net, dist.Normal(torch.tensor(0.0).float(), 1.0))))
+    found = of(classifier_of(ps.bayesianize(net, dist.Normal(torch.tensor(0.0).float(), 1.0))))
     _, expected = of_network(net.double(), X)
     dense = found.dense(params, (X.float(), CLASSES))
     assert dense.dtype is torch.float32
@@ -299,7 +299,7 @@ class Square(torch.autograd.Function):
         return 2 * x * gradient
 
 
-def branching(x, w):
+def with_a_branch(x, w):
     m = x @ w
     return m * m if float(m.detach().sum()) < 1e9 else m
 
@@ -318,7 +318,7 @@ def refusing_one_row(error):
 
 
 REFUSED = {
-    "a branch": branching,
+    "a branch": with_a_branch,
     "an autograd.Function": old_style,
     "one row: RuntimeError": refusing_one_row(RuntimeError),
     "one row: ValueError": refusing_one_row(ValueError),
@@ -369,7 +369,7 @@ def test_a_model_with_its_data():
     check(of(lambda: poisson(X, COUNTS), num_data=None), {"w": W}, (), poisson_by_hand(W, X))
 
 
-def by_itself(x, y):
+def subsampled_counts(x, y):
     w = weights(2)
     with pyro.plate("data", B, subsample_size=3) as index:
         pyro.sample("y", dist.Poisson((x[index] @ w).exp()), obs=y[index])
@@ -378,7 +378,7 @@ def by_itself(x, y):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_subsamples_by_itself(kind):
     index = torch.tensor([4, 0, 5])
-    found = of(by_itself, kind, num_data=None, num_draws=3)
+    found = of(subsampled_counts, kind, num_data=None, num_draws=3)
     expected = of(poisson, kind, num_draws=3).dense({"w": W}, (X[index], COUNTS[index]))
     check(found, {"w": W}, (X, COUNTS), expected, indices=index)
 
@@ -387,7 +387,7 @@ def test_rows_that_a_model_draws_are_those_of_one_subset():
     """Without indices: the information is that of the rows whose Jacobian it is between."""
     subsets = [list(rows) for rows in itertools.combinations(range(B), 3)]
     expected = [poisson_by_hand(W, X[rows]) for rows in subsets]
-    found = of(by_itself, num_data=None)
+    found = of(subsampled_counts, num_data=None)
     for _ in range(5):
         dense = found.dense({"w": W}, (X, COUNTS))
         assert min(float((dense - each).abs().max()) for each in expected) < 1e-9
@@ -397,7 +397,7 @@ def test_rows_that_a_model_draws_are_those_of_one_subset():
 
 def test_a_natural_gradient_of_rows_that_a_model_draws():
     """The gradient's rows and the curvature's are the same in all products."""
-    found = of(by_itself, num_data=None)
+    found = of(subsampled_counts, num_data=None)
     possible = []
     for rows in itertools.combinations(range(B), 3):
         x, y = X[list(rows)], COUNTS[list(rows)]
@@ -470,7 +470,9 @@ def test_a_natural_gradient_of_nothing():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("function", [lambda x, w: (x @ w) ** 2, branching], ids=["vmap", "loop"])
+@pytest.mark.parametrize(
+    "function", [lambda x, w: (x @ w) ** 2, with_a_branch], ids=["vmap", "loop"]
+)
 def test_nothing_else_changes(function, kind):
     def model(x, y):
         b = pyro.param("b", double(0.2))

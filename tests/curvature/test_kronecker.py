@@ -58,7 +58,7 @@ HEADS = {
 }
 
 
-def model_of(make, head):
+def network_model(make, head):
     torch.manual_seed(0)
     net = make()
     weights = {name: value.detach().clone() for name, value in net.named_parameters()}
@@ -76,7 +76,7 @@ def model_of(make, head):
 @pytest.mark.parametrize("network", ["layers"])
 def test_of_one_row_they_are_the_blocks_of_the_dense_curvature(network, head):
     (make, shape), (likelihood, observe) = NETWORKS[network], HEADS[head]
-    model, weights = model_of(make, likelihood)
+    model, weights = network_model(make, likelihood)
     batch = normals(1, *shape, seed=1), observe(1)
     curvature = ps.Curvature(ps.LogPosterior(model, num_data=1))
     dense, slices = curvature.dense(weights, batch), Layout.from_tensors(weights).slices()
@@ -92,7 +92,7 @@ def test_of_one_row_they_are_the_blocks_of_the_dense_curvature(network, head):
 def test_positions_are_taken_for_rows(network):
     """Expand: the mean of inputs' products over rows and positions, times the gradients' sum."""
     make, shape = NETWORKS[network]
-    model, weights = model_of(make, HEADS["classes"][0])
+    model, weights = network_model(make, HEADS["classes"][0])
     batch = normals(6, *shape, seed=1), HEADS["classes"][1](6)
     factors, others = ps.Curvature(ps.LogPosterior(model, num_data=6)).kronecker(weights, batch)
     assert not others
@@ -137,7 +137,7 @@ def test_of_a_deep_linear_network_they_are_exact_on_all_rows():
     def make():
         return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
 
-    model, weights = model_of(make, lambda f: dist.Normal(f, 0.7).to_event(1))
+    model, weights = network_model(make, lambda f: dist.Normal(f, 0.7).to_event(1))
     batch = normals(9, 4, seed=1), normals(9, 2, seed=2)
     curvature = ps.Curvature(ps.LogPosterior(model, num_data=9))
     dense, slices = curvature.dense(weights, batch), Layout.from_tensors(weights).slices()
@@ -148,7 +148,7 @@ def test_of_a_deep_linear_network_they_are_exact_on_all_rows():
 
 def test_the_gaussian_of_a_fit_in_any_number_of_chunks():
     """Precision: the factors' products plus the prior's; N rows, whatever the batch size."""
-    model, weights = model_of(NETWORKS["layers"][0], HEADS["classes"][0])
+    model, weights = network_model(NETWORKS["layers"][0], HEADS["classes"][0])
     data = normals(20, 4, seed=1), torch.arange(20) % 3
     factors, _ = ps.Curvature(ps.LogPosterior(model, num_data=20)).kronecker(weights, data)
     layout = Layout.from_tensors(weights)
@@ -184,7 +184,7 @@ class Twice(nn.Module):
 def test_corrected_blocks_have_the_curvatures_diagonal_in_their_bases(network):
     """In any number of chunks, a row's uses and positions summed before they are squared."""
     make, shape = (NETWORKS | {"twice": (Twice, (4,))})[network]
-    model, weights = model_of(make, HEADS["classes"][0])
+    model, weights = network_model(make, HEADS["classes"][0])
     data = normals(12, *shape, seed=1), HEADS["classes"][1](12)
     dense = ps.Curvature(ps.LogPosterior(model, num_data=12)).dense(weights, data)
     dense = dense + torch.eye(len(dense))
@@ -223,7 +223,7 @@ def test_a_vector_is_corrected_with_a_prior_of_several_scales():
 
 def test_there_must_be_factors_to_correct():
     with pytest.raises(ArgumentError, match="no factors to correct"):
-        ps.Laplace(model_of(*NETWORKS["layers"][:1], HEADS["classes"][0])[0], corrected=True)
+        ps.Laplace(network_model(*NETWORKS["layers"][:1], HEADS["classes"][0])[0], corrected=True)
 
 
 def test_the_gaussian_is_its_matrices(tmp_path):
@@ -337,7 +337,7 @@ def test_a_prior_that_ties_sites_together_is_one_of_independent_elements():
 
 
 def test_a_fit_is_saved_and_predicts(tmp_path):
-    model, weights = model_of(NETWORKS["layers"][0], HEADS["classes"][0])
+    model, weights = network_model(NETWORKS["layers"][0], HEADS["classes"][0])
     data = normals(20, 4, seed=1), torch.arange(20) % 3
     fit = ps.Laplace(model, structure="kron").run(data, mode=weights, **QUIET)
     fit.save(tmp_path / "fit")
@@ -347,7 +347,7 @@ def test_a_fit_is_saved_and_predicts(tmp_path):
     assert predicted["y"].shape == (50, 20)
 
 
-def of(model, data, **how):
+def kron_of(model, data, **how):
     return ps.Laplace(model, structure="kron").run(data, **how, **QUIET).fit.gaussians[0]
 
 
@@ -367,8 +367,8 @@ def test_weights_that_are_products_of_weights_are_alike_in_all_chunks(size):
 
     data = normals(41, 4, seed=1), normals(41, 2, seed=2)
     mode = {n: normals(*s, seed=5 + i) for i, (n, s) in enumerate(shapes.items())}
-    whole = of(model, data, mode=mode)
-    close(of(model, data, mode=mode, batch_size=size).covariance, whole.covariance, 1e-9)
+    whole = kron_of(model, data, mode=mode)
+    close(kron_of(model, data, mode=mode, batch_size=size).covariance, whole.covariance, 1e-9)
     assert {tuple(block.places.shape) for block in whole.blocks} == {(4, 2), (1, 2)}
 
 
@@ -381,9 +381,9 @@ def test_units_that_are_dead_in_a_chunk_change_nothing():
 
     data = normals(16, 3, seed=1), normals(16, seed=2)
     mode = {"a": normals(3, 2, seed=3), "b": normals(2, seed=4)}
-    whole = of(model, data, mode=mode)
+    whole = kron_of(model, data, mode=mode)
     for size in (8, 4, 2, 1):
-        close(of(model, data, mode=mode, batch_size=size).covariance, whole.covariance, 1e-9)
+        close(kron_of(model, data, mode=mode, batch_size=size).covariance, whole.covariance, 1e-9)
 
 
 def test_masked_weights_are_on_the_diagonal():
@@ -396,7 +396,7 @@ def test_masked_weights_are_on_the_diagonal():
             pyro.sample("y", dist.Normal((x @ (w * mask)).tanh() @ v, 0.5), obs=y)
 
     data = normals(9, 3, seed=1), normals(9, seed=2)
-    gaussian = of(model, data, mode={"w": normals(3, 2, seed=3), "v": normals(2, seed=4)})
+    gaussian = kron_of(model, data, mode={"w": normals(3, 2, seed=3), "v": normals(2, seed=4)})
     (block,) = gaussian.blocks
     assert block.places.flatten().tolist() == [6, 7]
     assert gaussian.others.tolist() == [0, 1, 2, 3, 4, 5]
@@ -415,12 +415,12 @@ def test_a_mask_that_lets_all_through_changes_nothing(size):
 
     data, mode = (normals(41, 4, seed=1), normals(41, 2, seed=2)), {"w": normals(4, 2, seed=3)}
     expected = torch.kron(4 * data[0].T @ data[0], torch.eye(2)) + torch.eye(8)
-    close(of(model, data, mode=mode, batch_size=size).precision, expected, 1e-9)
+    close(kron_of(model, data, mode=mode, batch_size=size).precision, expected, 1e-9)
 
 
 def test_a_bug_in_the_graphs_curvature_does_not_vanish(monkeypatch):
     """Nor one of the model's, though the general way is there."""
-    model, weights = model_of(NETWORKS["layers"][0], HEADS["classes"][0])
+    model, weights = network_model(NETWORKS["layers"][0], HEADS["classes"][0])
     curvature = ps.Curvature(ps.LogPosterior(model, num_data=6))
     batch = normals(6, 4, seed=1), torch.arange(6) % 3
     curvature.diagonal(weights, batch)
@@ -469,7 +469,7 @@ def test_a_weight_times_a_number():
             pyro.sample("y", dist.Normal(x @ (w * 0.4), 0.5), obs=y)
 
     x, y = normals(9, 3, seed=1), normals(9, seed=2)
-    close(of(model, (x, y)).precision, torch.eye(3) + 4 * 0.16 * x.T @ x, 1e-9)
+    close(kron_of(model, (x, y)).precision, torch.eye(3) + 4 * 0.16 * x.T @ x, 1e-9)
 
 
 def test_what_is_broadcast_over_outputs_is_summed():
@@ -481,7 +481,7 @@ def test_what_is_broadcast_over_outputs_is_summed():
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.MultivariateNormal(x @ a + m, noise), obs=y)
 
-    gaussian = of(model, (normals(6, 2, seed=1), normals(6, 4, seed=2)))
+    gaussian = kron_of(model, (normals(6, 2, seed=1), normals(6, 4, seed=2)))
     expected = 1 + 6 * torch.linalg.inv(noise).sum()
     close(1 / gaussian.variance[-1], expected, 1e-9)
 
@@ -509,4 +509,4 @@ def test_params_of_another_precision_than_the_data():
             pyro.sample("y", dist.Normal(x @ w.double(), 0.5), obs=y)
 
     x, y = normals(9, 3, seed=1), normals(9, seed=2)
-    close(of(model, (x, y)).precision, torch.eye(3) + 4 * x.T @ x, 1e-4)
+    close(kron_of(model, (x, y)).precision, torch.eye(3) + 4 * x.T @ x, 1e-4)

@@ -15,7 +15,7 @@ from pyro_scale.errors import ApproximationWarning, ArgumentError
 QUIET = {"seed": 0, "progress": False}
 
 
-def regression(width, activation, seed):
+def tanh_regression(width, activation, seed):
     """A network and rows drawn from another: its log joint is bounded, and its prior proper."""
     torch.manual_seed(seed)
     bnn = ps.bayesianize(nn.Sequential(nn.Linear(4, width), activation(), nn.Linear(width, 1)))
@@ -38,7 +38,7 @@ def regression(width, activation, seed):
 )
 def test_a_network_of_a_proper_prior_has_a_mode(activation, structure):
     """From where the search ended, 1,000 steps of Adam gain next to nothing."""
-    model, data = regression(8, activation, 1)
+    model, data = tanh_regression(8, activation, 1)
     fit = ps.Laplace(model, structure=structure).run(data, **QUIET)
     size = fit.fit.layout.size
     assert fit.fit.attrs["distance"][0] <= 0.01 * size

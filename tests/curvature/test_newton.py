@@ -6,23 +6,12 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import density_of_all_rows, prepare_run
 from reference import close, double, normals
 
-from pyro_scale import kernels
-from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.curvature.newton import ascend
-from pyro_scale.data.open import open_data
-from pyro_scale.run.problem import as_log_posterior, prepare
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def density_of(model, data=None):
-    opened = open_data(data)
-    problem = prepare(
-        as_log_posterior(model, opened.num_data), opened, kernels.SGLD(lr=1.0), None, 1, 0
-    )
-    return FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
 
 
 def test_a_gaussian_takes_one_step_inside_of_the_region():
@@ -33,7 +22,7 @@ def test_a_gaussian_takes_one_step_inside_of_the_region():
         pyro.factor("no data", torch.zeros(()))
         pyro.sample("x", dist.Normal(3 * scales, scales).to_event(1))
 
-    found = ascend(density_of(model), double(4.0, 3.5, 3.1) * scales)
+    found = ascend(density_of_all_rows(prepare_run(model)), double(4.0, 3.5, 3.1) * scales)
     assert found.is_mode
     assert len(found.path) <= 3
     close(found.position / scales, torch.full((3,), 3.0), 1e-9)
@@ -52,7 +41,7 @@ def test_a_regression_in_raw_units_from_far_away():
         with pyro.plate("rows", len(x)):
             pyro.sample("y", dist.Normal(x @ beta, sigma), obs=y)
 
-    density = density_of(model, (x, y))
+    density = density_of_all_rows(prepare_run(model, (x, y)))
     expected = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
     for seed in range(4):
         found = ascend(density, 2 * normals(4, seed=seed).double())
@@ -68,7 +57,7 @@ def test_it_leaves_a_saddle():
         x = pyro.sample("x", dist.Normal(0.0, 3.0))
         pyro.factor("two", -((x * x - 4.0) ** 2))
 
-    found = ascend(density_of(model), double(1e-3))
+    found = ascend(density_of_all_rows(prepare_run(model)), double(1e-3))
     assert found.is_mode
     assert abs(float(found.position)) == pytest.approx(1.99302, abs=1e-3)
 
@@ -81,7 +70,7 @@ def test_a_funnel_has_no_mode():
         pyro.sample("x", dist.Normal(torch.zeros(9), (s / 2).exp()).to_event(1))
 
     # its density does have one in s: 9 log sds fall with s, against a prior of sd 3
-    found = ascend(density_of(model), torch.ones(10))
+    found = ascend(density_of_all_rows(prepare_run(model)), torch.ones(10))
     assert found.is_mode
     assert float(found.position[0]) == pytest.approx(-40.5, abs=0.1)
 
@@ -90,7 +79,7 @@ def test_a_funnel_has_no_mode():
         s = pyro.sample("s", dist.ImproperUniform(dist.constraints.real, (), ()))
         pyro.sample("x", dist.Normal(torch.zeros(9), (s / 2).exp()).to_event(1))
 
-    assert not ascend(density_of(endless), torch.ones(10)).is_mode
+    assert not ascend(density_of_all_rows(prepare_run(endless)), torch.ones(10)).is_mode
 
 
 def test_a_start_that_is_not_finite_is_where_it_ends():
@@ -98,7 +87,7 @@ def test_a_start_that_is_not_finite_is_where_it_ends():
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
         pyro.factor("positive", torch.log(x + 10.0))
 
-    found = ascend(density_of(model), double(-11.0))
+    found = ascend(density_of_all_rows(prepare_run(model)), double(-11.0))
     assert not found.is_mode
     assert found.value == -math.inf
 
@@ -110,4 +99,4 @@ def test_a_wall_is_no_mode():
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
         pyro.factor("wall", torch.where(x < 1, 30 * x, torch.nan))
 
-    assert not ascend(density_of(model), double(0.0)).is_mode
+    assert not ascend(density_of_all_rows(prepare_run(model)), double(0.0)).is_mode

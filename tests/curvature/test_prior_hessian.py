@@ -34,7 +34,7 @@ def sites(**priors):
 PRECISION = double([2.0, 0.5, 0.0], [0.5, 1.0, -0.3], [0.0, -0.3, 1.5])
 
 
-def hierarchy(p):
+def hierarchy_log_joint(p):
     """tau ~ HalfNormal(1), m ~ N(0, 4), w ~ N(m, tau^2), u = log tau: the Jacobian is tau."""
     u, m, w = p["tau"], p["m"], p["w"]
     tau = u.exp()
@@ -83,7 +83,7 @@ PRIORS = {
             "m": torch.tensor(0.7, dtype=torch.float64),
             "w": normals(3),
         },
-        hierarchy,
+        hierarchy_log_joint,
         False,
     ),
     "funnel": (
@@ -144,7 +144,7 @@ PRIORS = {
 
 
 @pytest.fixture
-def counted(monkeypatch):
+def hessian_calls(monkeypatch):
     """How often the whole Hessian, or the diagonal of one, is computed."""
     calls = []
     for name in ("hessian", "hessian_diagonal"):
@@ -161,7 +161,7 @@ def counted(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "params", "log_prior", "is_diagonal"), PRIORS.values(), ids=PRIORS
 )
-def test_priors(model, params, log_prior, is_diagonal, counted):
+def test_priors(model, params, log_prior, is_diagonal, hessian_calls):
     expected = -flat_hessian(log_prior, params)
     for num_data in (B, N):
         known = ps.LogPosterior(model, num_data=num_data)
@@ -175,7 +175,7 @@ def test_priors(model, params, log_prior, is_diagonal, counted):
         vector = normals(layout.size)
         product = prior_product(known, params, (X, REAL), layout.unflatten(vector))
         close(layout.flatten(product), expected @ vector, TIGHT)
-    assert counted == ([] if is_diagonal else ["hessian", "hessian_diagonal"] * 2)
+    assert hessian_calls == ([] if is_diagonal else ["hessian", "hessian_diagonal"] * 2)
 
 
 @pytest.mark.parametrize("places", [(17, 63), (0, 99), (64, 65)])
@@ -238,7 +238,7 @@ def test_priors_of_some_params(dense):
         close(found, block if dense else block.diagonal(), TIGHT)
 
 
-def test_priors_in_single_precision(counted):
+def test_priors_in_single_precision(hessian_calls):
     """A coupling of a thousandth is seen, and rounding is not taken for one."""
 
     def model(size, x, y):
@@ -254,4 +254,4 @@ def test_priors_in_single_precision(counted):
         assert found.dtype is torch.float32
         close(found.diagonal(), torch.full((100,), 0.3**-2), 1e-5)
         assert float(found[3, 80]) == pytest.approx(size, rel=1e-3)
-    assert counted == ["hessian"]
+    assert hessian_calls == ["hessian"]

@@ -1,6 +1,7 @@
 """Chains that do not agree are found out, on sites and on predictions; chains that do are not."""
 
 import dataclasses
+from functools import partial
 
 import arviz
 import numpy
@@ -9,6 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import warned
+from densities import prior_only
 from reference import double, normals
 from repetitions import long_but
 
@@ -19,20 +21,18 @@ from pyro_scale.run.measurements import VirialTemperature
 pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
 QUIET = {"seed": 0, "progress": False}
+run = warned.quiet_runs(num_samples=200, warmup_steps=200, thinning=3, num_chains=4, **QUIET)
+#: (The table, what it said of chains that do not agree).
+disagreement = partial(warned.told, about="do not agree")
 X, NEW = normals(40), normals(7, seed=1)
 Y = 0.7 * X.abs() + 0.5 * normals(40, seed=2)
 
 
-def two_modes():
+def two_modes_and_v():
     """At -4 and 4, each of sd 1/2; v mixes."""
     w = pyro.sample("w", dist.Normal(0.0, 100.0))
     pyro.factor("modes", dist.Normal(double(-4.0, 4.0), 0.5).log_prob(w).logsumexp(0))
     pyro.sample("v", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-
-
-def plain():
-    pyro.factor("no data", torch.zeros(()))
-    pyro.sample("w", dist.Normal(0.0, 1.0))
 
 
 def sign(x, y=None):
@@ -42,22 +42,11 @@ def sign(x, y=None):
         pyro.sample("y", dist.Normal(w.abs() * x.abs(), 0.5), obs=y)
 
 
-def classes(x, y=None):
+def classes_and_values(x, y=None):
     w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
     with pyro.plate("data", len(x)):
         pyro.sample("y", dist.Categorical(logits=x[:, None] * w), obs=y)
         pyro.sample("z", dist.Normal(x * w[0], 1.0), obs=None if y is None else y.double())
-
-
-def run(method, data=None, **how):
-    how = {"num_samples": 200, "warmup_steps": 200, "thinning": 3, "num_chains": 4, **how}
-    return warned.quiet(method.run, data, **{**QUIET, **how})
-
-
-def told(fit, **how):
-    """(The table, what it said of chains that do not agree)."""
-    table, said = warned.told(fit.diagnostics, **how)
-    return table, [each for each in said if "do not agree" in each]
 
 
 def altered(draws, positions, virial=None):
@@ -67,7 +56,7 @@ def altered(draws, positions, virial=None):
     return ps.Posterior(dataclasses.replace(draws, positions=positions, measurements=measurements))
 
 
-def stuck(model=two_modes, apart=4.0, **how):
+def stuck(model=two_modes_and_v, apart=4.0, **how):
     starts = apart * double(-1.0, 1.0, 1.0, -1.0).repeat(3)[: how.get("num_chains", 4)]
     return ps.BAOA(model, lr=0.05, init_strategy={"w": starts})
 
@@ -79,7 +68,7 @@ def stuck(model=two_modes, apart=4.0, **how):
 @pytest.mark.parametrize("num_chains", [2, 4])
 def test_chains_in_two_modes_are_said(num_chains):
     fit = run(stuck(num_chains=num_chains), num_chains=num_chains)
-    (said,) = told(fit)[1]
+    (said,) = disagreement(fit.diagnostics)[1]
     assert said.startswith("'w': the chains do not agree, R-hat is")
 
 
@@ -87,7 +76,10 @@ def test_chains_in_two_modes_are_said(num_chains):
 def test_chains_on_their_way_get_one_advice():
     """They look hot, but a smaller step would only slow them down."""
     starts = {"w": 8.0 * double(-1.0, 1.0, -1.0, 1.0)}
-    fit = run(ps.SGLD(plain, lr=0.002, init_strategy=starts), warmup_steps=0)
+    fit = run(
+        ps.SGLD(prior_only(lambda: dist.Normal(0.0, 1.0), "w"), lr=0.002, init_strategy=starts),
+        warmup_steps=0,
+    )
     _, said = warned.told(fit.diagnostics)
     (unmixed,) = [each for each in said if "do not agree" in each]
     (hot,) = [each for each in said if "is hotter" in each]
@@ -99,10 +91,12 @@ def test_chains_on_their_way_get_one_advice():
 def test_false_alarms_are_rare():
     """50 runs of 4 chains that mix, taken together."""
     starts = {"w": torch.full((200,), 4.0)}
-    fit = run(ps.BAOA(two_modes, lr=0.5, init_strategy=starts), num_samples=100, num_chains=200)
+    fit = run(
+        ps.BAOA(two_modes_and_v, lr=0.5, init_strategy=starts), num_samples=100, num_chains=200
+    )
     whole = fit.posterior.draws
     for positions in whole.positions.split(4):
-        assert not told(altered(whole, positions))[1]
+        assert not disagreement(altered(whole, positions).diagnostics)[1]
 
 
 @pytest.mark.slow
@@ -128,14 +122,14 @@ def test_few_draws_say_only_what_is_not_chance(apart, num_chains, num_samples, i
     independent = normals(num_chains, num_samples, fit.posterior.draws.positions.shape[-1])
     sides = double(-1.0, 1.0).repeat(6)[:num_chains, None, None]
     positions = independent + apart * sides
-    assert bool(told(altered(fit.posterior.draws, positions))[1]) is is_said
+    assert bool(disagreement(altered(fit.posterior.draws, positions).diagnostics)[1]) is is_said
 
 
 @pytest.mark.slow
 def test_chains_without_noise_may_end_anywhere():
     starts = {"w": 4 * double(-1.0, 1.0, 1.0, -1.0)}
-    fit = run(ps.SGLD(two_modes, lr=0.01, temperature=0.0, init_strategy=starts))
-    assert not told(fit)[1]
+    fit = run(ps.SGLD(two_modes_and_v, lr=0.01, temperature=0.0, init_strategy=starts))
+    assert not disagreement(fit.diagnostics)[1]
 
 
 @pytest.mark.slow
@@ -261,10 +255,10 @@ def test_a_step_too_long_is_not_said_to_be_too_short():
 @pytest.mark.slow
 def test_predictions_mix_where_weights_do_not():
     fit = run(stuck(sign, apart=0.7), (X, Y))
-    table, said = told(fit)
+    table, said = disagreement(fit.diagnostics)
     assert "do not agree" in said[0]
     assert "network" not in said[0]  # which it is not
-    probed, said = told(fit, predict_at=NEW)
+    probed, said = disagreement(fit.diagnostics, predict_at=NEW)
     assert not said
     assert list(probed.index) == ["w", "y, predicted"]
     assert probed.r_hat["w"] > 1.5 > 1.05 > probed.r_hat["y, predicted"]
@@ -284,7 +278,7 @@ def test_predictions_that_do_not_mix_are_said():
             pyro.sample("z", dist.Normal(w, 100.0), obs=y)
 
     fit = run(stuck(model, apart=0.7), (X, Y))
-    (said,) = told(fit, predict_at=(NEW,))[1]
+    (said,) = disagreement(fit.diagnostics, predict_at=(NEW,))[1]
     assert said.startswith("'z, predicted'")
     assert "predict_at" not in said
 
@@ -293,12 +287,12 @@ def test_predictions_that_do_not_mix_are_said():
 @pytest.mark.parametrize("how", [lambda x: x, lambda x: (x, None), lambda x: {"x": x}])
 def test_it_is_arvizs_of_the_means(how):
     labels = torch.arange(40) % 3
-    fit = run(ps.BAOA(classes, lr=0.1), (X, labels), num_samples=20)
+    fit = run(ps.BAOA(classes_and_values, lr=0.1), (X, labels), num_samples=20)
     draws = fit.get_samples(group_by_chain=True)["w"]
     logits = NEW[:, None] * draws[:, :, None]
     expected = {"y": logits.softmax(-1).flatten(2), "z": NEW * draws[:, :, :1]}
     before = torch.get_rng_state()
-    table, _ = told(fit, predict_at=how(NEW))
+    table, _ = disagreement(fit.diagnostics, predict_at=how(NEW))
     assert torch.equal(torch.get_rng_state(), before)
     assert list(table.index) == ["w", "y, predicted", "z, predicted"]
     for name, value in expected.items():
@@ -313,7 +307,7 @@ def test_it_is_arvizs_of_the_means(how):
 @pytest.mark.parametrize("rows", [5, (), {"z": X}, (X, Y, Y), torch.zeros(3, 5), double(1.0)[0]])
 def test_what_the_model_cannot_be_run_on_is_refused(rows):
     labels = Y.round().clamp(0, 2)
-    fit = run(ps.BAOA(classes, lr=0.1), (X, labels), num_samples=4, warmup_steps=0)
+    fit = run(ps.BAOA(classes_and_values, lr=0.1), (X, labels), num_samples=4, warmup_steps=0)
     with pytest.raises(
         ArgumentError, match=r"^predict_at: .*pass some rows as the model's own argum"
     ):

@@ -1,19 +1,23 @@
 """The temperature of momenta, against exact laws in discrete time."""
 
 import dataclasses
+import functools
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import prior_only
 from gaussian import bound, stationary
 from linear import location, standardized
 from reference import double
 from repetitions import each_once, long_but
-from warned import quiet, told
+from warned import quiet_runs, told
 
 import pyro_scale as ps
 from pyro_scale import kernels
+from pyro_scale.diagnostics import post_run
+from pyro_scale.diagnostics.temperature import GradientWork, virial
 from pyro_scale.engine import loop
 from pyro_scale.engine.draws import Steps
 from pyro_scale.run.measurements import Kinetic, Measurements
@@ -24,15 +28,13 @@ N, B = 1000, 20
 Y = standardized(N)
 MANY = {"num_samples": 256, "warmup_steps": 300, "thinning": 5, "num_chains": 60}
 QUIET = {"progress": False, "seed": 0}
+run = quiet_runs(**MANY, **QUIET)
+#: The temperature of draws by gradients of further batches.
+on_batches = functools.partial(virial, work=GradientWork(enough=10**9))
 
 
-def gaussian(covariance):
-    def model():
-        pyro.factor("no data", torch.zeros(()))
-        zero = torch.zeros(len(covariance))
-        pyro.sample("x", dist.MultivariateNormal(zero, covariance))
-
-    return model
+def normal_of(covariance):
+    return prior_only(lambda: dist.MultivariateNormal(torch.zeros(len(covariance)), covariance))
 
 
 def three_sites():
@@ -40,10 +42,6 @@ def three_sites():
     pyro.sample("a", dist.Normal(torch.zeros(3), double(0.5, 1.0, 2.0)).to_event(1))
     pyro.sample("b", dist.Normal(0.0, 1.0))
     pyro.sample("c", dist.Normal(torch.zeros(2, 2), 0.7).to_event(2))
-
-
-def run(method, data=None, **how):
-    return quiet(method.run, data, **{**MANY, **QUIET, **how})
 
 
 def z_of(table, site, expected):
@@ -64,7 +62,7 @@ def z_of(table, site, expected):
     ],
 )
 def test_on_a_gaussian(method, lr, expected):
-    sampler = run(method(gaussian(torch.eye(1)), lr=lr), num_chains=200)
+    sampler = run(method(normal_of(torch.eye(1)), lr=lr), num_chains=200)
     if expected is None:
         kernel = bound(sampler.kernel)
         expected = float(stationary(kernel, torch.eye(1).double())[1, 1])
@@ -96,7 +94,7 @@ def test_what_is_expected_of_correlated_elements():
     """From the precisions' diagonal, against the whole law."""
     factor = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     covariance = factor @ factor.T / 4 + 0.3 * torch.eye(4)
-    sampler = run(ps.SGHMC(gaussian(covariance), lr=0.2))
+    sampler = run(ps.SGHMC(normal_of(covariance), lr=0.2))
     law = stationary(bound(kernels.SGHMC(lr=0.2)), covariance.inverse())
     exact = float(law.diagonal()[4:].mean())
     table, _ = told(sampler.diagnostics)
@@ -112,7 +110,7 @@ def test_of_minibatches(batches, monkeypatch):
     """They multiply it by 1 + lr N V / (2 friction B); what is expected does not know of them,
     whether gradients are of all rows or of further batches, whose noise is taken off."""
     if batches == "some":
-        monkeypatch.setattr("pyro_scale.diagnostics.temperature._ENOUGH", 10**9)
+        monkeypatch.setattr(post_run, "virial", on_batches)
     lr = 0.02
     sampler = run(ps.SGHMC(location, lr=lr), (Y,), batch_size=B, sampling="replacement")
     table, said = told(sampler.diagnostics)
@@ -139,8 +137,8 @@ def test_heat_that_nobody_else_sees_is_said():
 
 @pytest.mark.slow
 def test_where_precisions_are_unknown_so_is_what_is_expected(monkeypatch):
-    monkeypatch.setattr("pyro_scale.diagnostics.temperature._ENOUGH", 10**9)
-    monkeypatch.setattr("pyro_scale.diagnostics.post_run.gradient_noise", lambda *_: None)
+    monkeypatch.setattr(post_run, "virial", on_batches)
+    monkeypatch.setattr(post_run, "gradient_noise", lambda *_: None)
     sampler = run(ps.BAOA(location, lr=0.01), (Y,), batch_size=B, num_chains=4)
     table, _ = told(sampler.diagnostics)
     assert table.kinetic_temperature_expected.isna().all()

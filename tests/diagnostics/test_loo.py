@@ -11,6 +11,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 from both_arviz import IS_1, elpd_of, rows_of
+from densities import linear_regression
+from reference import double
 from repetitions import long_but
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,36 +25,26 @@ N = 300
 QUIET = {"seed": 0, "progress": False}
 
 
-def rows():
-    source = torch.Generator().manual_seed(1)
-    x = torch.randn(N, 2, generator=source, dtype=torch.float64)
-    noise = torch.randn(N, generator=source, dtype=torch.float64)
-    return x, x @ torch.tensor([1.0, -0.5], dtype=torch.float64) + 0.7 * noise
+SOURCE = torch.Generator().manual_seed(1)
+X = torch.randn(N, 2, generator=SOURCE, dtype=torch.float64)
+Y = X @ double(1.0, -0.5) + 0.7 * torch.randn(N, generator=SOURCE, dtype=torch.float64)
+linear = linear_regression(0.7)
 
 
-X, Y = rows()
-
-
-def linear(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, 0.7), obs=y)
-
-
-def two_sites(x, y=None):
+def two_observations(x, y=None):
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     with pyro.plate("data", len(x)):
         pyro.sample("y", dist.Normal(x @ w, 0.7), obs=y)
         pyro.sample("z", dist.Normal(x[:, 0], 1.0 + w[0] ** 2), obs=x[:, 1])
 
 
-def subsampling(x, y=None):
+def plate_of_some(x, y=None):
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     with pyro.plate("data", N, subsample_size=64) as i:
         pyro.sample("y", dist.Normal(x[i] @ w, 0.7), obs=y[i])
 
 
-def exact():
+def exact_by_row():
     """log p(y_i | all others) of `linear`, `[N]`."""
     found = []
     for i in range(N):
@@ -65,7 +57,7 @@ def exact():
 
 
 @pytest.fixture(scope="module")
-def fitted():
+def fit_of_all():
     """1,000 draws of the exact posterior, which is Gaussian."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -74,8 +66,8 @@ def fitted():
     return fit
 
 
-def test_all_rows_are_those_of_the_closed_form(fitted):
-    found, truth = fitted.loo(), exact()
+def test_all_rows_are_those_of_the_closed_form(fit_of_all):
+    found, truth = fit_of_all.loo(), exact_by_row()
     assert found.num_data == N
     assert torch.equal(found.rows, torch.arange(N))
     assert found.subsampling_se == 0
@@ -86,7 +78,7 @@ def test_all_rows_are_those_of_the_closed_form(fitted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [linear, subsampling])
+@pytest.mark.parametrize("model", [linear, plate_of_some])
 def test_all_rows_are_those_of_arviz(model):
     sampler = ps.BAOA(model, lr=0.3, friction=1.0)
     sampler.run((X, Y), num_samples=300, thinning=1, num_chains=3, warmup_steps=100, **QUIET)
@@ -101,7 +93,7 @@ def test_all_rows_are_those_of_arviz(model):
 
 @pytest.mark.slow
 def test_a_row_is_left_out_with_all_its_sites():
-    sampler = ps.BAOA(two_sites, lr=0.1, friction=1.0)
+    sampler = ps.BAOA(two_observations, lr=0.1, friction=1.0)
     sampler.run((X, Y), num_samples=300, thinning=1, num_chains=1, warmup_steps=100, **QUIET)
     both = sum(sampler.log_likelihood().values())
     log_ratios = -both
@@ -112,10 +104,10 @@ def test_a_row_is_left_out_with_all_its_sites():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_rows", long_but([2, 40, 150], 2))
-def test_some_rows_estimate_all_of_them(num_rows, fitted):
+def test_some_rows_estimate_all_of_them(num_rows, fit_of_all):
     """Unbiased, with the standard error that they say."""
-    whole, runs = fitted.loo(), 200
-    some = [fitted.loo(num_rows, seed=seed) for seed in range(runs)]
+    whole, runs = fit_of_all.loo(), 200
+    some = [fit_of_all.loo(num_rows, seed=seed) for seed in range(runs)]
     elpd = torch.tensor([each.elpd for each in some])
     errors = torch.tensor([each.subsampling_se for each in some])
     assert abs(elpd.mean() - whole.elpd) < 4.4 * elpd.std() / runs**0.5
@@ -130,8 +122,8 @@ def test_some_rows_estimate_all_of_them(num_rows, fitted):
     assert torch.allclose(one.pointwise, whole.pointwise[one.rows], atol=1e-12)
 
 
-def test_as_many_rows_as_there_are_are_all(fitted):
-    whole, some = fitted.loo(), fitted.loo(N + 5)
+def test_as_many_rows_as_there_are_are_all(fit_of_all):
+    whole, some = fit_of_all.loo(), fit_of_all.loo(N + 5)
     assert some.elpd == pytest.approx(whole.elpd, rel=1e-12)
     assert some.se == pytest.approx(whole.se, rel=1e-9)
     assert some.subsampling_se == 0
@@ -145,7 +137,7 @@ def test_loaders_and_own_subsamples_give_the_same(num_rows):
     tensors = ps.BAOA(linear, **starts).run((X, Y), batch_size=64, **how)
     loader = DataLoader(TensorDataset(X, Y), batch_size=64)
     read = ps.BAOA(linear, **starts).run(loader, **how)
-    own = ps.BAOA(subsampling, **starts).run((X, Y), **how)
+    own = ps.BAOA(plate_of_some, **starts).run((X, Y), **how)
     expected = tensors.loo(num_rows)
     for other in (read.loo(num_rows), own.loo(num_rows), tensors.loo(num_rows, data=loader)):
         assert torch.equal(other.rows, expected.rows)
@@ -174,7 +166,7 @@ def test_masked_rows_weigh_nothing():
     assert (found.pointwise[X[:, 0] <= 0] == 0).all()
 
 
-def test_what_cannot_be_left_out_is_refused(fitted):
+def test_what_cannot_be_left_out_is_refused(fit_of_all):
     def nothing():
         pyro.factor("no data", torch.zeros(()))
         pyro.sample("w", dist.Normal(0.0, 1.0))
@@ -185,7 +177,7 @@ def test_what_cannot_be_left_out_is_refused(fitted):
     with pytest.raises(ArgumentError, match="no data site"):
         sampler.loo()
     with pytest.raises(ArgumentError, match="only one row"):
-        fitted.loo(data=(X[:1], Y[:1]))
+        fit_of_all.loo(data=(X[:1], Y[:1]))
     few = ps.BAOA(linear, lr=0.1).run(
         (X, Y), num_samples=5, warmup_steps=0, thinning=1, num_chains=1, **QUIET
     )
@@ -194,12 +186,12 @@ def test_what_cannot_be_left_out_is_refused(fitted):
 
 
 @pytest.mark.parametrize("num_rows", [1, 0, 2.5, True])
-def test_bad_numbers_of_rows_are_refused(num_rows, fitted):
+def test_bad_numbers_of_rows_are_refused(num_rows, fit_of_all):
     with pytest.raises(ArgumentError, match="num_rows="):
-        fitted.loo(num_rows)
+        fit_of_all.loo(num_rows)
 
 
-def lagged(x, y=None):
+def lagged_series(x, y=None):
     """`linear` of a series: a row's own x, and the row before it."""
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     before = torch.cat([torch.zeros(1), x[:-1]])
@@ -235,7 +227,8 @@ def left_out(x, y):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("model", "dim"), [(lagged, "weeks"), (lagged_event, "y_row"), (from_the_second, "weeks")]
+    ("model", "dim"),
+    [(lagged_series, "weeks"), (lagged_event, "y_row"), (from_the_second, "weeks")],
 )
 def test_the_weeks_of_a_series_are_left_out_given_the_others(model, dim):
     x, y = X[:80, 0], Y[:80]

@@ -28,7 +28,7 @@ def mirrored():
 
 
 @pytest.fixture(scope="module")
-def found():
+def mirrored_run():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     # chains that stay in two modes would go on for long
@@ -55,8 +55,8 @@ def with_evidence(modes, *below):
     return dataclasses.replace(modes, modes=tuple(ranked))
 
 
-def test_modes_are_told_by_site_and_value(found):
-    result, modes = found
+def test_modes_are_told_by_site_and_value(mirrored_run):
+    result, modes = mirrored_run
     (finding,) = check_modes(at(result, (-4, 4, -4, 4)), modes)
     assert (finding.site, finding.verdict) == ("s", "yes")
     told = [float(part.strip(",;")) for part in finding.told.split()[3:5]]
@@ -67,32 +67,32 @@ def test_modes_are_told_by_site_and_value(found):
     ("below", "verdict"),
     [(0.0, "no"), (2.8, "no"), (3.2, "unknown"), (3.6, "unknown"), (3.8, "yes"), (9.0, "yes")],
 )
-def test_a_mode_without_draws_is_missed_by_what_it_is_worth(found, below, verdict):
+def test_a_mode_without_draws_is_missed_by_what_it_is_worth(mirrored_run, below, verdict):
     """Of 200 draws, exp(-3.7) / (1 + exp(-3.7)) are 5; exp(-2.94) is a share of 5%."""
-    result, modes = found
+    result, modes = mirrored_run
     best = float(modes.best.gaussian.mean[0])
     (finding,) = check_modes(at(result, [best] * 4), with_evidence(modes, 0.0, below))
     assert finding.verdict == verdict
     assert ("no draw" in finding.told) == (verdict != "yes")
 
 
-def test_one_draw_is_enough(found):
+def test_one_draw_is_enough(mirrored_run):
     """Chains' shares are for R-hat to judge."""
-    result, modes = found
+    result, modes = mirrored_run
     draws = at(result, [-4.0] * 4)
     draws.positions[2, 17, 0] = 4.0
     assert check_modes(draws, modes)[0].verdict == "yes"
 
 
-def test_what_is_not_worth_a_draw_is_no_mode(found):
-    result, modes = found
+def test_what_is_not_worth_a_draw_is_no_mode(mirrored_run):
+    result, modes = mirrored_run
     assert not check_modes(result, with_evidence(modes, 0.0, 10.5))
 
 
-def test_a_mode_that_no_chain_started_from_may_be_missed(found):
+def test_a_mode_that_no_chain_started_from_may_be_missed(mirrored_run):
     """Of one chain's 50 draws, a mode that is 6 nats below need not have any; but it may have more
     than its Gaussian says."""
-    result, modes = found
+    result, modes = mirrored_run
     best = float(modes.best.gaussian.mean[0])
     (finding,) = check_modes(at(result, [best]), with_evidence(modes, 0.0, 6.0))
     assert finding.verdict == "unknown"

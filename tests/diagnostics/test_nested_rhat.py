@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import warnings
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -20,6 +21,9 @@ from pyro_scale.run.measurements import Measurements, VirialTemperature
 pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
 QUIET = {"seed": 0, "progress": False}
+run = warned.quiet_runs(num_chains=8, superchains=2, warmup_steps=0, thinning=1, **QUIET)
+#: (The table, what it said of starts).
+remembered = partial(warned.told, about="remember their starts")
 
 
 def by_definition(draws, superchains):
@@ -96,7 +100,7 @@ def flat():
     pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
 
-def wide():
+def hundred_elements():
     pyro.factor("no data", torch.zeros(()))
     pyro.sample("w", dist.Normal(torch.zeros(100), 1.0).to_event(1))
 
@@ -105,18 +109,6 @@ def two_modes():
     """At -4 and 4, each of sd 1/2."""
     w = pyro.sample("w", dist.Normal(0.0, 100.0))
     pyro.factor("modes", dist.Normal(double(-4.0, 4.0), 0.5).log_prob(w).logsumexp(0))
-
-
-def run(method, data=None, **how):
-    steps = {"warmup_steps": 0, "thinning": 1}
-    how = {"num_chains": 8, "superchains": 2, **steps, **QUIET, **how}
-    return warned.quiet(method.run, data, **how)
-
-
-def told(fit):
-    """(The table, what it said of starts)."""
-    table, said = warned.told(fit.diagnostics)
-    return table, [each for each in said if "remember their starts" in each]
 
 
 def test_chains_of_a_superchain_share_their_start_alone():
@@ -128,8 +120,8 @@ def test_chains_of_a_superchain_share_their_start_alone():
     assert len(firsts.unique(dim=0)) == 8
     moving = run(ps.BAOA(flat, lr=0.1), num_samples=1)
     assert len(moving.get_samples()["w"].unique(dim=0)) == 8
-    assert told(fit)[0].attrs["superchains"] == 2
-    assert "superchains" not in told(alone)[0].attrs
+    assert remembered(fit.diagnostics)[0].attrs["superchains"] == 2
+    assert "superchains" not in remembered(alone.diagnostics)[0].attrs
 
 
 def test_batches_stay_their_own():
@@ -167,14 +159,17 @@ def test_superchains_that_do_not_fit(chains, superchains, message):
 def test_the_column_is_the_metric(num_samples):
     fit = run(ps.BAOA(flat, lr=0.3), num_samples=num_samples, warmup_steps=200)
     draws = fit.get_samples(group_by_chain=True)["w"]
-    table, said = told(fit)
+    table, said = remembered(fit.diagnostics)
     assert table.nested_r_hat["w"] == pytest.approx(float(nested_r_hat(draws, 2).max()), rel=1e-12)
     assert not said
 
 
 def test_without_superchains_there_is_none():
     assert (
-        "nested_r_hat" not in told(run(ps.SGLD(flat, lr=0.3), num_samples=5, superchains=None))[0]
+        "nested_r_hat"
+        not in remembered(run(ps.SGLD(flat, lr=0.3), num_samples=5, superchains=None).diagnostics)[
+            0
+        ]
     )
 
 
@@ -183,18 +178,20 @@ def test_without_superchains_there_is_none():
 def test_starts_that_are_not_forgotten_are_said(num_samples):
     far = double(-20.0, 20.0)[:, None].expand(2, 2).repeat_interleave(4, dim=0)
     how = {"num_samples": num_samples, "num_chains": 8}
-    table, said = told(run(ps.BAOA(flat, lr=1e-4, init_strategy={"w": far}), **how))
+    table, said = remembered(
+        run(ps.BAOA(flat, lr=1e-4, init_strategy={"w": far}), **how).diagnostics
+    )
     assert table.nested_r_hat["w"] > 2
     assert "site 'w'" in said[0]
     kept = run(ps.BAOA(flat, lr=0.3, init_strategy={"w": far}), warmup_steps=500, **how)
-    assert not told(kept)[1]
+    assert not remembered(kept.diagnostics)[1]
 
 
 @pytest.mark.slow
 def test_chains_in_two_modes_are_said():
     starts = double(-4.0, 4.0).repeat_interleave(4)
     fit = run(ps.BAOA(two_modes, lr=0.02, init_strategy={"w": starts}), num_samples=200)
-    assert told(fit)[1]
+    assert remembered(fit.diagnostics)[1]
 
 
 @pytest.mark.slow
@@ -204,7 +201,7 @@ def test_chains_in_two_modes_are_said():
 def test_false_alarms_are_rare(num_samples, each):
     """One in a thousand for each site by design; 30 runs of 4 superchains, taken together."""
     how = {"num_samples": num_samples, "num_chains": 120 * each, "superchains": 120}
-    fit = run(ps.BAOA(wide, lr=0.5), warmup_steps=60, **how)
+    fit = run(ps.BAOA(hundred_elements, lr=0.5), warmup_steps=60, **how)
     whole, said = fit.posterior.draws, 0
     some = {"attrs": {**whole.attrs, "num_chains": 4 * each, "superchains": 4}, "chains": None}
     for positions in whole.positions.split(4 * each):
@@ -217,7 +214,9 @@ def test_false_alarms_are_rare(num_samples, each):
 
 
 def test_at_temperature_0_nothing_is_said():
-    assert not told(run(ps.SGLD(flat, lr=1e-3, temperature=0.0), num_samples=5))[1]
+    assert not remembered(run(ps.SGLD(flat, lr=1e-3, temperature=0.0), num_samples=5).diagnostics)[
+        1
+    ]
 
 
 @pytest.mark.parametrize("hot", [False, True])
@@ -260,7 +259,7 @@ def test_superchains_that_lost_a_chain_are_left_out():
     whole = [chain // 2 != 1 for chain in sampler.posterior.draws.chains]
     assert sum(whole) == 6
     expected = float(nested_r_hat(draws[whole], 3))
-    table, said = told(sampler)
+    table, said = remembered(sampler.diagnostics)
     assert table.nested_r_hat["w"] == pytest.approx(expected, rel=1e-12)
     assert f"(nested R-hat {expected:.3g})" in said[0]
 

@@ -2,6 +2,7 @@
 of it is so."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -13,6 +14,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import linear_regression
 from reference import close, double, normals
 from repetitions import long_but
 from torch import nn
@@ -38,17 +40,12 @@ QUIET = {
     "seed": 3,
 }
 IN_BATCHES = {**QUIET, "batch_size": B}
+regression = linear_regression(0.3)
 
 
 def prior(name, size=2):
     pyro.factor("no data", torch.zeros(()))
     return pyro.sample(name, dist.Normal(torch.zeros(size).double(), 1.0).to_event(1))
-
-
-def regression(x, y):
-    w = prior("w")
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, double(0.3)[0]), obs=y)
 
 
 def wider_prior(x, y):
@@ -57,19 +54,19 @@ def wider_prior(x, y):
         pyro.sample("y", dist.Normal(x @ w, double(0.3)[0]), obs=y)
 
 
-def renamed(x, y):
+def another_name(x, y):
     w = prior("weight")
     with pyro.plate("data", len(x)):
         pyro.sample("y", dist.Normal(x @ w, double(0.3)[0]), obs=y)
 
 
-def own_subsamples(x, y):
+def subsampling_itself(x, y):
     w = prior("w")
     with pyro.plate("data", N, subsample_size=B) as i:
         pyro.sample("y", dist.Normal(x[i] @ w, double(0.3)[0]), obs=y[i])
 
 
-def with_point(x, y):
+def with_shift(x, y):
     shift = pyro.param("shift", double(0.2, 0.1))
     w = prior("w")
     with pyro.plate("data", len(x)):
@@ -101,7 +98,7 @@ def not_a_covariance(x):
         pyro.sample("x", dist.MultivariateNormal(double(0.0, 0.0), covariance), obs=x)
 
 
-def cliff(x, y):
+def nan_above_2(x, y):
     w = pyro.sample("w", dist.Normal(double(0.0)[0], 1.0))
     pyro.factor("cliff", w * torch.where(w > 2.0, torch.nan, 0.0))
     with pyro.plate("data", len(x)):
@@ -115,6 +112,12 @@ def broken(sampler, data=(X, Y), **kwargs):
     return str(error.value)
 
 
+@functools.cache
+def message_of_divergence():
+    """What the error says of a run whose steps are much too long."""
+    return broken(ps.SGLD(regression, lr=1e3))
+
+
 def path_in(message):
     return Path(re.search(r"ps\.replay\('(.*?)', model\) reruns the last", message)[1])
 
@@ -125,7 +128,7 @@ def failures(message):
     return {int(chain): (int(step), site) for chain, step, site in found}
 
 
-def checked(message, model, path=None):
+def replay_of(message, model, path=None):
     """The replay, which tells the same chain, step and states as the run."""
     found = ps.replay(path or path_in(message), model)
     assert found.step == failures(message)[found.chain][0]
@@ -167,15 +170,15 @@ def test_the_states_are_those_of_the_run(name, compile):
         assert numbers == list(range(step - len(steps) + 1, step + 1))
         assert len(steps) == min(16, step + 1) or step > 64  # later, as many as the block has
         positions = [each["state"]["position"] for each in steps if each["number"] > 0]
-        same(positions, make(compile=compile), chain, step, torch.equal)
-        same(positions, make(compile=False), chain, step, torch.allclose)
-        found = checked(message, regression, path)
+        check_steps(positions, make(compile=compile), chain, step, torch.equal)
+        check_steps(positions, make(compile=False), chain, step, torch.allclose)
+        found = replay_of(message, regression, path)
         assert (found.chain, found.site) == (chain, site)
         assert f"the gradient of '{site}' grew" in found.reason
         assert "the step size is above the stable range" in found.reason
 
 
-def same(positions, sampler, chain, step, equal):
+def check_steps(positions, sampler, chain, step, equal):
     """Of the steps up to one, as of a run of two chains that ends there."""
     steps = {**IN_BATCHES, "num_samples": step, "num_chains": 2}
     try:
@@ -190,14 +193,16 @@ def same(positions, sampler, chain, step, equal):
 @pytest.mark.parametrize("budget", [1, 3000])
 def test_tapes_are_written_over_and_steps_are_not(budget, monkeypatch):
     loader = DataLoader(TensorDataset(X, Y), batch_size=B)
-    make = partial(ps.SGLD, cliff, lr=3.0, temperature=4.0, init_strategy={"w": double(0.0, 0.0)})
+    make = partial(
+        ps.SGLD, nan_above_2, lr=3.0, temperature=4.0, init_strategy={"w": double(0.0, 0.0)}
+    )
     whole = files.read(
         path_in(broken(make(), loader, batch_size=None, num_chains=2)), "crash dump"
     )["steps"]
     monkeypatch.setattr(inputs, "_BUDGET", budget)
     message = broken(make(), loader, batch_size=None, num_chains=2)
     cut = files.read(path_in(message), "crash dump")["steps"]
-    checked(message, cliff)
+    replay_of(message, nan_above_2)
     count = min(len(whole), len(cut))
     assert count > 4
     for one, other in zip(whole[-count:], cut[-count:], strict=True):
@@ -224,7 +229,7 @@ def test_noise_batches_and_values_are_those_of_the_step():
 @pytest.mark.slow
 def test_the_table_and_what_to_go_on_with():
     message = broken(ps.BAOA(regression, lr=1.5))
-    found = checked(message, regression)
+    found = replay_of(message, regression)
     log_posterior = ps.LogPosterior(regression, N)
     gradient, evaluation = log_posterior.grad(found.params, found.batch)
     assert not torch.isfinite(torch.cat([gradient["w"], evaluation.log_joint[None]])).all()
@@ -253,8 +258,8 @@ def test_the_table_and_what_to_go_on_with():
 @pytest.mark.filterwarnings("ignore:subtract_noise")
 def test_what_is_known_of_the_mode_goes_along(make):
     """At values at which it counts."""
-    sampler = make(cliff, init_strategy={"w": double(0.0)})
-    found = checked(broken(sampler, num_samples=3000), cliff)
+    sampler = make(nan_above_2, init_strategy={"w": double(0.0)})
+    found = replay_of(broken(sampler, num_samples=3000), nan_above_2)
     assert found.site == "cliff"
     assert len(found.steps) > 1
 
@@ -263,8 +268,8 @@ def test_what_is_known_of_the_mode_goes_along(make):
 @pytest.mark.parametrize("num_chains", [1, 3])
 def test_points_go_with_all_chains(num_chains, store):
     """One chain is replayed, but points move by the mean of all."""
-    message = broken(ps.SGLD(with_point, lr=2.0), num_chains=num_chains)
-    assert checked(message, with_point).params.keys() == {"w", "shift"}
+    message = broken(ps.SGLD(with_shift, lr=2.0), num_chains=num_chains)
+    assert replay_of(message, with_shift).params.keys() == {"w", "shift"}
 
 
 @pytest.mark.slow
@@ -272,7 +277,7 @@ def test_there_is_room_for_so_many_bytes(monkeypatch):
     monkeypatch.setattr(last_steps, "_RECORD_BYTES", 3 * (B * 3 + 6) * 8)
     message = broken(ps.SGLD(regression, lr=1e3))
     assert "reruns the last 3 steps of chain 0" in message
-    assert len(checked(message, regression).steps) == 3
+    assert len(replay_of(message, regression).steps) == 3
     monkeypatch.setattr(last_steps, "_RECORD_BYTES", 1)
     assert "reruns the last step of chain 0" in broken(ps.SGLD(regression, lr=1e3))
 
@@ -281,7 +286,7 @@ def test_states_that_are_too_large_are_not_held(monkeypatch):
     monkeypatch.setattr(last_steps, "_STATE_BYTES", 1)
     message = broken(ps.SGLD(regression, lr=1e3))
     assert "reruns the last step of chain 0" in message
-    checked(message, regression)
+    replay_of(message, regression)
 
 
 # ------------------------------------------------------------------ why
@@ -293,7 +298,7 @@ def test_a_row_that_is_nan(where):
     (x if where == "x" else y)[-1] = torch.nan
     with pyro.validation_enabled(False):  # else such a y is refused before the run
         message = broken(ps.SGLD(regression, lr=0.01), (x, y))
-    found = checked(message, regression)
+    found = replay_of(message, regression)
     assert found.site == "y"
     place = "xy".index(where)
     assert f"the batch holds NaN or infinite numbers in argument {place} at step" in found.reason
@@ -307,7 +312,7 @@ def test_the_site_whose_density_is_nan_is_named():
     sampler = ps.SGLD(root_of_a_negative, lr=0.1, init_strategy={"v": double(-0.5)})
     message = broken(sampler, (X, y), batch_size=None)
     assert failures(message)[0][1] == "y"
-    found = checked(message, root_of_a_negative)
+    found = replay_of(message, root_of_a_negative)
     assert found.site == "y"
     assert found.params["v"] < -1
     assert f"site 'y': its log density is NaN at step {found.step}" in found.reason
@@ -317,7 +322,7 @@ def test_the_site_whose_density_is_nan_is_named():
 
 def test_the_site_whose_gradient_is_infinite_is_named():
     sampler = ps.SGLD(root_at_zero, lr=2.0)
-    found = checked(broken(sampler, (X,), batch_size=None), root_at_zero)
+    found = replay_of(broken(sampler, (X,), batch_size=None), root_at_zero)
     assert found.site == "v"
     assert "site 'v': its gradient of the log joint is infinite" in found.reason
     assert torch.isfinite(ps.LogPosterior(root_at_zero, N)(found.params, found.batch).log_joint)
@@ -332,7 +337,7 @@ def test_a_matrix_that_cannot_be_factorized(compile):
     assert message.startswith("the model raised LinAlgError: linalg.cholesky: ")
     assert message.index("ps.replay") < message.index("try lr=0.1 instead of 0.3")
     assert "the model fails at values that chains visit" in message
-    found = checked(message, not_a_covariance)
+    found = replay_of(message, not_a_covariance)
     assert found.site == "x"
     assert "site 'x': the model raises" in found.reason
     assert abs(found.params["r"]) >= 1
@@ -349,7 +354,7 @@ def test_a_plate_is_never_to_blame():
 
     message = broken(ps.SGLD(model, lr=0.05, init_strategy={"w": double(1.5)}), num_samples=500)
     assert message.index("ps.replay") < message.index("Site 'y' has no log density at values")
-    found = checked(message, model)
+    found = replay_of(message, model)
     assert found.site == "y"
     assert "'data'" not in found.reason
 
@@ -357,11 +362,11 @@ def test_a_plate_is_never_to_blame():
 @pytest.mark.slow
 def test_one_of_several_chains():
     starts = {"w": double(0.0, 0.0, 0.0, 1.9)}
-    sampler = ps.SGLD(cliff, lr=0.05, init_strategy=starts)
+    sampler = ps.SGLD(nan_above_2, lr=0.05, init_strategy=starts)
     message = broken(sampler, num_samples=100, num_chains=4, seed=6)
     assert list(failures(message)) == [3]
     assert sampler.get_samples(group_by_chain=True)["w"].shape[0] == 3
-    found = checked(message, cliff)
+    found = replay_of(message, nan_above_2)
     assert (found.chain, found.site) == (3, "cliff")
     assert found.params["w"] > 2.0
 
@@ -371,24 +376,24 @@ def test_one_of_several_chains():
 
 def test_a_loader():
     loader = DataLoader(TensorDataset(X, Y), batch_size=B, shuffle=True)
-    found = checked(broken(ps.SGLD(regression, lr=1e3), loader, batch_size=None), regression)
+    found = replay_of(broken(ps.SGLD(regression, lr=1e3), loader, batch_size=None), regression)
     rows = {tuple(row) for row in X.tolist()}
     assert len(found.batch[0]) == B
     assert all(tuple(row) in rows for row in found.batch[0].tolist())
 
 
 def test_a_dict_of_arguments():
-    found = checked(broken(ps.SGLD(regression, lr=1e3), {"x": X, "y": Y}), regression)
+    found = replay_of(broken(ps.SGLD(regression, lr=1e3), {"x": X, "y": Y}), regression)
     assert found.batch.keys() == {"x", "y"}
 
 
 @pytest.mark.slow
 def test_a_model_that_subsamples_by_itself():
-    message = broken(ps.SGLD(own_subsamples, lr=2.0), batch_size=None)
-    found = checked(message, own_subsamples)
+    message = broken(ps.SGLD(subsampling_itself, lr=2.0), batch_size=None)
+    found = replay_of(message, subsampling_itself)
     assert torch.equal(found.batch[0], X)
     assert found.indices.shape == (B,)
-    log_posterior = ps.LogPosterior(own_subsamples)
+    log_posterior = ps.LogPosterior(subsampling_itself)
     log_posterior.prepare((X, Y))
     log_joint = log_posterior(found.params, found.batch, found.indices).log_joint
     assert not torch.isfinite(log_joint)
@@ -397,8 +402,8 @@ def test_a_model_that_subsamples_by_itself():
 @pytest.mark.slow
 def test_shared_batches_and_the_whole_data():
     sampler = ps.SGLD(regression, lr=1e3)
-    checked(broken(sampler, num_chains=2, share_batches=True), regression)
-    found = checked(broken(sampler, batch_size=None), regression)
+    replay_of(broken(sampler, num_chains=2, share_batches=True), regression)
+    found = replay_of(broken(sampler, batch_size=None), regression)
     assert torch.equal(found.batch[0], X)
     whole = path_in(broken(sampler, batch_size=None)).stat().st_size
     assert whole < 16 * X.nbytes + 2**15  # the data are there once
@@ -430,7 +435,7 @@ def test_a_checkpoint_directory_holds_it(tmp_path):
     assert len(found) == 4
     assert path_in(message).name == f"crash-dump-{first[0]}"
     for file in found:
-        checked(message, regression, tmp_path / file) if file[-1] in map(str, first) else None
+        replay_of(message, regression, tmp_path / file) if file[-1] in map(str, first) else None
     with pytest.raises(NonFiniteError) as resumed:  # the run is over, and stays so
         sampler.run((X, Y), **{**IN_BATCHES, "num_chains": 6}, resume=tmp_path)
     assert path_in(str(resumed.value)) == path_in(message)
@@ -439,20 +444,20 @@ def test_a_checkpoint_directory_holds_it(tmp_path):
 
 @pytest.mark.slow
 def test_a_black_box_is_no_checkpoint(tmp_path):
-    message = broken(ps.SGLD(regression, lr=1e3))
+    message = message_of_divergence()
     (tmp_path / "crash-dump-0").write_bytes(path_in(message).read_bytes())
     ps.SGLD(regression, lr=0.01).run((X, Y), **IN_BATCHES, checkpoint=tmp_path)
-    checked(message, regression, tmp_path / "crash-dump-0")
+    replay_of(message, regression, tmp_path / "crash-dump-0")
 
 
 def test_nobody_else_can_read_it():
-    path = path_in(broken(ps.SGLD(regression, lr=1e3)))
+    path = path_in(message_of_divergence())
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert [file.name for file in path.parent.iterdir()] == ["crash-dump-0"]
 
 
 def test_damage_is_noticed(tmp_path):
-    whole = path_in(broken(ps.SGLD(regression, lr=1e3))).read_bytes()
+    whole = path_in(message_of_divergence()).read_bytes()
     random.seed(0)
     for place in [*random.sample(range(len(whole)), 20), 3, 20]:
         damaged = bytearray(whole)
@@ -471,19 +476,19 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(FileError, match="does not begin as the last steps of a chain"):
         ps.replay(tmp_path / "results", regression)
     with pytest.raises(FileError, match="does not begin as a file of Pyro Scale"):
-        ps.SGLD.load(path_in(broken(ps.SGLD(regression, lr=1e3))), regression)
+        ps.SGLD.load(path_in(message_of_divergence()), regression)
 
 
 def test_another_model_is_refused():
-    message = broken(ps.SGLD(regression, lr=1e3))
+    message = message_of_divergence()
     with pytest.raises(FileError, match=r"'w' is a latent \[2\] of float64 in the file, not in"):
-        ps.replay(path_in(message), renamed)
+        ps.replay(path_in(message), another_name)
     with pytest.raises(FileError, match="the log prior at the start was"):
         ps.replay(path_in(message), wider_prior)
 
 
 def test_an_unknown_kernel_is_refused(tmp_path):
-    contents = files.read(path_in(broken(ps.SGLD(regression, lr=1e3))), "crash dump")
+    contents = files.read(path_in(message_of_divergence()), "crash dump")
     files.write(tmp_path / "other", {**contents, "kernel": "Unheard"}, "crash dump")
     with pytest.raises(FileError, match="kernel is Unheard, which is not known here"):
         ps.replay(tmp_path / "other", regression)
@@ -530,15 +535,14 @@ def test_arguments_that_cannot_be_written_hide_nothing():
 @pytest.mark.slow
 def test_only_the_run_that_is_given_up_is_written(monkeypatch):
     """Those of a step size that is halved are not."""
-    monkeypatch.setattr("pyro_scale.run.execute._MOST_HALVINGS", 1)
     written = []
     monkeypatch.setattr(crash_dump.files, "write", lambda path, *_: written.append(path))
-    message = broken(ps.SGLD(cliff, lr="auto", precondition=None))
+    message = broken(ps.SGLD(nan_above_2, lr="auto", precondition=None))
     assert len(written) == 1
     assert "crash-dump-0" in message
 
 
 def test_a_replay_is_frozen():
-    found = checked(broken(ps.SGLD(regression, lr=1e3)), regression)
+    found = replay_of(message_of_divergence(), regression)
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.step = 0

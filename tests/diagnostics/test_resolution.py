@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from reference import normals
 
 import pyro_scale as ps
 from pyro_scale.core.autocorrelation import mixing_of
@@ -19,7 +20,7 @@ from pyro_scale.run.measurements import Measurements
 CHAINS, DRAWS, SD = 4, 1000, 0.1
 
 
-def mixed(y):
+def some_constant(y):
     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
     pyro.sample("L", dist.LKJCholesky(3, 1.0))  # whose first row is (1, 0, 0)
     pyro.deterministic("three", torch.tensor(3.0))
@@ -29,13 +30,13 @@ def mixed(y):
         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
 
-def location(y):
+def far_mean(y):
     mu = pyro.sample("mu", dist.Normal(0.0, 1e9))
     with pyro.plate("data", len(y)):
         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
 
-def fitted(model):
+def short_run(model):
     steps = {"num_samples": 10, "warmup_steps": 0, "thinning": 1, "num_chains": CHAINS}
     sampler = ps.BAOA(model, lr=0.1, friction=1.0, compile=False)
     return sampler.run(torch.zeros(3), seed=0, progress=False, **steps)
@@ -54,11 +55,6 @@ def with_draws(sampler, positions, thinning=1, whitened=True):
     )
 
 
-def normals(*shape, seed=0):
-    source = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=source, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_steps_are_those_to_the_next_number(dtype):
     values = torch.tensor([1.0, 1.5, -3.0, 2.0, 1e-20, 1e7, -2e6]).to(dtype)
@@ -72,7 +68,7 @@ def test_what_rounding_makes_of_sds_decides(width):
     """Steps of float32 are 1/8 from 2^20 on: the verdict is no where sds come out 5% too large."""
     sd = 0.125 / width
     exact = 1.5e6 + sd * normals(CHAINS, DRAWS, 1)
-    result = with_draws(fitted(location), exact.float())
+    result = with_draws(short_run(far_mean), exact.float())
     inflation = float(exact.float().double().std() / sd)
     findings = resolution(result)
     assert [finding.verdict for finding in findings] == (["no"] if width > 1.1 else [])
@@ -93,13 +89,13 @@ def test_what_rounding_makes_of_sds_decides(width):
 def test_moves_as_short_as_the_steps_of_the_state(move, whitened, verdict):
     """Steps of sd `move` / 8, 20 of them straight on from one draw to the next, in a wide site."""
     rises = (normals(CHAINS, DRAWS, 1) * 20 * move / 8).cumsum(1)
-    result = with_draws(fitted(location), (1.5e6 + rises).float(), 20, whitened)
+    result = with_draws(short_run(far_mean), (1.5e6 + rises).float(), 20, whitened)
     findings = resolution(result)
     assert [finding.verdict for finding in findings] == ([] if verdict is None else [verdict])
 
 
 def test_constants_that_no_latent_has_an_influence_on_are_right():
-    result = with_draws(fitted(mixed), normals(CHAINS, DRAWS, 4).float())
+    result = with_draws(short_run(some_constant), normals(CHAINS, DRAWS, 4).float())
     (finding,) = resolution(result)
     assert (finding.site, finding.verdict) == ("far", "no")
 
@@ -129,7 +125,7 @@ def test_what_is_constant_but_for_rounding_is_right(dtype):
 def test_a_chain_that_does_not_move_is_no():
     draws = normals(CHAINS, DRAWS, 4).float()
     draws[2, :, 1] = 0.3
-    frozen = resolution(with_draws(fitted(mixed), draws))
+    frozen = resolution(with_draws(short_run(some_constant), draws))
     assert {finding.site: finding.verdict for finding in frozen} == {"L": "no", "far": "no"}
 
 
@@ -158,7 +154,7 @@ def test_draws_of_one_number_have_neither_r_hat_nor_effective_draws():
     assert table.loc["moves"].notna().all()
     assert table.loc["constant"].isna().all()
 
-    posterior = ps.Posterior(with_draws(fitted(location), torch.full((CHAINS, DRAWS, 1), 1e7)))
+    posterior = ps.Posterior(with_draws(short_run(far_mean), torch.full((CHAINS, DRAWS, 1), 1e7)))
     with pytest.warns(ConvergenceWarning, match="'mu': an element is the same number"):
         table = posterior.diagnostics()
     assert table.loc["mu", ["r_hat", "ess_bulk", "ess_tail"]].isna().all()
@@ -167,7 +163,9 @@ def test_draws_of_one_number_have_neither_r_hat_nor_effective_draws():
 
 
 def test_constants_of_a_site_do_not_hide_how_its_other_elements_mix():
-    posterior = ps.Posterior(with_draws(fitted(mixed), normals(CHAINS, DRAWS, 4).float()))
+    posterior = ps.Posterior(
+        with_draws(short_run(some_constant), normals(CHAINS, DRAWS, 4).float())
+    )
     table = posterior.diagnostics()
     assert 0.99 < table.r_hat["L"] < 1.02
     summary = posterior.summary(["L", "three", "mu"])
@@ -181,7 +179,7 @@ def test_a_sampler_whose_state_cannot_move_has_no_yes():
     """Steps of 0.005 where those of float32 are 1/16: the state stays where it began."""
     y = (1e6 + normals(100)).float()
     start = {"mu": torch.full((4,), 1e6)}
-    sampler = ps.BAOA(location, lr=0.05, friction=1.0, init_strategy=start, compile=False)
+    sampler = ps.BAOA(far_mean, lr=0.05, friction=1.0, init_strategy=start, compile=False)
     sampler.run(y, num_samples=200, warmup_steps=20, thinning=5, seed=0, progress=False)
     assert len(sampler.get_samples()["mu"].unique()) == 1
     verdicts = {f.check: f.verdict for f in sampler.report().findings}
@@ -190,6 +188,6 @@ def test_a_sampler_whose_state_cannot_move_has_no_yes():
 
 
 def test_too_few_draws_say_nothing():
-    result = fitted(location).posterior.draws
+    result = short_run(far_mean).posterior.draws
     assert isinstance(result, PosteriorDraws)
     assert not resolution(dataclasses.replace(result, positions=result.positions[:, :5]))

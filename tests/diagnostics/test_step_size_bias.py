@@ -10,10 +10,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import prior_only
 from linear import location, standardized
 from reference import double
 from repetitions import long_but
-from warned import quiet, told
+from warned import quiet, quiet_runs, told
 
 import pyro_scale as ps
 from pyro_scale.diagnostics import step_size_bias
@@ -27,24 +28,18 @@ N, B = 1000, 20
 Y = standardized(N)
 MANY = {"num_samples": 400, "warmup_steps": 200, "thinning": 3, "num_chains": 40}
 QUIET = {"progress": False, "seed": 0}
+run = quiet_runs(**MANY, **QUIET)
 
 
-def gaussian(precision):
-    def model():
-        pyro.factor("no data", torch.zeros(()))
-        pyro.sample("x", dist.Normal(torch.zeros_like(precision), precision**-0.5).to_event(1))
-
-    return model
+def normals_of(precision):
+    law = dist.Normal(torch.zeros_like(precision), precision**-0.5)
+    return prior_only(lambda: law.to_event(1))
 
 
 def skewed():
     """log density 2 x - exp(x): the log of a Gamma(2, 1)."""
     x = pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), ()))
     pyro.factor("density", 2 * x - torch.exp(x))
-
-
-def run(method, data=None, **how):
-    return quiet(method.run, data, **{**MANY, **QUIET, **how})
 
 
 def variance_of(table, site):
@@ -127,7 +122,7 @@ def sghmc(e, friction=1.0):
 )
 def test_of_a_step_on_gaussians(method, lr, expected):
     """Of the steepest of three elements; a flat one has the least."""
-    sampler = run(method(gaussian(double(0.05, 1.0, 0.2)), lr=lr), num_samples=1000)
+    sampler = run(method(normals_of(double(0.05, 1.0, 0.2)), lr=lr), num_samples=1000)
     table, said = told(sampler.step_size_bias)
     found, error = variance_of(table, "x")
     assert abs(found - expected) < 4.4 * error + 0.1 * (expected - 1)
@@ -257,7 +252,7 @@ def test_by_site_and_element():
 def test_of_a_schedule():
     """Draws that count by their step: the bias is that of each step on average."""
     lr = ps.schedules.cosine_decay(0.8, 4200, end=0.2)
-    sampler = run(ps.SGLD(gaussian(double(1.0)), lr=lr), warmup_steps=200, thinning=4)
+    sampler = run(ps.SGLD(normals_of(double(1.0)), lr=lr), warmup_steps=200, thinning=4)
     result = sampler.posterior.draws
     table, _ = told(sampler.step_size_bias)
     step = result.sample_stats["lr"][0]
@@ -322,7 +317,7 @@ def of_many_runs(method, count, monkeypatch, num_chains=4, **how):
 )
 def test_no_alarm_where_there_is_nothing(method, lr, how, monkeypatch):
     """The chance that something is said is far below that of 3 standard errors."""
-    model = gaussian(torch.linspace(0.5, 1.0, 10, dtype=torch.float64))
+    model = normals_of(torch.linspace(0.5, 1.0, 10, dtype=torch.float64))
     how = {"num_samples": 50, "warmup_steps": 20, **how}
     told_of = of_many_runs(method(model, lr=lr), 40, monkeypatch, **how)
     assert sum(bool(said) for _, said in told_of) <= 1
@@ -330,7 +325,7 @@ def test_no_alarm_where_there_is_nothing(method, lr, how, monkeypatch):
 
 @pytest.mark.slow
 def test_errors_are_as_large_as_estimates_scatter(monkeypatch):
-    method = ps.SGLD(gaussian(double(1.0)), lr=0.3)
+    method = ps.SGLD(normals_of(double(1.0)), lr=0.3)
     found = [table.loc["x"] for table, _ in of_many_runs(method, 64, monkeypatch)]
     for name, truth in [("mean_bias", 0.0), ("sd_inflation", (1 / 0.85) ** 0.5)]:
         values, errors = (torch.tensor([row[n] for row in found]) for n in (name, name + "_mcse"))
@@ -341,7 +336,7 @@ def test_errors_are_as_large_as_estimates_scatter(monkeypatch):
 
 @pytest.mark.slow
 def test_few_draws_say_nothing():
-    sampler = run(ps.SGLD(gaussian(double(1.0)), lr=1.5), num_samples=10, num_chains=4)
+    sampler = run(ps.SGLD(normals_of(double(1.0)), lr=1.5), num_samples=10, num_chains=4)
     table, said = told(sampler.step_size_bias)
     assert table.sd_inflation_mcse.isna().all()
     assert table.mean_bias_mcse.isna().all()
@@ -363,7 +358,7 @@ def test_compiled_equals_eager():
 @pytest.mark.slow
 def test_the_same_run_has_the_same_shadow():
     """It is a function of the run, which stays as it is."""
-    sampler = run(ps.SGLD(gaussian(double(1.0)), lr=0.4), num_samples=100, num_chains=4)
+    sampler = run(ps.SGLD(normals_of(double(1.0)), lr=0.4), num_samples=100, num_chains=4)
     before = sampler.get_samples()["x"]
     table, _ = told(sampler.step_size_bias, num_samples=60)
     again, _ = told(sampler.step_size_bias, num_samples=60)
@@ -454,7 +449,7 @@ def test_of_few_places_of_an_epoch(size, thinning, places, other):
 
 @pytest.mark.slow
 def test_what_is_refused(tmp_path):
-    sampler = ps.BAOA(gaussian(double(1.0)), lr=0.3)
+    sampler = ps.BAOA(normals_of(double(1.0)), lr=0.3)
     with pytest.raises(NotRunError, match="call run"):
         sampler.step_size_bias()
     run(sampler, num_samples=10, num_chains=1)
@@ -463,7 +458,7 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(ArgumentError, match="num_samples=0"):
         sampler.step_size_bias(num_samples=0)
     sampler.save(tmp_path / "run.ps")
-    loaded = ps.BAOA.load(tmp_path / "run.ps", gaussian(double(1.0)))
+    loaded = ps.BAOA.load(tmp_path / "run.ps", normals_of(double(1.0)))
     with pytest.raises(NotRunError, match="loaded from a file"):
         loaded.step_size_bias()
     sampler.step()
@@ -480,6 +475,6 @@ def test_what_is_refused(tmp_path):
     ],
 )
 def test_what_has_no_bias_of_this_kind(hyperparameters, why):
-    sampler = run(ps.BAOA(gaussian(double(1.0)), **hyperparameters), num_samples=10)
+    sampler = run(ps.BAOA(normals_of(double(1.0)), **hyperparameters), num_samples=10)
     with pytest.raises(ArgumentError, match=why):
         sampler.step_size_bias()

@@ -8,14 +8,15 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import linear_regression, prior_only
 from reference import normals
 from repetitions import each_once, long_but
 from torch.utils.data import DataLoader, TensorDataset
-from warned import quiet, told
+from warned import quiet, quiet_runs, told
 
 import pyro_scale as ps
 from pyro_scale.data.batches import Batch
-from pyro_scale.diagnostics import temperature
+from pyro_scale.diagnostics.temperature import GradientWork, virial
 from pyro_scale.diagnostics.verdict import report as verdict_on
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import NonFiniteError
@@ -26,6 +27,7 @@ N, B = 1000, 32
 Y = normals(N)
 QUIET = {"seed": 0, "progress": False}
 LONG = {"num_samples": 2000, "warmup_steps": 2000, "thinning": 10, "num_chains": 4}
+run = quiet_runs((Y,), **LONG, **QUIET)
 
 
 def mean_of_normal(y):
@@ -35,15 +37,11 @@ def mean_of_normal(y):
         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
 
-def two_sites(y):
+def mean_and_scale(y):
     a = pyro.sample("a", dist.Normal(torch.zeros(3), 1.0).to_event(1))
     b = pyro.sample("b", dist.LogNormal(0.0, 1.0))
     with pyro.plate("data", len(y)):
         pyro.sample("y", dist.Normal(a.sum(), b), obs=y)
-
-
-def run(method, data=(Y,), **how):
-    return quiet(method.run, data, **{**LONG, **QUIET, **how})
 
 
 @pytest.mark.slow
@@ -59,7 +57,7 @@ def test_on_a_gaussian_it_is_the_variance_over_the_posteriors(temperature):
 @pytest.mark.slow
 def test_by_hand_on_another_model():
     fit = run(
-        ps.BAOA(two_sites, lr=0.1), num_samples=50, warmup_steps=100, thinning=1, num_chains=2
+        ps.BAOA(mean_and_scale, lr=0.1), num_samples=50, warmup_steps=100, thinning=1, num_chains=2
     )
     w = fit.posterior.draws.positions.flatten(0, 1).clone().requires_grad_()
     a, log_b = w[:, :3], w[:, 3:]
@@ -77,11 +75,7 @@ def test_by_hand_on_another_model():
 
 
 ROOT = torch.tensor([[1.0, 0.0, 0.0], [0.999, 0.02, 0.0], [-3.0, 0.1, 0.2]]).double()
-
-
-def correlated():
-    pyro.factor("no data", torch.zeros(()))
-    pyro.sample("x", dist.MultivariateNormal(torch.zeros(3).double(), scale_tril=ROOT))
+correlated = prior_only(lambda: dist.MultivariateNormal(torch.zeros(3), scale_tril=ROOT))
 
 
 @pytest.mark.slow
@@ -150,12 +144,7 @@ STEEP = torch.full((30,), 0.1).double()
 STEEP[4] = 1.0
 COLUMNS = normals(N, 30, seed=3) * STEEP
 OUTCOMES = COLUMNS @ normals(30, seed=4) + normals(N, seed=5)
-
-
-def regression(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(30).double(), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+regression = linear_regression()
 
 
 @pytest.mark.slow
@@ -188,7 +177,7 @@ def test_the_steepest_of_many_alike_is_no_false_alarm():
     """Of 200 runs, whose threshold chance goes beyond in 3 of 1,000, none or one or two."""
     alarms = 0
     for seed in range(200):
-        fit = run(ps.BAOA(two_sites, lr=0.1), num_samples=200, num_chains=4, seed=seed)
+        fit = run(ps.BAOA(mean_and_scale, lr=0.1), num_samples=200, num_chains=4, seed=seed)
         alarms += any("hotter" in each for each in told(fit.diagnostics)[1])
     assert alarms <= 3
 
@@ -303,10 +292,10 @@ def recorded(monkeypatch):
     return gradients
 
 
-def virial_of(fit):
+def virial_of(fit, **work):
     problem, draws = fit._last.plan.problem, fit.posterior.draws
     batches = problem.batches(len(draws.positions), "shuffle")
-    return temperature.virial(problem, draws.positions, [*range(4)], batches, 10_000)
+    return virial(problem, draws.positions, [*range(4)], batches, 10_000, work=GradientWork(**work))
 
 
 @functools.cache
@@ -347,9 +336,8 @@ def test_on_all_rows_control_variates_are_left_out(monkeypatch):
 def test_its_gradients_are_bounded(monkeypatch, work, draws, size):
     """By draws x rows x (D + 32); all rows only if they can be read 256 times."""
     fit = with_anchor()
-    monkeypatch.setattr(temperature, "_MOST_WORK", work)
     rows = recorded(monkeypatch)
-    found = virial_of(fit)
+    found = virial_of(fit, most=work)
     assert sum(n for n, _, _ in rows) == draws
     assert {each for _, each, _ in rows} == {size}
     assert found.is_exact == (size == N)
@@ -357,12 +345,11 @@ def test_its_gradients_are_bounded(monkeypatch, work, draws, size):
 
 
 @pytest.mark.parametrize("lr", [0.3, 0.9])
-def test_a_part_of_the_draws_tells_the_variance_of_all(monkeypatch, lr):
+def test_a_part_of_the_draws_tells_the_variance_of_all(lr):
     """On a Gaussian, an element's part is its squared distance: 256 gradients have the error of
     4,000 draws, without which it would be four times as large."""
     fit = run(ps.SGLD(mean_of_normal, lr=lr), num_samples=1000)
-    monkeypatch.setattr(temperature, "_MOST_WORK", 256 * N * 33)
-    found = virial_of(fit)
+    found = virial_of(fit, most=256 * N * 33)
     draws = fit.posterior.draws.positions
     spread = float(draws.var(correction=0)) * (N + 0.01)
     assert found.parts.shape[:2] == (4, 64)

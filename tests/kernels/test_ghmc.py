@@ -5,8 +5,10 @@ A test fails by chance once in 10^4.
 """
 
 import math
+from functools import partial
 
 import pytest
+import reference
 import torch
 from gaussian import Field, bound, hills
 from reference import double, normals
@@ -27,6 +29,9 @@ class Rows(Field):
         self.num_data = num_data
 
 
+close = partial(reference.close, tolerance=1e-12)
+
+
 def begun(kernel, target, position, momentum, u=0.3):
     """A state after the first step, which looks where the chain is, with this momentum and u."""
     state = kernel.init(position, torch.zeros_like(position))
@@ -34,10 +39,6 @@ def begun(kernel, target, position, momentum, u=0.3):
     assert torch.equal(state.position, position)
     u = torch.as_tensor(u, dtype=position.dtype)
     return state._replace(momentum=momentum, slice=u)
-
-
-def close(actual, expected, rtol=1e-12):
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol)
 
 
 # ------------------------------------------------------------------ single steps
@@ -172,7 +173,7 @@ def test_a_step_keeps_the_density_of_the_law():
     assert not torch.equal(moved[:3], at[:3])
     change = log_density(at) - log_density(moved)
     assert abs(float(change)) > 0.01
-    close(torch.linalg.slogdet(jacobian).logabsdet, change, rtol=1e-10)
+    close(torch.linalg.slogdet(jacobian).logabsdet, change, tolerance=1e-10)
 
 
 def walk(kernel, target, positions, steps, seed=0):
@@ -189,7 +190,7 @@ def walk(kernel, target, positions, steps, seed=0):
     return state
 
 
-def z_of(values, expected):
+def z_of_means(values, expected):
     """Of means of independent chains, by element."""
     return (values.mean(0) - expected) / values.std(0) * len(values) ** 0.5
 
@@ -217,7 +218,7 @@ def test_a_gaussian_is_exact_at_long_steps(lr, temperature, num_data):
         *((x * p, 0.0), (u, 0.0), (u.abs(), 0.5), (u.square(), 1 / 3)),
         *((x.square() * u.abs() - u.abs(), 0.0), (x[:, :1] * x[:, 1:], 0.0)),
     ):
-        assert float(z_of(values, expected).abs().max()) < LIMIT
+        assert float(z_of_means(values, expected).abs().max()) < LIMIT
 
 
 @pytest.mark.slow
@@ -238,7 +239,7 @@ def test_a_density_that_is_not_gaussian_is_exact():
     functions += [lambda y, e=edge: (y < e).double() for edge in edges]
     for function in functions:
         expected = (weights * function(grid)).sum()
-        assert abs(float(z_of(function(x)[:, None], expected))) < LIMIT
+        assert abs(float(z_of_means(function(x)[:, None], expected))) < LIMIT
 
 
 @pytest.mark.slow

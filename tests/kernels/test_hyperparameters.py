@@ -2,12 +2,15 @@
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
+import reference
 import torch
+from densities import normal_mean
 from gaussian import Bound
 from methods import STOCHASTIC, by_name
 from reference import double, normals
@@ -29,13 +32,10 @@ EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
 ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 ROWS = normals(30, 2, seed=5)
 SIZE = len(ROWS)
+close = partial(reference.close, tolerance=1e-11)
 
 
-def close(actual, expected, rtol=1e-11):
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol)
-
-
-def regression(x):
+def noisy_sums(x):
     w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
     s = pyro.sample("s", dist.HalfNormal(torch.ones(()).double()))
     with pyro.plate("data", len(x)):
@@ -79,10 +79,10 @@ def test_from_sgd_at_temperature_zero_is_an_ensemble_of_sgd_runs(row, momentum):
     given = {} if momentum is None else {"momentum": momentum}
     if momentum is None and row.name == "BAOA":
         with pytest.raises(ArgumentError, match=r"momentum=0.0: BAOA needs one inside \(0, 1\)"):
-            row.sampler.from_sgd(regression, lr=0.05)
+            row.sampler.from_sgd(noisy_sums, lr=0.05)
         return
     sampler = row.sampler.from_sgd(
-        regression, lr=0.02, **given, temperature=0, init_strategy=STARTS
+        noisy_sums, lr=0.02, **given, temperature=0, init_strategy=STARTS
     )
     assert type(sampler) is row.sampler
     draws = sampler.run(ROWS, **EVERY_STEP, **BATCHED).get_samples(group_by_chain=True)
@@ -100,7 +100,7 @@ def test_from_sgd_at_temperature_zero_is_an_ensemble_of_sgd_runs(row, momentum):
 
 
 def test_from_sgd_takes_the_constructors_other_arguments():
-    sampler = ps.SGHMC.from_sgd(regression, lr=0.01, momentum=0.9, temperature=0.25, num_data=70)
+    sampler = ps.SGHMC.from_sgd(noisy_sums, lr=0.01, momentum=0.9, temperature=0.25, num_data=70)
     assert sampler.kernel.lr == pytest.approx(0.1, rel=1e-14)
     assert sampler.kernel.friction == pytest.approx(1.0, rel=1e-14)
     assert sampler.kernel.temperature == 0.25
@@ -111,7 +111,7 @@ def test_from_sgd_takes_the_constructors_other_arguments():
 @pytest.mark.parametrize("row", [row for row in STOCHASTIC if not row.sgd], ids=by_name)
 def test_from_sgd_is_refused_where_temperature_zero_is_not_sgd(row):
     with pytest.raises(ArgumentError, match=rf"{row.name} at temperature 0 is not SGD.*BAOA"):
-        row.sampler.from_sgd(regression, lr=0.1, momentum=0.9)
+        row.sampler.from_sgd(noisy_sums, lr=0.1, momentum=0.9)
 
 
 # ------------------------------------------------------------------ by site
@@ -158,7 +158,7 @@ EACH = {
 
 def test_sites_are_parameter_groups():
     """SGHMC at temperature 0: each element with its own learning rate and momentum."""
-    sampler = ps.SGHMC(regression, temperature=0, init_strategy=STARTS, **EACH)
+    sampler = ps.SGHMC(noisy_sums, temperature=0, init_strategy=STARTS, **EACH)
     sampler.run(ROWS, num_samples=15, num_chains=3, seed=0, **EVERY_STEP, **QUIET)
     draws = sampler.get_samples(group_by_chain=True)
 
@@ -176,9 +176,9 @@ def test_sites_are_parameter_groups():
         close(draws["s"][chain], expected["s"])
 
 
-def run(row, **hyperparameters):
+def short_run(row, **hyperparameters):
     values = {"lr": row.lr / 4, **row.others, **hyperparameters}
-    sampler = row.sampler(regression, init_strategy=STARTS, **values)
+    sampler = row.sampler(noisy_sums, init_strategy=STARTS, **values)
     return sampler.run(
         ROWS, num_samples=12, num_chains=3, batch_size=7, seed=2, **EVERY_STEP, **QUIET
     )
@@ -187,7 +187,7 @@ def run(row, **hyperparameters):
 @pytest.mark.slow
 @pytest.mark.parametrize("row", long_but(STOCHASTIC, *STOCHASTIC[:2]), ids=by_name)
 def test_sites_alike_are_one_value_for_all(row):
-    plain = run(row).get_samples()
+    plain = short_run(row).get_samples()
     values = {name: row.others.get(name, row.lr / 4) for name in row.kernel.per_site}
     numbers = {name: {"w": value, "s": value} for name, value in values.items()}
     others = {
@@ -195,24 +195,24 @@ def test_sites_alike_are_one_value_for_all(row):
         for name, value in values.items()
     }
     for given in (numbers, others):
-        alike = run(row, **given).get_samples()
+        alike = short_run(row, **given).get_samples()
         for site, draws in plain.items():
             close(alike[site], draws)
     for name, value in values.items():
-        apart = run(row, **{name: {"w": 0.7 * value, "s": value}}).get_samples()
+        apart = short_run(row, **{name: {"w": 0.7 * value, "s": value}}).get_samples()
         assert (apart["w"] - plain["w"]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("row", [r for r in STOCHASTIC if r.has_momentum], ids=by_name)
 def test_sites_left_out_have_the_default(row):
     names = [name for name in row.kernel.per_site if name != "lr"]
-    given = run(row, **{name: {"s": 0.4} for name in names}).get_samples()
-    expected = run(row, **{name: {"w": 1.0, "s": 0.4} for name in names}).get_samples()
+    given = short_run(row, **{name: {"s": 0.4} for name in names}).get_samples()
+    expected = short_run(row, **{name: {"w": 1.0, "s": 0.4} for name in names}).get_samples()
     assert all(torch.equal(given[site], expected[site]) for site in given)
 
 
 def test_what_a_run_says_of_its_sites():
-    sampler = ps.SGHMC(regression, temperature=0.5, **EACH)
+    sampler = ps.SGHMC(noisy_sums, temperature=0.5, **EACH)
     sampler.run(ROWS, num_samples=4, num_chains=2, seed=0, **EVERY_STEP, **QUIET)
     stats = sampler.to_arviz().sample_stats
     columns = {f"{name}_{site}" for name in EACH for site in ("w", "s")}
@@ -234,7 +234,7 @@ def test_what_a_run_says_of_its_sites():
     ],
 )
 def test_dicts_that_do_not_fit_the_model_are_refused(given, message):
-    sampler = ps.BAOA(regression, **{"lr": 0.1, **given})
+    sampler = ps.BAOA(noisy_sums, **{"lr": 0.1, **given})
     with pytest.raises(ArgumentError, match=message):
         sampler.run(ROWS, num_samples=2, **ONE_CHAIN, **QUIET)
 
@@ -242,18 +242,13 @@ def test_dicts_that_do_not_fit_the_model_are_refused(given, message):
 @pytest.mark.parametrize("row", STOCHASTIC, ids=by_name)
 def test_temperatures_by_site_are_refused(row):
     with pytest.raises(ArgumentError, match=r"^temperature is one number for all sites"):
-        row.sampler(regression, lr=0.1, temperature={"w": 1.0, "s": 0.0})
+        row.sampler(noisy_sums, lr=0.1, temperature={"w": 1.0, "s": 0.0})
 
 
 # ------------------------------------------------------------------ cyclical steps
 
 PRIOR = 4.0
-
-
-def normal_mean(y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), PRIOR**-0.5).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(w, 1.0).to_event(1), obs=y)
+two_means = normal_mean(sd=PRIOR**-0.5)
 
 
 class MeanOf:
@@ -301,7 +296,7 @@ def test_a_cycle_explores_without_noise_and_samples_with_it(row, steps):
     cycle = Cyclical(row.lr, cycle_steps=10, exploration=exploration, settling=0.0)
     exploring = round(10 * exploration)
     start = {"w": STARTS["w"]}
-    sampler = row.sampler(normal_mean, lr=cycle, **row.others, init_strategy=start)
+    sampler = row.sampler(two_means, lr=cycle, **row.others, init_strategy=start)
     kwargs = {"num_samples": 8, "warmup_steps": warmup, "thinning": thinning}
     sampler.run(ROWS, batch_size=7, num_chains=3, seed=6, **kwargs, **QUIET)
     draws = sampler.get_samples(group_by_chain=True)["w"]
@@ -327,7 +322,7 @@ def test_a_first_exploration_is_the_path_at_temperature_zero():
     cycle = Cyclical(0.3, cycle_steps=20, exploration=0.75, settling=0.0)
 
     def first(**given):
-        sampler = ps.SGLD(normal_mean, init_strategy={"w": STARTS["w"]}, **given)
+        sampler = ps.SGLD(two_means, init_strategy={"w": STARTS["w"]}, **given)
         settings = {"batch_size": 7, "num_chains": 3, "seed": 6, **QUIET}
         return sampler, settings
 
@@ -338,13 +333,13 @@ def test_a_first_exploration_is_the_path_at_temperature_zero():
     drawn = sampler.get_samples(group_by_chain=True)["w"][:, 0]
     quiet = cold.get_samples(group_by_chain=True)["w"][:, 15]
     noise = NoiseStream(6, range(3), (1, 2), torch.float64, torch.device("cpu")).at(15)[:, 0]
-    close(drawn - quiet, noise * math.sqrt(2 * cycle(15) / SIZE), rtol=1e-12)
+    close(drawn - quiet, noise * math.sqrt(2 * cycle(15) / SIZE), tolerance=1e-12)
 
 
 # ------------------------------------------------------------------ decreasing steps
 
 
-def decreasing(lr, model=normal_mean, method=ps.SGLD, **kwargs):
+def decreasing(lr, model=two_means, method=ps.SGLD, **kwargs):
     sampler = method(model, lr=lr)
     settings = {"num_samples": 40, "warmup_steps": 3, "thinning": 2, "num_chains": 2, "seed": 0}
     return sampler.run(ROWS, **settings, **kwargs, **QUIET)
@@ -364,7 +359,7 @@ def test_draws_count_by_their_step_sizes(method):
 
 def test_weights_of_step_sizes_by_site_are_their_mean():
     lr = {"w": FALLING, "s": lambda step: 0.001 * FALLING(step) ** 2}
-    stats = decreasing(lr, model=regression).to_arviz().sample_stats
+    stats = decreasing(lr, model=noisy_sums).to_arviz().sample_stats
     falling = np.array([FALLING(step) for step in STEPS])
     each = falling / falling.mean(), falling**2 / (falling**2).mean()
     np.testing.assert_allclose(stats.weight.values, [sum(each) / 2] * 2, rtol=1e-12)
@@ -376,11 +371,11 @@ def test_draws_at_one_step_size_have_no_weights():
         decreasing(0.1),
         decreasing(lambda step: 0.1),
         decreasing({"w": 0.1}),
-        ps.SGLD(normal_mean, lr=0.1, temperature=lambda step: 1 / (1 + step)).run(
+        ps.SGLD(two_means, lr=0.1, temperature=lambda step: 1 / (1 + step)).run(
             ROWS, num_samples=9, seed=0, **ONE_CHAIN, **QUIET
         ),
         # warm restarts sample every cycle anew
-        ps.SGLD(normal_mean, lr=Cyclical(0.2, 4, 0.5, 0.0)).run(
+        ps.SGLD(two_means, lr=Cyclical(0.2, 4, 0.5, 0.0)).run(
             ROWS, num_samples=9, seed=0, **ONE_CHAIN, **QUIET
         ),
     ]

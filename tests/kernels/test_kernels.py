@@ -9,7 +9,7 @@ import pytest
 import torch
 from gaussian import Field, bound, hills
 from methods import METHODS, STOCHASTIC, TABLE, UNDERDAMPED, by_name
-from reference import double, normals
+from reference import close, double, normals
 
 import pyro_scale as ps
 from pyro_scale import kernels
@@ -23,10 +23,6 @@ without_adjustment = pytest.mark.parametrize("row", STOCHASTIC, ids=by_name)
 SLOPE = Field(torch.func.grad(hills), hills)
 #: Elements that do not know of each other.
 APART = Field(lambda x: torch.cos(x) - x**3, lambda x: (torch.sin(x) - x**4 / 4).sum())
-
-
-def close(actual, expected, rtol):
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol)
 
 
 def test_every_method_has_a_row():
@@ -91,7 +87,7 @@ def test_vmapped_is_looped(row):
     for chain in range(4):
         alone, _ = kernel.update(type(state)(*(s[chain] for s in state)), SLOPE, noise[chain])
         for a, b in zip(together, alone, strict=True):
-            close(a[chain], b, rtol=1e-14)
+            close(a[chain], b, tolerance=1e-14)
     assert (together.position[0] != together.position[1]).all()
 
 
@@ -139,7 +135,7 @@ def test_momenta_start_at_their_stationary_spread(row, mass, temperature, num_da
     kernel = kernel.replace(mass=mass)
     position, noise = normals(3, seed=1), normals(3, seed=0)
     state = kernel.init(position, noise)
-    close(state.momentum, (mass * temperature / num_data).sqrt() * noise, rtol=1e-15)
+    close(state.momentum, (mass * temperature / num_data).sqrt() * noise, tolerance=1e-15)
     assert torch.equal(state.position, position)
     if row.name == "SGNHT":
         assert float(state.xi) == 0.7
@@ -151,7 +147,7 @@ def test_others_start_where_they_are_put(row):
     state = bound(row.of(temperature=0.5), num_data=10).init(position, normals(3))
     assert torch.equal(state.position, position)
     if row.name == "pSGLD":
-        close(state.square, torch.full((3,), 0.05, dtype=torch.float64), rtol=1e-15)
+        close(state.square, torch.full((3,), 0.05, dtype=torch.float64), tolerance=1e-15)
 
 
 @without_adjustment
@@ -165,7 +161,7 @@ def test_a_value_for_each_element_is_one_for_all_where_they_are_alike(row):
     for name in (*kernel.per_site, "temperature"):
         vector = kernel.replace(**{name: kernel.values[name].expand(3)})
         for a, b in zip(vector.update(state, APART, noise)[0], expected, strict=True):
-            close(a, b, rtol=1e-14)
+            close(a, b, tolerance=1e-14)
         apart = kernel.replace(**{name: kernel.values[name] * double(1.0, 1.3, 1.0)})
         moved, _ = apart.update(state, APART, noise)
         same = [bool(a == b) for a, b in zip(moved.position, expected.position, strict=True)]
@@ -240,7 +236,7 @@ def test_schedules_are_functions_of_the_step(row):
     kernel = row.of(**{name: lambda step, i=i: 1 / (1 + i + step) for i, name in enumerate(names)})
     columns = kernel.columns(4)
     for i, name in enumerate(names):
-        close(columns[name], 1 / (1 + i + torch.arange(4).double()), rtol=1e-15)
+        close(columns[name], 1 / (1 + i + torch.arange(4).double()), tolerance=1e-15)
         assert float(kernel.values(2)[name]) == 1 / (3 + i)
     assert columns.keys() == {"lr", "temperature", *row.others}
     assert all(column.dtype == torch.float64 for column in columns.values())
@@ -304,8 +300,12 @@ def test_schedules_inside_dicts():
     """A column for each entry; a tensor counts as 1."""
     lr = {"w": lambda step: 1 / (1 + step), "s": 0.3, "v": double(0.1, 0.2)}
     columns = SGHMC(lr=lr, mass={"w": 2.0}).columns(3)
-    close(columns["lr"], double([1.0, 0.3, 1.0], [1 / 2, 0.3, 1.0], [1 / 3, 0.3, 1.0]), rtol=1e-15)
-    close(columns["mass"], double([2.0], [2.0], [2.0]), rtol=0)
+    close(
+        columns["lr"],
+        double([1.0, 0.3, 1.0], [1 / 2, 0.3, 1.0], [1 / 3, 0.3, 1.0]),
+        tolerance=1e-15,
+    )
+    close(columns["mass"], double([2.0], [2.0], [2.0]), tolerance=0)
     assert columns["friction"].tolist() == [1.0] * 3
     with pytest.raises(ArgumentError, match=r"^lr\['w'\]=0\.0 at step 2: pass"):
         SGHMC(lr={"w": lambda step: 2.0 - step}).columns(5)
@@ -332,7 +332,7 @@ def test_a_cyclical_step_size_takes_the_temperature_with_it():
     columns = BAOA(lr=cycle, temperature=lambda step: 1.0 + step).columns(9)
     assert columns["temperature"].tolist() == [0, 0, 3, 4, 0, 0, 7, 8, 0]
     expected = [0.1 * (math.cos(math.pi * (step % 4) / 4) + 1) for step in range(9)]
-    close(columns["lr"], double(*expected), rtol=1e-15)
+    close(columns["lr"], double(*expected), tolerance=1e-15)
     kernel = BAOA(lr=cycle, temperature=0.5)
     assert [float(kernel.values(step)["temperature"]) for step in range(4)] == [0, 0, 0.5, 0.5]
     assert BAOA(lr=cycle).columns(3)["temperature"].tolist() == [0, 0, 1]

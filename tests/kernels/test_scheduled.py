@@ -5,11 +5,10 @@ import math
 import warnings
 from itertools import product
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 import torchopt
+from densities import logistic_regression
 from reference import close, double, normals
 from repetitions import long_but
 
@@ -24,11 +23,7 @@ X = normals(ROWS, 2, seed=1)
 Y = (X @ double(1.0, -0.5) + normals(ROWS, seed=2) > 0).double()
 EXPONENTIAL, POLYNOMIAL = torchopt.schedule.exponential_decay, torchopt.schedule.polynomial_schedule
 
-
-def logistic(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+logistic = logistic_regression()
 
 
 def loss(w):
@@ -37,7 +32,7 @@ def loss(w):
     return (torch.nn.functional.softplus(z) - Y * z).mean() + w.square().sum() / (2 * ROWS)
 
 
-def stepped(count):
+def falling_at_7(count):
     """A user's, with a branch on the number."""
     return 0.1 if count < 7 else 0.02
 
@@ -49,7 +44,7 @@ SCHEDULES = {
         0.2, 0.5, transition_steps=20, staircase=True, end_value=0.01
     ),
     "a function": lambda count: 0.2 / (1 + count),
-    "a function with a branch": stepped,
+    "a function with a branch": falling_at_7,
     "ours": ps.schedules.cosine_decay(0.2, 100, end=0.01),
 }
 OPTIMIZERS = {
@@ -173,7 +168,7 @@ def test_schedules_are_evaluated_step_by_step(name):
 def test_without_a_schedule_an_optimizer_stays_what_it_is():
     for optimizer in (torchopt.adam(0.1), torchopt.chain(torchopt.sgd(0.1))):
         assert find_schedules(optimizer) is optimizer
-    assert isinstance(find_schedules(torchopt.adam(stepped)), Scheduled)
+    assert isinstance(find_schedules(torchopt.adam(falling_at_7)), Scheduled)
 
 
 def test_a_schedule_that_gives_no_number_is_refused():

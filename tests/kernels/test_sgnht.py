@@ -148,7 +148,7 @@ def averages(kernel, precision, noise=0.0, chains=1000, warmup=300, steps=1200, 
     return sums
 
 
-def z_of(values, expected):
+def worst_z(values, expected):
     """How many standard errors the mean over chains is off, the worst of all elements."""
     error = values.std(0) / len(values) ** 0.5
     return float(((values.mean(0) - expected) / error).abs().max())
@@ -165,11 +165,11 @@ def test_the_law_of_the_thermostat(num_data):
         kernel, lr=double(0.06, 0.08, 0.1, 0.12, 0.1), mass=double(0.5, 1.0, 2.0, 1.0, 3.0)
     )
     found = averages(kernel, double(0.5, 1.0, 1.0, 2.0, 3.0), seed=num_data)
-    assert z_of(found["position"], 1.0) < 4.4
-    assert z_of(found["energy"], 1.0) < 4.4
-    assert z_of(found["xi"], friction) < 4.4
+    assert worst_z(found["position"], 1.0) < 4.4
+    assert worst_z(found["energy"], 1.0) < 4.4
+    assert worst_z(found["xi"], friction) < 4.4
     about = found["xi squared"] - 2 * friction * found["xi"] + friction**2
-    assert z_of(about, 1 / 5) < 4.4
+    assert worst_z(about, 1 / 5) < 4.4
     sizes = {name: float((v.std(0) / len(v) ** 0.5).max()) for name, v in found.items()}
     assert sizes["position"] < 0.01
     assert sizes["xi"] < 0.005
@@ -188,11 +188,11 @@ def test_gradient_noise_that_nobody_knows(method):
     found = averages(kernel, torch.ones(size).double(), noise, **quick)
     position = found["position"].mean(1)
     if method is SGNHT:
-        assert z_of(position, 1.0) < 4.4
+        assert worst_z(position, 1.0) < 4.4
         assert position.std() / len(position) ** 0.5 < 0.003
-        assert z_of(found["xi"], 1.4 * friction) < 4.4
+        assert worst_z(found["xi"], 1.4 * friction) < 4.4
         mean = found["xi"].mean()
         about = found["xi squared"] - 2 * mean * found["xi"] + mean**2
-        assert z_of(about, 1 / size) < 4.4
+        assert worst_z(about, 1 / size) < 4.4
     else:
         assert float(position.mean()) == pytest.approx(1.4, abs=0.03)

@@ -9,13 +9,10 @@ from fractions import Fraction
 
 import pytest
 import torch
+from reference import normals
 
 from pyro_scale import metrics
 from pyro_scale.errors import ArgumentError
-
-
-def normals(*shape, seed):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("alpha", ["0.01", "0.05", "0.1", "0.2", "0.3", "0.5", "0.9"])

@@ -21,14 +21,14 @@ def random(*shape, seed=0, dtype=torch.float64):
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def simplex(*shape, seed=0, dtype=torch.float64):
+def probabilities(*shape, seed=0, dtype=torch.float64):
     """Probabilities far from uniform."""
     return (6 * random(*shape, seed=seed)).softmax(-1).to(dtype)
 
 
 def classified(rows=300, classes=4, dtype=torch.float64):
     """Labels of the probabilities, so that bins' gaps have either sign."""
-    probs = simplex(rows, classes)
+    probs = probabilities(rows, classes)
     labels = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(1))[:, 0]
     return probs.to(dtype), labels
 
@@ -37,7 +37,7 @@ def rounding(dtype):
     return {"rtol": 0, "atol": 30 * torch.finfo(dtype).eps}
 
 
-def same(value, expected, dtype=torch.float64):
+def rounds_to(value, expected, dtype=torch.float64):
     assert value.dtype == dtype
     torch.testing.assert_close(value, torch.as_tensor(expected, dtype=dtype), **rounding(dtype))
 
@@ -52,15 +52,15 @@ def entropy(p):
 class TestUncertainty:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_parts_are_entropies_in_nats(self, dtype):
-        probs = simplex(7, 2, 3, 5, dtype=dtype)
+        probs = probabilities(7, 2, 3, 5, dtype=dtype)
         probs[0, 0, 0] = torch.tensor([0, 0, 1.0, 0, 0])
         parts = metrics.uncertainty(probs)
         for i, j in itertools.product(range(2), range(3)):
             draws = probs[:, i, j].double().numpy()
             total, aleatoric = entropy(draws.mean(0)), np.mean([entropy(p) for p in draws])
-            same(parts.total[i, j], total, dtype)
-            same(parts.aleatoric[i, j], aleatoric, dtype)
-            same(parts.epistemic[i, j], total - aleatoric, dtype)
+            rounds_to(parts.total[i, j], total, dtype)
+            rounds_to(parts.aleatoric[i, j], aleatoric, dtype)
+            rounds_to(parts.epistemic[i, j], total - aleatoric, dtype)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(
@@ -76,30 +76,30 @@ class TestUncertainty:
         for part, value in zip(
             metrics.uncertainty(torch.tensor(draws, dtype=dtype)), expected, strict=True
         ):
-            same(part, value, dtype)
+            rounds_to(part, value, dtype)
 
     def test_one_draw_or_equal_draws_have_no_epistemic_part_and_never_a_negative_one(self):
-        one = simplex(1, 2000, 10, dtype=torch.float32)
+        one = probabilities(1, 2000, 10, dtype=torch.float32)
         assert (metrics.uncertainty(one).epistemic == 0).all()
         equal = metrics.uncertainty(one.expand(7, 2000, 10)).epistemic
         assert (equal >= 0).all()
         assert equal.max() < 1e-6
 
     def test_order_of_draws_and_classes_does_not_matter_and_that_of_rows_is_kept(self):
-        probs = simplex(5, 6, 3)
+        probs = probabilities(5, 6, 3)
         expected = metrics.uncertainty(probs)
         shuffled = metrics.uncertainty(probs.flip(0, 2)[:, [3, 1, 2, 0, 5, 4]])
         for part, value in zip(shuffled, expected, strict=True):
-            same(part, value[[3, 1, 2, 0, 5, 4]])
+            rounds_to(part, value[[3, 1, 2, 0, 5, 4]])
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_variance_is_that_of_the_mixture(self, dtype):
         means, variances = random(6, 4, 2, dtype=dtype), random(6, 4, 2, seed=1, dtype=dtype)
         parts = metrics.variance(means, variances)
         m, v = means.double().numpy(), variances.double().numpy()
-        same(parts.total, (m**2 + v).mean(0) - m.mean(0) ** 2, dtype)
-        same(parts.aleatoric, v.mean(0), dtype)
-        same(parts.epistemic, m.var(0), dtype)
+        rounds_to(parts.total, (m**2 + v).mean(0) - m.mean(0) ** 2, dtype)
+        rounds_to(parts.aleatoric, v.mean(0), dtype)
+        rounds_to(parts.epistemic, m.var(0), dtype)
         assert torch.equal(parts.total, parts.aleatoric + parts.epistemic)
 
 
@@ -130,18 +130,18 @@ class TestClassification:
         probs, labels = classified(dtype=dtype)
         p, y = probs.double().numpy(), labels.numpy()
         given = (probs, labels.to(integers))
-        same(metrics.accuracy(*given), sklearn.metrics.accuracy_score(y, p.argmax(1)), dtype)
+        rounds_to(metrics.accuracy(*given), sklearn.metrics.accuracy_score(y, p.argmax(1)), dtype)
         normalized = p / p.sum(1, keepdims=True)
-        same(metrics.nll(*given), sklearn.metrics.log_loss(y, normalized), dtype)
-        same(metrics.brier(*given), brier_by_loop(p, y), dtype)
+        rounds_to(metrics.nll(*given), sklearn.metrics.log_loss(y, normalized), dtype)
+        rounds_to(metrics.brier(*given), brier_by_loop(p, y), dtype)
         for bins in (1, 10):
-            same(metrics.ece(*given, bins=bins), ece_by_loop(p, y, bins), dtype)
-        same(metrics.ece(*given), ece_by_loop(p, y, 15), dtype)
+            rounds_to(metrics.ece(*given, bins=bins), ece_by_loop(p, y, bins), dtype)
+        rounds_to(metrics.ece(*given), ece_by_loop(p, y, 15), dtype)
 
     def test_order_of_rows_and_classes_does_not_matter(self):
         probs, labels = classified()
         for score in (metrics.accuracy, metrics.nll, metrics.brier, metrics.ece):
-            same(score(probs.flip(0, 1), 3 - labels.flip(0)), score(probs, labels))
+            rounds_to(score(probs.flip(0, 1), 3 - labels.flip(0)), score(probs, labels))
 
     @pytest.mark.parametrize(
         ("right", "expected"), [(True, (1, 0, 0, 0)), (False, (0, math.inf, 2, 1))]
@@ -190,17 +190,19 @@ class TestRanking:
         inside = (grid * random(60)).floor().to(dtype)
         outside = (grid * random(45, seed=1)).floor().to(dtype) + grid // 5
         pairs = [(a < b) + (a == b) / 2 for a in inside.tolist() for b in outside.tolist()]
-        same(metrics.auroc(inside, outside), np.mean(pairs), dtype)
-        same(metrics.auroc(outside, inside), 1 - np.mean(pairs), dtype)
+        rounds_to(metrics.auroc(inside, outside), np.mean(pairs), dtype)
+        rounds_to(metrics.auroc(outside, inside), 1 - np.mean(pairs), dtype)
         truth = np.repeat([0, 1], [60, 45])
         by_sklearn = sklearn.metrics.roc_auc_score(truth, torch.cat([inside, outside]))
-        same(metrics.auroc(inside, outside), by_sklearn, dtype)
+        rounds_to(metrics.auroc(inside, outside), by_sklearn, dtype)
 
     def test_auroc_depends_on_the_order_of_scores_alone(self):
         inside, outside = torch.tensor([18.0, 19.0, -math.inf]), torch.tensor([20.0, 21.0])
         assert metrics.auroc(inside, outside) == 1
         assert metrics.auroc(inside, outside.double()).dtype == torch.float64
-        same(metrics.auroc(random(9).exp(), random(8).exp()), metrics.auroc(random(9), random(8)))
+        rounds_to(
+            metrics.auroc(random(9).exp(), random(8).exp()), metrics.auroc(random(9), random(8))
+        )
 
     def test_selective_accuracy_is_a_mean_over_the_order_of_ties(self):
         scores = [0.2, 0.1, 0.2, 0.5, 0.2, 0.4, 0.1]
@@ -214,7 +216,7 @@ class TestRanking:
             np.mean([np.mean([correct[i] for i in o[:k]]) for o in orders]) for k in range(1, 8)
         ]
         given = torch.tensor(scores).double(), torch.tensor(correct)
-        same(metrics.selective_accuracy(*given, torch.arange(1, 8) / 7), expected)
+        rounds_to(metrics.selective_accuracy(*given, torch.arange(1, 8) / 7), expected)
 
     @pytest.mark.parametrize(
         ("coverage", "rows"), [(1e-9, 1), (0.14, 1), (0.16, 2), (0.7, 7), (1, 10), (0.949, 9)]
@@ -222,7 +224,7 @@ class TestRanking:
     def test_selective_accuracy_of_the_nearest_whole_number_of_rows(self, coverage, rows):
         correct = torch.tensor([True, False, True, True, False, False, True, True, True, False])
         value = metrics.selective_accuracy(torch.arange(10).double(), correct, coverage)
-        same(value, correct[:rows].double().mean())
+        rounds_to(value, correct[:rows].double().mean())
 
     def test_shape_and_dtype_of_selective_accuracy(self):
         value = metrics.selective_accuracy(
@@ -247,7 +249,7 @@ class TestCalibration:
     def test_pit_of_exchangeable_draws_is_uniform(self, num_draws, dtype):
         draws, y = in_turn(random(num_draws + 1, dtype=dtype))
         values = metrics.pit(draws, y)
-        same(
+        rounds_to(
             values.sort().values,
             (torch.arange(num_draws + 1).double() + 0.5) / (num_draws + 1),
             dtype,
@@ -259,12 +261,12 @@ class TestCalibration:
         counts = (4 * random(20, 20_000).square()).floor()
         draws, y = counts[1:], counts[0]
         below, equal = (draws < y).sum(0), (draws == y).sum(0)
-        same(metrics.pit(draws, y), (below + equal.double() / 2 + 0.5) / 20)
+        rounds_to(metrics.pit(draws, y), (below + equal.double() / 2 + 0.5) / 20)
         assert float(metrics.pit(*in_turn(counts[:, 0])).mean()) == pytest.approx(0.5, abs=1e-12)
 
         values = metrics.pit(draws, y, torch.Generator().manual_seed(1))
         ranks = (values * 20 - 0.5).round().long()
-        same(values, (ranks.double() + 0.5) / 20)
+        rounds_to(values, (ranks.double() + 0.5) / 20)
         assert ((below <= ranks) & (ranks <= below + equal)).all()
         frequencies = ranks.bincount(minlength=20).numpy()
         assert len(frequencies) == 20
@@ -274,8 +276,8 @@ class TestCalibration:
     def test_coverage_of_exchangeable_draws_is_its_level(self, dtype):
         draws, y = in_turn(random(100, dtype=dtype))
         levels = torch.tensor([[0.02, 0.5], [0.9, 0.98]], dtype=dtype)
-        same(metrics.coverage(draws, y, levels), levels, dtype)
-        same(metrics.coverage(*in_turn(random(20, dtype=dtype))), 0.9, dtype)
+        rounds_to(metrics.coverage(draws, y, levels), levels, dtype)
+        rounds_to(metrics.coverage(*in_turn(random(20, dtype=dtype))), 0.9, dtype)
 
     @pytest.mark.parametrize("level", [0.13, 0.5, 0.877])
     def test_coverage_is_that_of_the_quantiles(self, level):
@@ -283,7 +285,7 @@ class TestCalibration:
         ends = [(1 - level) / 2, (1 + level) / 2]
         low, high = np.quantile(draws.numpy(), ends, axis=0, method="weibull")
         expected = np.mean((low <= y.numpy()) & (y.numpy() <= high))
-        same(metrics.coverage(draws, y, level), expected)
+        rounds_to(metrics.coverage(draws, y, level), expected)
 
     def test_ends_of_the_interval_count_as_inside(self):
         draws = torch.arange(1.0, 20.0)[:, None].expand(19, 4)
@@ -300,7 +302,7 @@ class TestRegression:
     def test_log_predictive_density_is_that_of_the_mean_likelihood(self, dtype):
         log_lik = (10 * random(8, 5) - 8).to(dtype)
         expected = log_lik.double().exp().mean(0).log()
-        same(metrics.log_predictive_density(log_lik), expected, dtype)
+        rounds_to(metrics.log_predictive_density(log_lik), expected, dtype)
         far = metrics.log_predictive_density(log_lik.double() - 1000)  # exp would be 0
         torch.testing.assert_close(far, expected - 1000, rtol=1e-15, atol=1e-12)
         nothing = torch.full((3, 1), -math.inf, dtype=dtype)
@@ -308,7 +310,7 @@ class TestRegression:
 
     def test_rmse(self):
         mean, y = random(6, 2), random(6, 2, seed=1)
-        same(metrics.rmse(mean, y), math.sqrt(np.mean((mean - y).numpy() ** 2)))
+        rounds_to(metrics.rmse(mean, y), math.sqrt(np.mean((mean - y).numpy() ** 2)))
 
 
 # ------------------------------------------------------------------ all
@@ -333,7 +335,7 @@ def test_new_tensors_are_made_where_the_inputs_are():
     assert {value.device.type for value in values} == {"cpu"}
 
 
-P, Y = simplex(5, 3), torch.tensor([0, 1, 2, 1, 0])
+P, Y = probabilities(5, 3), torch.tensor([0, 1, 2, 1, 0])
 V = random(5)
 DRAWS = random(7, 5)
 nan = torch.tensor([math.nan] * 5)

@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
+from densities import initialize, linear_regression, weights
 from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
@@ -19,28 +20,21 @@ from pyro_scale.errors import ArgumentError, ModelError, PlateError, SiteError
 pytestmark = pytest.mark.usefixtures("float64")
 
 N, B = 12, 4
+ONE_STEP = {
+    "num_samples": 1,
+    "warmup_steps": 0,
+    "thinning": 1,
+    "num_chains": 1,
+    "seed": 0,
+    "progress": False,
+}
 PARALLEL = {"enumerate": "parallel"}
 
 
-def rows_of(count):
+def random_rows(count):
     source = torch.Generator().manual_seed(0)
     x = torch.randn(count, 2, generator=source, dtype=torch.float64)
     return x, torch.randn(count, generator=source, dtype=torch.float64)
-
-
-def weights():
-    return pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-
-
-def regression(features):
-    """A regression on what a function makes of the rows."""
-
-    def model(x, y):
-        w = weights()
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(features(x) @ w, 1.0), obs=y)
-
-    return model
 
 
 # ------------------------------------------------------------------ latents
@@ -394,29 +388,33 @@ BAD = {
         "(site 'y': .*support of its Categorical|validation)",
     ),
     "BatchNorm": (
-        regression(nn.BatchNorm1d(2)),
+        linear_regression(features=nn.BatchNorm1d(2)),
         ModelError,
         r"BatchNorm1d in train mode.*call .eval\(\)",
     ),
     "BatchNorm without statistics": (
         # .eval() does not help here, so it must not be what is advised alone
-        regression(nn.BatchNorm1d(2, track_running_stats=False).eval()),
+        linear_regression(features=nn.BatchNorm1d(2, track_running_stats=False).eval()),
         ModelError,
         "BatchNorm1d.*track_running_stats",
     ),
     "dropout": (
-        regression(nn.Dropout(0.2)),
+        linear_regression(features=nn.Dropout(0.2)),
         ModelError,
         r"Dropout has active dropout \(p=0.2\).*\.eval",
     ),
-    "alpha dropout": (regression(nn.AlphaDropout(0.2)), ModelError, r"AlphaDropout.*\.eval"),
+    "alpha dropout": (
+        linear_regression(features=nn.AlphaDropout(0.2)),
+        ModelError,
+        r"AlphaDropout.*\.eval",
+    ),
     "dropout of a GRU": (
-        regression(lambda x: RECURRENT(x)[0]),
+        linear_regression(features=lambda x: RECURRENT(x)[0]),
         ModelError,
         r"GRU has active dropout.*call \.eval",
     ),
     "functional dropout": (
-        regression(lambda x: torch.nn.functional.dropout(x, 0.5)),
+        linear_regression(features=lambda x: torch.nn.functional.dropout(x, 0.5)),
         ModelError,
         "site 'y': .*at random",
     ),
@@ -439,18 +437,9 @@ def no_steps(monkeypatch):
 def test_bad_models_are_refused_before_any_step(kind):
     model, error, message = BAD[kind]
     with pytest.raises(error, match=f"(?s){message}"):
-        ps.BAOA(model, lr=0.1).run(
-            rows_of(N),
-            num_samples=1,
-            warmup_steps=0,
-            thinning=1,
-            num_chains=1,
-            batch_size=B,
-            seed=0,
-            progress=False,
-        )
+        ps.BAOA(model, lr=0.1).run(random_rows(N), **ONE_STEP, batch_size=B)
     with pytest.raises(error, match=f"(?s){message}"):
-        ps.explain(model, rows_of(N), batch_size=B)
+        ps.explain(model, random_rows(N), batch_size=B)
 
 
 def absolute(x, y):
@@ -479,7 +468,7 @@ def lstm_by_hand(x, y):
     ("model", "equivalent"),
     [
         (branches_on_a_latent, absolute),
-        (branches_on_the_data, regression(lambda x: x)),
+        (branches_on_the_data, linear_regression()),
         (weights_of_an_lstm, lstm_by_hand),
     ],
     ids=["branch on a latent", "branch on the data", "LSTM's weights"],
@@ -490,14 +479,7 @@ def test_models_that_vmap_refuses_run_chain_by_chain(model, equivalent, batch_si
     for each in (model, equivalent):
         sampler = ps.BAOA(each, lr=0.1, init_strategy=starts)
         sampler.run(
-            rows_of(N),
-            num_samples=5,
-            warmup_steps=0,
-            thinning=1,
-            batch_size=batch_size,
-            num_chains=2,
-            seed=0,
-            progress=False,
+            random_rows(N), **{**ONE_STEP, "num_samples": 5, "num_chains": 2}, batch_size=batch_size
         )
         draws.append(sampler.get_samples())
         likelihoods.append(sampler.log_likelihood()["y"])
@@ -509,7 +491,7 @@ def test_models_that_vmap_refuses_run_chain_by_chain(model, equivalent, batch_si
 def started_at(model):
     """The same starts for both, `[2, ...]`."""
     log_posterior = ps.LogPosterior(model, num_data=N)
-    starts = [log_posterior.constrain(log_posterior.init(seed, *rows_of(N))) for seed in (0, 1)]
+    starts = [log_posterior.constrain(log_posterior.init(seed, *random_rows(N))) for seed in (0, 1)]
     return {site: torch.stack([start[site] for start in starts]) for site in starts[0]}
 
 
@@ -517,25 +499,16 @@ def started_at(model):
 @pytest.mark.parametrize("batch_size", [None, B])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_nan_in_the_data_names_the_site(bad, batch_size):
-    x, y = rows_of(N)
+    x, y = random_rows(N)
     x_bad, y_bad = x.clone(), y.clone()
     x_bad[1, 0], y_bad[1] = bad, bad
-    model = regression(lambda x: x)
+    model = linear_regression()
     for data, told in [
         ((x_bad, y), r"site 'y': .*argument 0 is (NaN|infinite) in row 1 "),
         ((x, y_bad), r"site 'y': .*(observed value is NaN|argument 1 is infinite in row 1)"),
     ]:
         with pytest.raises(SiteError, match=told):
-            ps.BAOA(model, lr=0.1).run(
-                data,
-                num_samples=1,
-                warmup_steps=0,
-                thinning=1,
-                num_chains=1,
-                batch_size=batch_size,
-                seed=0,
-                progress=False,
-            )
+            ps.BAOA(model, lr=0.1).run(data, **ONE_STEP, batch_size=batch_size)
 
 
 def defined_for_positive_m(y):
@@ -550,30 +523,14 @@ def test_a_start_that_breaks_one_chain_names_the_chain(seed):
     starts = {"m": torch.tensor([1.0, -1.0])}
     sampler = ps.BAOA(defined_for_positive_m, lr=0.1, init_strategy=starts)
     with pytest.raises(SiteError, match=r"site 'y': .*chain 1 .*init_strategy"):
-        sampler.run(
-            rows_of(N)[1],
-            num_samples=1,
-            warmup_steps=0,
-            thinning=1,
-            num_chains=2,
-            seed=seed,
-            progress=False,
-        )
+        sampler.run(random_rows(N)[1], **{**ONE_STEP, "num_chains": 2, "seed": seed})
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_model_is_judged_where_its_chains_start(seed):
     starts = {"m": torch.tensor([1.0, 2.0])}
     sampler = ps.BAOA(defined_for_positive_m, lr=1e-4, init_strategy=starts)
-    sampler.run(
-        rows_of(N)[1],
-        num_samples=1,
-        warmup_steps=0,
-        thinning=1,
-        num_chains=2,
-        seed=seed,
-        progress=False,
-    )
+    sampler.run(random_rows(N)[1], **{**ONE_STEP, "num_chains": 2, "seed": seed})
     assert (sampler.get_samples()["m"] - starts["m"]).abs().max() < 0.1
 
 
@@ -581,7 +538,7 @@ def test_a_module_that_is_refused_is_not_written_to():
     norm = nn.BatchNorm1d(2)
     before = {name: value.clone() for name, value in norm.state_dict().items()}
     with pytest.raises(ModelError, match="train mode"):
-        ps.LogPosterior(regression(norm), num_data=N).init(0, *rows_of(B))
+        ps.LogPosterior(linear_regression(features=norm), num_data=N).init(0, *random_rows(B))
     assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
     assert norm.training
 
@@ -598,9 +555,10 @@ def test_layers_that_write_to_their_buffers_are_refused_or_left_alone(make):
         features = layer
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     with contextlib.suppress(ModelError):
-        log_posterior = ps.LogPosterior(regression(features), num_data=N)
-        params = log_posterior.init(0, *rows_of(B))
-        log_posterior.grad(params, rows_of(B))
+        log_posterior, params = initialize(
+            linear_regression(features=features), *random_rows(B), num_data=N
+        )
+        log_posterior.grad(params, random_rows(B))
     changed = [n for n, value in layer.state_dict().items() if not torch.equal(value, before[n])]
     assert changed == []
 
@@ -612,7 +570,7 @@ def test_a_plate_of_fixed_size_is_named_even_where_n_is_unknown():
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
     with pytest.raises(PlateError, match=r"plate 'data' .*12.*4 rows.*subsample_size=len\(x\)"):
-        ps.LogPosterior(model).init(0, *rows_of(B))
+        ps.LogPosterior(model).init(0, *random_rows(B))
 
 
 @pytest.mark.parametrize("batch", [{}, {"batch_size": B}])
@@ -623,7 +581,7 @@ def test_a_plate_of_another_size_than_the_data_is_named(batch):
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
     with pytest.raises(PlateError, match=rf"'data' .*{N + 1}, .*{N} rows: .*'data', len\(x\)"):
-        ps.BAOA(model).run(rows_of(N), seed=0, progress=False, **batch)
+        ps.BAOA(model).run(random_rows(N), seed=0, progress=False, **batch)
 
 
 @pytest.mark.parametrize("size", [N, B])
@@ -635,7 +593,7 @@ def test_values_that_every_row_would_be_compared_with_are_refused(size):
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal((x @ w)[:, None], 1.0).to_event(1), obs=y)
 
-    x, y = rows_of(size)
+    x, y = random_rows(size)
     with pytest.raises(SiteError, match=rf"'y': values of shape \[{size}\] .*y\[:, None\]"):
         ps.LogPosterior(model, num_data=N).init(0, x, y)
     ps.LogPosterior(model, num_data=N).init(0, x, y[:, None])
@@ -647,8 +605,7 @@ def test_one_event_may_have_all_values():
         pyro.sample("y", dist.Normal(mean[None], 1.0).to_event(1), obs=y)
 
     y = torch.arange(4.0)
-    log_posterior = ps.LogPosterior(model, num_data=4)
-    log_posterior.init(0, y)
+    log_posterior, _ = initialize(model, y, num_data=4)
     slopes, _ = log_posterior.grad({"mean": torch.tensor(0.5)}, (y,))
     assert float(slopes["mean"]) == pytest.approx(6 - 4 * 0.5 - 0.5)
 
@@ -660,7 +617,7 @@ def test_a_models_own_error_says_what_the_batch_was():
 
     log_posterior = ps.LogPosterior(model, num_data=N)
     with pytest.raises(RuntimeError, match="no such rows") as raised:
-        log_posterior.init(0, *rows_of(B))
+        log_posterior.init(0, *random_rows(B))
     (told,) = raised.value.__notes__
     assert told == "raised by the model on its first batch: 0 is float64 [4, 2], 1 is float64 [4]"
 
@@ -688,9 +645,8 @@ def test_bad_arguments_are_refused(make, error, message):
 
 
 def test_params_that_do_not_fit_the_model_are_refused():
-    x, y = rows_of(B)
-    log_posterior = ps.LogPosterior(regression(lambda x: x), num_data=N)
-    log_posterior.init(0, x, y)
+    x, y = random_rows(B)
+    log_posterior, _ = initialize(linear_regression(), x, y, num_data=N)
     with pytest.raises(SiteError, match="site 'w'"):
         log_posterior({}, (x, y))
     with pytest.raises(SiteError, match=r"site 'w': .*\[3\]"):
@@ -713,29 +669,29 @@ def test_names_that_no_file_can_hold_are_refused_before_a_run(name):
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
     with pytest.raises(SiteError, match="results are files whose variables have these names"):
-        ps.explain(model, rows_of(B))
+        ps.explain(model, random_rows(B))
 
 
 def test_latents_without_elements_are_refused():
     def model(x, y):
         pyro.sample("none", dist.Normal(torch.zeros(0), 1.0).to_event(1))
-        regression(lambda x: x)(x, y)
+        linear_regression()(x, y)
 
     with pytest.raises(SiteError, match=r"site 'none': it has the shape \[0\], no elements"):
-        ps.explain(model, rows_of(B))
+        ps.explain(model, random_rows(B))
 
 
 def test_runs_that_never_end_and_numbers_beyond_all_rows_are_refused():
-    sampler = ps.BAOA(regression(lambda x: x), lr=0.1)
+    sampler = ps.BAOA(linear_regression(), lr=0.1)
     with pytest.raises(ArgumentError, match=r"1 x 5,000,000,000,000 steps take 58 days or more"):
-        sampler.run(rows_of(B), num_samples=5, warmup_steps=0, num_chains=1, thinning=10**12)
+        sampler.run(random_rows(B), num_samples=5, warmup_steps=0, num_chains=1, thinning=10**12)
     with pytest.raises(ArgumentError, match=r"num_data=1000000000000000000000000000000: pass"):
-        ps.BAOA(regression(lambda x: x), lr=0.1, num_data=10**30)
+        ps.BAOA(linear_regression(), lr=0.1, num_data=10**30)
 
 
 def test_a_step_on_no_rows_is_refused_each_time():
-    x, y = rows_of(B)
-    sampler = ps.BAOA(regression(lambda x: x), lr=0.01, num_data=N)
+    x, y = random_rows(B)
+    sampler = ps.BAOA(linear_regression(), lr=0.01, num_data=N)
     sampler.step(x, y)
     with pytest.raises(ps.errors.DataError, match="no rows"):
         sampler.step(x[:0], y[:0])

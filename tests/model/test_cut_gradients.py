@@ -44,7 +44,7 @@ WHOLE = {
 }
 
 
-def model_of(change, dtype):
+def changed(change, dtype):
     def model(x, y=None):
         zeros = torch.zeros(3, dtype=dtype)
         w = pyro.sample("w", dist.Normal(zeros, 1.0).to_event(1))
@@ -55,7 +55,7 @@ def model_of(change, dtype):
     return model
 
 
-def told(model, data, **options):
+def cut_warnings(model, data, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ps.SGLD(model, lr=1e-6, compile=False).run(data, **HOW, **QUIET, **options)
@@ -69,7 +69,7 @@ def told(model, data, **options):
 @pytest.mark.parametrize("name", CUTS)
 def test_a_cut_is_named_by_site_and_latent(name, dtype, scale):
     data = X.to(dtype), scale * Y.to(dtype)
-    (message,) = told(model_of(CUTS[name], dtype), data, batch_size=20)
+    (message,) = cut_warnings(changed(CUTS[name], dtype), data, batch_size=20)
     start = "site 'y': its log density depends on 'w', and its gradient does not"
     assert message.startswith(start)
     assert message.endswith("symptoms.html#cut-gradient")
@@ -79,7 +79,7 @@ def test_a_cut_is_named_by_site_and_latent(name, dtype, scale):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", WHOLE)
 def test_no_other_model_is_accused(name, dtype, scale):
-    assert told(model_of(WHOLE[name], dtype), (X.to(dtype), scale * Y.to(dtype))) == []
+    assert cut_warnings(changed(WHOLE[name], dtype), (X.to(dtype), scale * Y.to(dtype))) == []
 
 
 @pytest.mark.parametrize("method", long_but(["Laplace", "MAP", "VI", "NUTS"], "Laplace"))
@@ -89,7 +89,7 @@ def test_every_method_says_so(method):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore", PyroScaleWarning)
         warnings.simplefilter("always", ModelWarning)
-        getattr(ps, method)(model_of(CUTS["detach"], torch.float64)).run((X, Y), **how, **QUIET)
+        getattr(ps, method)(changed(CUTS["detach"], torch.float64)).run((X, Y), **how, **QUIET)
     assert any("depends on 'w', and its gradient does not" in str(each.message) for each in caught)
 
 
@@ -160,6 +160,6 @@ def test_a_network_of_more_sites_than_groups():
             pyro.sample("y", dist.Normal(mean.detach() if cut else mean, 0.3), obs=y)
 
     data = X.float(), Y.float()
-    assert told(lambda x, y: model(x, y, cut=False), data) == []
-    (message,) = told(lambda x, y: model(x, y, cut=True), data)
+    assert cut_warnings(lambda x, y: model(x, y, cut=False), data) == []
+    (message,) = cut_warnings(lambda x, y: model(x, y, cut=True), data)
     assert message.startswith("site 'y'")

@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import weights
 from reference import normals
 
 import pyro_scale as ps
@@ -16,10 +17,6 @@ X, Y = normals(N, 2), normals(N, seed=1)
 #: Of which the first batch does not show what depends on rows before.
 LATE = torch.cat([torch.zeros(40), Y[40:]])
 TIMES = normals(N, seed=2)
-
-
-def weights():
-    return pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
 
 def of_mean(mean_of):
@@ -105,7 +102,7 @@ def test_rows_of_a_model_that_subsamples_by_itself():
         ps.explain(model, (X, Y))
 
 
-def gaussian_process(x, y):
+def process_of_rows(x, y):
     noise = weights()[0].exp()
     covariance = torch.exp(-torch.cdist(x, x)) + noise * torch.eye(len(x))
     pyro.sample("y", dist.MultivariateNormal(torch.zeros(len(x)), covariance), obs=y)
@@ -124,7 +121,7 @@ def one_value(of_rows):
         (one_value(lambda rows: rows.sum()), "the sum over the rows of a batch. Give it one value"),
         (one_value(lambda rows: rows.mean()), "the mean over the rows of a batch. Give it one"),
         (one_value(lambda rows: rows.sum() - 7.0), "not the sum of those of its halves.*besides"),
-        (gaussian_process, "not the sum of those of its halves: rows depend on each other"),
+        (process_of_rows, "not the sum of those of its halves: rows depend on each other"),
     ],
 )
 def test_one_value_for_all_rows_is_told_from_rows_that_depend_on_each_other(model, why):

@@ -9,7 +9,7 @@ from pyro_scale.model.diagnose import centered_latents, improper_latents
 from pyro_scale.model.log_posterior import LogPosterior
 
 
-def schools(y):
+def student_schools(y):
     mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
     tau = pyro.sample("tau", dist.HalfCauchy(5.0))
     nu = pyro.sample("nu", dist.Gamma(2.0, 0.1))
@@ -18,7 +18,7 @@ def schools(y):
         pyro.sample("y", dist.Normal(theta, 10.0), obs=y)
 
 
-def found(model):
+def centered_of(model):
     y = torch.tensor([28.0, 8.0, -3.0])
     log_posterior = LogPosterior(model, num_data=3)
     log_posterior.prepare((y,))
@@ -26,12 +26,14 @@ def found(model):
 
 
 def test_the_scale_and_not_the_location_counts():
-    assert found(schools) == {"theta": ["tau"]}
+    assert centered_of(student_schools) == {"theta": ["tau"]}
 
 
 def test_what_is_advised_leaves_none():
-    mended = pyro.poutine.reparam(schools, {"theta": LocScaleReparam(0.0, shape_params=["df"])})
-    assert found(mended) == {}
+    mended = pyro.poutine.reparam(
+        student_schools, {"theta": LocScaleReparam(0.0, shape_params=["df"])}
+    )
+    assert centered_of(mended) == {}
 
 
 def test_effects_of_parents_do_not_cancel():
@@ -42,7 +44,7 @@ def test_effects_of_parents_do_not_cancel():
             theta = pyro.sample("theta", dist.Normal(0.0, (a - b).exp()))
             pyro.sample("y", dist.Normal(theta, 1.0), obs=y)
 
-    assert found(model) == {"theta": ["a", "b"]}
+    assert centered_of(model) == {"theta": ["a", "b"]}
 
 
 def test_improper_latents_are_named_and_no_others():

@@ -14,7 +14,7 @@ Y = torch.tensor([0.0, 1, 1, 0, 1, 0, 0, 1]).double()
 AT_ZERO = {"w": torch.zeros(3).double()}
 
 
-def numbers(x=X, prior=1.0, slope=1.0, y=Y):
+def fingerprint(x=X, prior=1.0, slope=1.0, y=Y):
     def model(y):
         w = pyro.sample("w", dist.Normal(torch.zeros(3).double(), prior).to_event(1))
         with pyro.plate("data", len(y)):
@@ -26,7 +26,7 @@ def numbers(x=X, prior=1.0, slope=1.0, y=Y):
 
 
 def test_they_are_the_log_prior_and_the_log_likelihood():
-    found = list(numbers().values())
+    found = list(fingerprint().values())
     log_prior = dist.Normal(0.0, 1.0).log_prob(AT_ZERO["w"]).sum()
     assert found[0] == float(log_prior)
     assert math.isclose(found[1], 8 * math.log(0.5))
@@ -36,12 +36,14 @@ def test_they_are_the_log_prior_and_the_log_likelihood():
 
 
 def test_at_weights_of_zero_the_second_point_tells_covariates_apart():
-    here = numbers()
-    for other in (numbers(x=2 * X), numbers(x=X[:, [1, 0, 2]]), numbers(slope=2.0)):
+    here = fingerprint()
+    for other in (fingerprint(x=2 * X), fingerprint(x=X[:, [1, 0, 2]]), fingerprint(slope=2.0)):
         assert first_difference(here, other, 1e-6).startswith("the log likelihood beside it")
-    assert first_difference(here, numbers(prior=2.0), 1e-6).startswith("the log prior at the start")
-    assert first_difference(here, numbers(y=1 - Y), 1e-6) is not None
-    assert first_difference(here, numbers(), 0.0) is None
+    assert first_difference(here, fingerprint(prior=2.0), 1e-6).startswith(
+        "the log prior at the start"
+    )
+    assert first_difference(here, fingerprint(y=1 - Y), 1e-6) is not None
+    assert first_difference(here, fingerprint(), 0.0) is None
 
 
 def test_rounding_is_no_difference_and_nan_is_a_number():

@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import initialize, weights
 from pyro import poutine
 from pyro.infer import config_enumerate
 from reference import normals
@@ -24,17 +25,13 @@ WITH_NAN = torch.where(SEEN, Y, torch.nan)
 DESIGN = torch.stack([torch.ones(N).double(), X], 1)
 
 
-def weights():
-    return pyro.sample("b", dist.Normal(torch.zeros(2), 5.0).to_event(1))
-
-
-def regression(x, y=None, seen=None, likelihood=lambda mean: dist.Normal(mean, 1.0)):
-    b = weights()
+def with_intercept(x, y=None, seen=None, likelihood=lambda mean: dist.Normal(mean, 1.0)):
+    b = weights(sd=5.0, name="b")
     with pyro.plate("data", len(x)):
         return pyro.sample("y", likelihood(b[0] + b[1] * x), obs=y, obs_mask=seen)
 
 
-def exact():
+def exact_coefficients():
     """(Mean, covariance) of b given the rows that were seen."""
     precision = DESIGN[SEEN].T @ DESIGN[SEEN] + torch.eye(2) / 25
     covariance = torch.linalg.inv(precision)
@@ -50,7 +47,7 @@ def log_evidence():
 @pytest.mark.parametrize("y", [Y, WITH_NAN], ids=["numbers", "NaN"])
 @pytest.mark.parametrize("structure", ["dense", "diag"])
 def test_the_log_joint_is_that_of_seen_rows_and_imputed_values(y, structure):
-    log_posterior = ps.LogPosterior(regression, num_data=N)
+    log_posterior = ps.LogPosterior(with_intercept, num_data=N)
     b, missing = torch.tensor([0.3, -0.4]), normals(int((~SEEN).sum()), seed=3)
     log_posterior.init(0, X, y, SEEN)
     params = {"b": b, "y_unobserved": missing}
@@ -69,8 +66,8 @@ def test_the_log_joint_is_that_of_seen_rows_and_imputed_values(y, structure):
 
 @pytest.mark.parametrize("y", [Y, WITH_NAN], ids=["numbers", "NaN"])
 def test_laplace_has_the_posterior_and_the_evidence_of_the_seen_rows(y):
-    fit = ps.Laplace(regression, structure="dense").run((X, y, SEEN), seed=0)
-    mean, covariance = exact()
+    fit = ps.Laplace(with_intercept, structure="dense").run((X, y, SEEN), seed=0)
+    mean, covariance = exact_coefficients()
     torch.testing.assert_close(fit.fit.centers[0, :2], mean, rtol=1e-6, atol=1e-6)
     own = fit.fit.gaussians[0].covariance[:2, :2]
     torch.testing.assert_close(own, covariance, rtol=1e-6, atol=1e-6)
@@ -88,9 +85,9 @@ def test_laplace_has_the_posterior_and_the_evidence_of_the_seen_rows(y):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [ps.BAOA, ps.NUTS])
 def test_samplers_have_the_posterior_of_the_seen_rows(method):
-    run = method(regression).run((X, WITH_NAN, SEEN), seed=0, progress=False)
+    run = method(with_intercept).run((X, WITH_NAN, SEEN), seed=0, progress=False)
     assert run.report().verdict == "yes"
-    mean, covariance = exact()
+    mean, covariance = exact_coefficients()
     draws = run.get_samples()
     off = (draws["b"].mean(0) - mean) / covariance.diagonal().sqrt()
     assert float(off.abs().max()) < 0.1
@@ -102,27 +99,28 @@ def test_samplers_have_the_posterior_of_the_seen_rows(method):
 
 def test_where_all_were_seen_there_is_nothing_to_impute():
     everything = torch.ones(N, dtype=torch.bool)
-    log_posterior = ps.LogPosterior(regression, num_data=N)
-    log_posterior.init(0, X, Y, everything)
+    log_posterior, _ = initialize(with_intercept, X, Y, everything, num_data=N)
     assert log_posterior.latents == ("b",)
     params = {"b": torch.tensor([0.3, -0.4])}
-    plain = ps.LogPosterior(regression, num_data=N)(params, (X, Y))
+    plain = ps.LogPosterior(with_intercept, num_data=N)(params, (X, Y))
     assert torch.equal(log_posterior(params, (X, Y, everything)).log_joint, plain.log_joint)
-    fit = ps.Laplace(regression).run((X, Y, everything), seed=0)
+    fit = ps.Laplace(with_intercept).run((X, Y, everything), seed=0)
     assert torch.equal(fit.get_samples()["y"], Y.expand(1_000, N))
 
 
-def positive(mean):
+def gamma_of(mean):
     return dist.Gamma(2.0, torch.exp(mean / 5))
 
 
 def test_jacobians_are_of_the_imputed_values_alone():
-    log_posterior = ps.LogPosterior(functools.partial(regression, likelihood=positive), num_data=N)
+    log_posterior = ps.LogPosterior(
+        functools.partial(with_intercept, likelihood=gamma_of), num_data=N
+    )
     b, logs = torch.tensor([0.3, -0.4]), normals(int((~SEEN).sum()), seed=3)
     data = (X, WITH_NAN.abs(), SEEN)
     log_posterior.init(0, *data)
     value = log_posterior({"b": b, "y_unobserved": logs}, data)
-    likelihood = positive(DESIGN @ b)
+    likelihood = gamma_of(DESIGN @ b)
     whole = torch.where(SEEN, Y.abs(), torch.ones(N).double().masked_scatter(~SEEN, logs.exp()))
     expected = dist.Normal(0.0, 5.0).log_prob(b).sum() + likelihood.log_prob(whole).sum()
     torch.testing.assert_close(value.log_joint, expected + logs.sum())
@@ -132,7 +130,7 @@ def test_jacobians_are_of_the_imputed_values_alone():
 @pytest.mark.parametrize(
     "likelihood",
     [
-        positive,
+        gamma_of,
         lambda mean: dist.LogNormal(mean, 1.0),
         lambda mean: dist.Weibull(mean.exp(), 1.5),
         lambda mean: dist.Pareto(mean.exp() / 100, 3.0),
@@ -140,7 +138,7 @@ def test_jacobians_are_of_the_imputed_values_alone():
 )
 def test_values_that_a_mask_leaves_out_may_be_nan(likelihood, batch_size):
     def model(x, y, seen):
-        b = weights()
+        b = weights(sd=5.0, name="b")
         with pyro.plate("data", len(x)), poutine.mask(mask=seen):
             pyro.sample("y", likelihood(b[0] + b[1] * x), obs=y)
 
@@ -208,8 +206,7 @@ def test_elements_of_several_numbers_leave_whole():
         with pyro.plate("data", len(y)):
             pyro.sample("y", dist.Normal(z[0, 0] + z[3, 1], 1.0), obs=y)
 
-    log_posterior = ps.LogPosterior(model, num_data=8)
-    log_posterior.init(0, Y[:8])
+    log_posterior, _ = initialize(model, Y[:8], num_data=8)
     assert log_posterior.layout.shapes == ((3, 2),)
     values = log_posterior.constrain({"z": normals(3, 2)})["z"]
     torch.testing.assert_close(values.sum(-1), torch.ones(4))
@@ -221,8 +218,7 @@ def test_elements_that_something_depends_on_stay_with_a_flat_prior():
         with pyro.plate("data", len(y)):
             pyro.sample("y", dist.Normal(z[torch.arange(len(y)) % 4], 1.0), obs=y)
 
-    log_posterior = ps.LogPosterior(model, num_data=8)
-    params = log_posterior.init(0, Y[:8])
+    log_posterior, params = initialize(model, Y[:8], num_data=8)
     assert params["z"].shape == (4,)
     assert improper_latents(log_posterior, params, (Y[:8],)) == ["z"]
     gradient, _ = log_posterior.grad(params, (Y[:8],))
@@ -232,7 +228,7 @@ def test_elements_that_something_depends_on_stay_with_a_flat_prior():
 
 def test_missing_covariates_are_imputed_by_what_depends_on_them():
     def model(x, y, seen):
-        b = weights()
+        b = weights(sd=5.0, name="b")
         with pyro.plate("data", len(x)):
             x = pyro.sample("x", dist.Normal(0.0, 1.0), obs=x, obs_mask=seen)
             pyro.sample("y", dist.Normal(b[0] + b[1] * x, 1.0), obs=y)
@@ -260,10 +256,10 @@ def test_a_mask_that_depends_on_a_latent_is_refused():
 @pytest.mark.parametrize("seen", [SEEN, torch.ones(N, dtype=torch.bool)])
 def test_minibatches_of_imputed_values_are_refused_with_the_way_out(seen):
     with pytest.raises(SiteError, match=r"obs_mask= makes a latent of every missing value.*mask="):
-        ps.explain(regression, (X, Y, seen), batch_size=8)
+        ps.explain(with_intercept, (X, Y, seen), batch_size=8)
 
     def masked(x, y, seen):
-        b = weights()
+        b = weights(sd=5.0, name="b")
         with pyro.plate("data", len(x)), poutine.mask(mask=seen):
             pyro.sample("y", dist.Normal(b[0] + b[1] * x, 1.0), obs=y)
 
@@ -271,11 +267,11 @@ def test_minibatches_of_imputed_values_are_refused_with_the_way_out(seen):
 
 
 def test_discrete_values_are_summed_out_or_the_way_out_is_told():
-    binary = functools.partial(regression, likelihood=lambda mean: dist.Bernoulli(logits=mean))
+    binary = functools.partial(with_intercept, likelihood=lambda mean: dist.Bernoulli(logits=mean))
     labels = (Y > 0).double()
     with pytest.raises(SiteError, match=r"'y_unobserved': obs_mask= makes .*config_enumerate"):
         ps.explain(binary, (X, labels, SEEN))
-    counts = functools.partial(regression, likelihood=lambda mean: dist.Poisson(mean.exp()))
+    counts = functools.partial(with_intercept, likelihood=lambda mean: dist.Poisson(mean.exp()))
     with pytest.raises(SiteError, match=r"a Poisson cannot be enumerated.*poutine.mask"):
         ps.explain(counts, (X, labels, SEEN))
     params = {"b": torch.tensor([0.3, -0.4])}
@@ -289,13 +285,13 @@ def test_discrete_values_are_summed_out_or_the_way_out_is_told():
 
 def test_starts_files_and_later_runs_know_the_params(tmp_path):
     starts = {"b": torch.zeros(2, 2), "y_unobserved": torch.full((2, N), 3.0)}
-    sampler = ps.SGLD(regression, lr=1e-9, init_strategy=starts)
+    sampler = ps.SGLD(with_intercept, lr=1e-9, init_strategy=starts)
     run = {"num_samples": 2, "warmup_steps": 0, "thinning": 1, "num_chains": 2, "progress": False}
     draws = sampler.run((X, Y, SEEN), **run, seed=0).get_samples()
     assert torch.allclose(draws["y_unobserved"][:, ~SEEN], torch.tensor(3.0), atol=1e-2)
-    fit = ps.Laplace(regression).run((X, Y, SEEN), seed=0)
+    fit = ps.Laplace(with_intercept).run((X, Y, SEEN), seed=0)
     fit.save(tmp_path / "fit")
-    loaded = ps.Laplace.load(tmp_path / "fit", regression)
+    loaded = ps.Laplace.load(tmp_path / "fit", with_intercept)
     torch.testing.assert_close(loaded.get_samples(), fit.get_samples(), rtol=0, atol=0)
     again = fit.get_samples()["b"]
     assert torch.equal(fit.run((X, Y, SEEN), seed=0).get_samples()["b"], again)
@@ -304,8 +300,8 @@ def test_starts_files_and_later_runs_know_the_params(tmp_path):
 
 
 def test_predictions_of_new_rows_and_of_rows_that_are_missing_now():
-    fit = ps.Laplace(regression, structure="dense").run((X, Y, SEEN), seed=0)
-    mean, covariance = exact()
+    fit = ps.Laplace(with_intercept, structure="dense").run((X, Y, SEEN), seed=0)
+    mean, covariance = exact_coefficients()
     spread = (1 + (DESIGN @ covariance * DESIGN).sum(1)).sqrt()
     new = fit.predict(X)["y"]
     flipped = fit.predict(X, Y, ~SEEN, return_sites=["y"])["y"]

@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import initialize, linear_regression
 from pyro import poutine
 from pyro.infer import TraceEnum_ELBO
 from reference import double, normals
@@ -19,11 +20,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 N, QUIET = 6, {"progress": False, "seed": 0}
 X, Y = normals(N, 2), normals(N, seed=1)
 
-
-def regression(x, y=None):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+regression = linear_regression()
 
 
 def log_joint(model, params, *batch):
@@ -38,8 +35,7 @@ def log_joint(model, params, *batch):
 
 
 def test_a_log_posterior_inside_of_a_function_counts_once():
-    log_posterior = ps.LogPosterior(regression, num_data=N)
-    params = log_posterior.init(0, X, Y)
+    log_posterior, params = initialize(regression, X, Y, num_data=N)
     around = ps.LogPosterior.from_function(
         lambda params, batch: log_posterior(params, batch).log_joint / N, params, num_data=N
     )
@@ -134,7 +130,7 @@ def test_tensors_and_variables_that_cannot_be_watched_are_no_obstacle():
 SDS = double(0.5, 1.0, 1.5, 0.7, 1.2, 0.9)
 
 
-def schools(plate, y, sds):
+def schools_in(plate, y, sds):
     """Given tau = 1: theta and mu have a Gaussian posterior."""
     mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
     with pyro.plate("schools", len(y) if plate == "follows" else N):
@@ -142,7 +138,7 @@ def schools(plate, y, sds):
         pyro.sample("y", dist.Normal(theta, sds), obs=y)
 
 
-def posterior():
+def exact_posterior():
     """Mean and covariance of (mu, theta)."""
     precision = torch.zeros(N + 1, N + 1)
     precision[0, 0] = 0.25 + N
@@ -156,7 +152,7 @@ def posterior():
 @pytest.mark.parametrize("size", [None, N])
 @pytest.mark.parametrize("plate", ["follows", "fixed"])
 def test_with_the_whole_data_local_latents_are_like_any_other(plate, size):
-    model, (mean, covariance) = functools.partial(schools, plate), posterior()
+    model, (mean, covariance) = functools.partial(schools_in, plate), exact_posterior()
     sampler = ps.BAOA(model, lr=0.3, compile=False)
     starts = {"mu": mean[:1].expand(400), "theta": mean[1:].expand(400, N)}
     sampler = ps.BAOA(model, lr=0.3, compile=False, init_strategy=starts)
@@ -183,7 +179,7 @@ def test_with_the_whole_data_local_latents_are_like_any_other(plate, size):
 @pytest.mark.slow
 @pytest.mark.parametrize("plate", long_but(["follows", "fixed"], "fixed"))
 def test_approximations_find_local_latents_too(plate):
-    model, (mean, covariance) = functools.partial(schools, plate), posterior()
+    model, (mean, covariance) = functools.partial(schools_in, plate), exact_posterior()
     fit = ps.Laplace(model, structure="dense").run((Y, SDS), progress=False)
     (gaussian,) = fit.fit.gaussians
     torch.testing.assert_close(gaussian.mean, mean, rtol=1e-6, atol=1e-6)
@@ -193,7 +189,7 @@ def test_approximations_find_local_latents_too(plate):
 
 
 def test_minibatches_of_rows_with_latents_of_their_own_are_refused_with_the_way_out():
-    model = functools.partial(schools, "follows")
+    model = functools.partial(schools_in, "follows")
     with pytest.raises(SiteError, match=r"site 'theta': .*the whole data without batch_size"):
         ps.explain(model, (Y, SDS), batch_size=3)
 
@@ -214,7 +210,7 @@ def dirichlet_process(y):
         pyro.sample("y", dist.Normal(m[z], 1.0), obs=y)
 
 
-def counted(y):
+def multinomial(y):
     """The total follows the rows."""
     p = pyro.sample("p", dist.Dirichlet(torch.ones(3)))
     counts = torch.nn.functional.one_hot((y > 0).long() + (y > 0.5).long(), 3).sum(0).double()
@@ -243,15 +239,14 @@ PARALLEL = {"enumerate": "parallel"}
     [
         (pyro.condition(regression, {"y": Y}), (X,)),
         (dirichlet_process, (Y,)),
-        (counted, (Y,)),
+        (multinomial, (Y,)),
         (sequences, (Y,)),
     ],
     ids=["conditioned", "rows counted by the model", "multinomial", "a loop of sequences"],
 )
 def test_what_half_of_the_rows_cannot_be_run_on_is_run_on_all(model, batch):
     """The density is Pyro's own, enumerated sites summed out."""
-    log_posterior = ps.LogPosterior(model, num_data=N)
-    params = log_posterior.init(0, *batch)
+    log_posterior, params = initialize(model, *batch, num_data=N)
     values = log_posterior.constrain(params)
     sites = log_posterior.run(params, batch).sites.values()
     jacobian = sum(site.log_det for site in sites if site.log_det is not None)
@@ -271,7 +266,7 @@ def test_on_minibatches_they_are_refused():
     for model, batch in [
         (pyro.condition(regression, {"y": Y}), (X,)),
         (dirichlet_process, (Y,)),
-        (counted, (Y,)),
+        (multinomial, (Y,)),
     ]:
         with pytest.raises(ModelError):
             ps.explain(model, batch, batch_size=3)

@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import weights
 from pyro import poutine
 from pyro.infer.reparam import LocScaleReparam
 from torch import nn
@@ -19,21 +20,19 @@ Y = (X[:, 0] > 0).float()
 NOTHING = "no observed site and no factor"
 
 
-def weights():
-    return pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-
-
-def model(x, y=None, likelihood=lambda eta: dist.Normal(eta, 1.0), infer=None):
+def linear_model(x, y=None, likelihood=lambda eta: dist.Normal(eta, 1.0), infer=None):
     w = weights()
     with pyro.plate("data", len(x)):
         return pyro.sample("y", likelihood(x @ w), obs=y, infer=infer)
 
 
-def bernoulli(eta):
+def bernoulli_of(eta):
     return dist.Bernoulli(logits=eta)
 
 
-enumerated = functools.partial(model, likelihood=bernoulli, infer={"enumerate": "parallel"})
+enumerated = functools.partial(
+    linear_model, likelihood=bernoulli_of, infer={"enumerate": "parallel"}
+)
 
 METHODS = {
     "BAOA": lambda m: ps.BAOA(m).run((X,), seed=0, progress=False),
@@ -55,7 +54,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("likelihood", [model, enumerated])
+@pytest.mark.parametrize("likelihood", [linear_model, enumerated])
 @pytest.mark.parametrize("method", METHODS)
 def test_no_method_draws_from_the_prior_of_a_model_that_observes_nothing(method, likelihood):
     with pytest.raises(ModelError, match=f"{NOTHING}.*'y', by which site 'y' in plate 'data'") as e:
@@ -66,7 +65,7 @@ def test_no_method_draws_from_the_prior_of_a_model_that_observes_nothing(method,
 
 @pytest.mark.parametrize(
     "likelihood",
-    [lambda eta: dist.Normal(eta, 1.0), bernoulli, lambda eta: dist.Poisson(eta.exp())],
+    [lambda eta: dist.Normal(eta, 1.0), bernoulli_of, lambda eta: dist.Poisson(eta.exp())],
     ids=["real", "binary", "counts"],
 )
 def test_the_reason_is_the_argument_only_where_passing_it_would_help(likelihood):
@@ -76,7 +75,7 @@ def test_the_reason_is_the_argument_only_where_passing_it_would_help(likelihood)
             pyro.sample("y", likelihood(x @ w))
 
     with pytest.raises(ModelError, match=r"argument 'y', by which site 'y' .* is None: pass y"):
-        ps.explain(functools.partial(model, likelihood=likelihood), (X,))
+        ps.explain(functools.partial(linear_model, likelihood=likelihood), (X,))
     for data in ((X,), (X, Y)):
         with pytest.raises(ModelError, match=r"site 'y' in plate 'data' looks .* give its .* obs="):
             ps.explain(forgotten, data)
@@ -90,15 +89,15 @@ def test_the_argument_is_found_whatever_it_is_called():
 
     class Module(nn.Module):
         def forward(self, x, y=None):
-            return model(x, y)
+            return linear_model(x, y)
 
     for each, name, data in (
         (renamed, "labels", (X,)),
         (renamed, "labels", {"x": X}),
-        (functools.partial(model, y=None), "y", (X,)),
+        (functools.partial(linear_model, y=None), "y", (X,)),
         (Module(), "y", (X,)),
-        (poutine.condition(model, data={"z": Y}), "y", (X,)),
-        (poutine.scale(model, scale=2.0), "y", (X,)),
+        (poutine.condition(linear_model, data={"z": Y}), "y", (X,)),
+        (poutine.scale(linear_model, scale=2.0), "y", (X,)),
     ):
         with pytest.raises(ModelError, match=f"argument '{name}', by which site 'y'"):
             ps.LogPosterior(each, num_data=12).prepare(data)
@@ -146,7 +145,7 @@ def test_one_observation_of_any_kind_is_enough(observe):
 
 
 def test_conditioned_models_and_functions_have_their_data():
-    conditioned = poutine.condition(model, data={"y": Y})
+    conditioned = poutine.condition(linear_model, data={"y": Y})
     assert ps.explain(conditioned, X).num_data == 12
     log_posterior = ps.LogPosterior.from_function(
         lambda params, batch: -params["w"].square().sum() / 2, {"w": torch.ones(2)}, num_data=1
@@ -255,13 +254,13 @@ def test_masks_that_are_no_booleans_are_refused():
 
 @pytest.mark.parametrize("value", [[0.0] * 12, Y.numpy(), 3.0])
 def test_observed_values_that_are_no_tensors_are_refused(value):
-    def model(x):
+    def linear_model(x):
         mean = x @ weights()
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(mean, 1.0), obs=value)
 
     with pytest.raises(SiteError, match=r"site 'y': its obs= is a .*pass a tensor"):
-        ps.explain(model, X)
+        ps.explain(linear_model, X)
 
 
 def test_a_mask_without_observations_is_refused():

@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import linear_regression, regression_of
 from reference import double, normals
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -18,23 +19,18 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 N, B = 400, 20
 QUIET = {"progress": False, "seed": 0}
+ONE_STEP = {"num_samples": 1, "warmup_steps": 0, "thinning": 1, "num_chains": 1}
 #: Alike at first: 100 rows of zeros, or of one label, and all kinds after them.
 X = torch.cat([torch.zeros(100, 2), normals(300, 2)])
 Y = torch.cat([torch.zeros(100), normals(300, seed=1)])
 LABELS = torch.cat([torch.zeros(100), (normals(300, seed=2) > 0).double()])
 
 
-def autoregression(x, y):
+def lagged(x, y):
     a = pyro.sample("a", dist.Normal(0.0, 1.0))
     before = torch.cat([torch.zeros(1), y[:-1]])
     with pyro.plate("time", len(y)):
         pyro.sample("y", dist.Normal(a * before, 1.0), obs=y)
-
-
-def regression(features, x, y):
-    w = pyro.sample("w", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(features(x) @ w, 1.0), obs=y)
 
 
 def weighted(x, y):
@@ -52,7 +48,7 @@ def in_units(x, y):
         pyro.sample("y", dist.Normal(b, 1.0), obs=scaled)
 
 
-def counted(x, y):
+def event_count(x, y):
     rate = pyro.sample("rate", dist.LogNormal(0.0, 1.0))
     events = (y > 0).sum()
     pyro.factor("events", events * rate.log())
@@ -61,14 +57,14 @@ def counted(x, y):
 
 
 BY_BATCH = {
-    "a lag": (autoregression, Y, "y"),
-    "centered": (functools.partial(regression, lambda x: x - x.mean(0)), Y, "y"),
-    "ranks": (functools.partial(regression, lambda x: x.argsort(0).argsort(0) / N), Y, "y"),
-    "running sums": (functools.partial(regression, lambda x: x.cumsum(0)), Y, "y"),
-    "a softmax": (functools.partial(regression, lambda x: (50 * x).softmax(0)), Y, "y"),
+    "a lag": (lagged, Y, "y"),
+    "centered": (linear_regression(features=lambda x: x - x.mean(0)), Y, "y"),
+    "ranks": (linear_regression(features=lambda x: x.argsort(0).argsort(0) / N), Y, "y"),
+    "running sums": (linear_regression(features=lambda x: x.cumsum(0)), Y, "y"),
+    "a softmax": (linear_regression(features=lambda x: (50 * x).softmax(0)), Y, "y"),
     "class weights": (weighted, LABELS, "y"),
     "a maximum": (in_units, 3 * Y, "y"),
-    "a count": (counted, LABELS, "events"),
+    "a count": (event_count, LABELS, "events"),
 }
 
 
@@ -105,19 +101,14 @@ def test_a_stream_is_looked_at_as_it_comes(name):
     sampler = ps.BAOA(model, lr=0.01, compile=False)
     with pytest.raises(PlateError, match=f"site '{site}'"):
         sampler.run(
-            DataLoader(Sorted(y), batch_size=B),
-            num_samples=100,
-            warmup_steps=0,
-            thinning=1,
-            num_chains=1,
-            **QUIET,
+            DataLoader(Sorted(y), batch_size=B), **{**ONE_STEP, "num_samples": 100}, **QUIET
         )
 
 
 RIGHT = {
-    "rows alone": functools.partial(regression, lambda x: x),
-    "centered beforehand": functools.partial(regression, lambda x: x - X.mean(0).to(x)),
-    "squares": functools.partial(regression, lambda x: x.square()),
+    "rows alone": linear_regression(),
+    "centered beforehand": linear_regression(features=lambda x: x - X.mean(0).to(x)),
+    "squares": linear_regression(features=lambda x: x.square()),
 }
 
 
@@ -212,17 +203,7 @@ def inducing(x, y):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rounding_is_not_taken_for_the_rows(dtype):
     x = normals(N, seed=4).to(dtype)
-    sampler = ps.BAOA(inducing, lr=1e-6, compile=False)
-    sampler.run(
-        (x, Y.to(dtype)),
-        batch_size=B,
-        num_samples=1,
-        warmup_steps=0,
-        thinning=1,
-        num_chains=1,
-        progress=False,
-        seed=1,
-    )
+    take_one_step(inducing, (x, Y.to(dtype)), lr=1e-6, batch_size=B, seed=1)
 
     def years(x, y):
         """Cancels but for a few digits in float32."""
@@ -236,10 +217,7 @@ def test_rounding_is_not_taken_for_the_rows(dtype):
 # ------------------------------------------------------------------ rows outside of the support
 
 
-def poisson(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 0.3).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Poisson((x @ w).exp()), obs=y)
+counts = regression_of(lambda fit: dist.Poisson(fit.exp()), sd=0.3)
 
 
 def categorical(x, y):
@@ -251,9 +229,9 @@ def categorical(x, y):
 @pytest.mark.parametrize(
     ("model", "value", "y"),
     [
-        (poisson, -1.0, LABELS),
-        (poisson, 2.5, LABELS),
-        (poisson, torch.nan, LABELS),
+        (counts, -1.0, LABELS),
+        (counts, 2.5, LABELS),
+        (counts, torch.nan, LABELS),
         (categorical, 255, LABELS.long()),
         (categorical, -100, LABELS.long()),
     ],
@@ -263,21 +241,13 @@ def test_a_row_outside_of_the_support_is_named(model, value, y, batch_size):
     y = y.clone()
     y[317] = value
     row = r"row 317, (2\.5|-1\.0|nan|255|-100)," if batch_size else "(outside the support|is NaN)"
-    for call in (ps.explain, functools.partial(ran, ps.BAOA), functools.partial(ran, ps.SGLD)):
+    for call in (ps.explain, take_one_step, functools.partial(take_one_step, method=ps.SGLD)):
         with pytest.raises(SiteError, match=f"site 'y': an observed value.*{row}"):
             call(model, (X, y), batch_size=batch_size)
 
 
-def ran(method, model, data, batch_size):
-    return method(model, lr=0.01, compile=False).run(
-        data,
-        batch_size=batch_size,
-        num_samples=1,
-        warmup_steps=0,
-        thinning=1,
-        num_chains=1,
-        **QUIET,
-    )
+def take_one_step(model, data, method=ps.BAOA, lr=0.01, **kwargs):
+    return method(model, lr=lr, compile=False).run(data, **{**ONE_STEP, **QUIET, **kwargs})
 
 
 def test_masked_rows_and_those_that_are_not_validated_pass():

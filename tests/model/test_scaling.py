@@ -12,6 +12,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
+from densities import initialize
 from pyro.infer.autoguide.initialization import init_to_value
 from reference import averaged, batches, close, full_log_joint, log_jacobian, pyro_log_joint
 from torch.distributions import Normal
@@ -218,7 +219,7 @@ def tempered_as_a_whole(x, y, weight):
 # ------------------------------------------------------------------ what they should give
 
 
-def normal(x, y, weight, v):
+def normal_rows(x, y, weight, v):
     return Normal(x @ v["w"], v["s"]).log_prob(y)
 
 
@@ -235,7 +236,7 @@ class Row:
     """A model and its parts by hand: a row's log likelihood, what is counted once, who scales."""
 
     model: object
-    rows: object = normal
+    rows: object = normal_rows
     once: object = lambda v: 0.0
     scaled_by: str = "us"
     prior_scale: float = 1.0
@@ -254,17 +255,17 @@ TABLE = [
     Row(rows_left_of_columns, columns),
     Row(scaled_by_hand, scaled_by="Pyro"),
     Row(scaled_by_hand_with_a_tensor, scaled_by="Pyro"),
-    Row(own_scale, lambda *a: 0.5 * normal(*a)),
-    Row(own_scale_that_equals_n_over_b, lambda *a: N / B * normal(*a)),
-    Row(weighted_rows, lambda x, y, weight, v: weight * normal(x, y, weight, v)),
+    Row(own_scale, lambda *a: 0.5 * normal_rows(*a)),
+    Row(own_scale_that_equals_n_over_b, lambda *a: N / B * normal_rows(*a)),
+    Row(weighted_rows, lambda x, y, weight, v: weight * normal_rows(x, y, weight, v)),
     Row(
         weighted_rows_in_a_declared_plate,
-        lambda x, y, weight, v: weight * normal(x, y, weight, v),
+        lambda x, y, weight, v: weight * normal_rows(x, y, weight, v),
         scaled_by="Pyro",
     ),
-    Row(masked, lambda x, y, weight, v: normal(x, y, weight, v) * (y > 0)),
-    Row(masked_distribution, lambda x, y, weight, v: normal(x, y, weight, v) * (y > 0)),
-    Row(masked_event, lambda x, y, weight, v: normal(x, y, weight, v) * (y > 0)),
+    Row(masked, lambda x, y, weight, v: normal_rows(x, y, weight, v) * (y > 0)),
+    Row(masked_distribution, lambda x, y, weight, v: normal_rows(x, y, weight, v) * (y > 0)),
+    Row(masked_event, lambda x, y, weight, v: normal_rows(x, y, weight, v) * (y > 0)),
     Row(factor),
     Row(factor_in_a_plate),
     Row(factor_in_a_declared_plate, scaled_by="Pyro"),
@@ -275,16 +276,16 @@ TABLE = [
     Row(
         two_observations_by_different_hands,
         lambda x, y, weight, v: (
-            normal(x, y, weight, v) + torch.distributions.Gamma(v["s"], 1.0).log_prob(weight)
+            normal_rows(x, y, weight, v) + torch.distributions.Gamma(v["s"], 1.0).log_prob(weight)
         ),
         scaled_by="Pyro",
     ),
     Row(
         group_effects_as_many_as_the_batch,
-        lambda x, y, weight, v: normal(x, y - v["u"][(4 * weight).long() % B], weight, v),
+        lambda x, y, weight, v: normal_rows(x, y - v["u"][(4 * weight).long() % B], weight, v),
         once=lambda v: Normal(0.0, v["s"]).log_prob(v["u"]).sum(),
     ),
-    Row(tempered_as_a_whole, lambda *a: 0.25 * normal(*a), prior_scale=0.25),
+    Row(tempered_as_a_whole, lambda *a: 0.25 * normal_rows(*a), prior_scale=0.25),
 ]
 IDS = [row.model.__name__ for row in TABLE]
 
@@ -297,8 +298,7 @@ def prior(v):
 @pytest.mark.parametrize("row", TABLE, ids=IDS)
 class TestTable:
     def test_every_batch_is_prior_plus_n_over_b_times_its_rows(self, row):
-        log_posterior = ps.LogPosterior(row.model, num_data=N)
-        params = log_posterior.init(1, *batches(data(), B)[0])
+        log_posterior, params = initialize(row.model, *batches(data(), B)[0], num_data=N, seed=1)
         v = log_posterior.constrain(params)
         # s = exp(u), so the log Jacobian is u
         log_prior = row.prior_scale * prior(v) + row.once(v) + params["s"]
@@ -310,8 +310,7 @@ class TestTable:
 
     @pytest.mark.parametrize("size", [1, 3, B, 5, N])
     def test_the_average_over_a_partition_is_pyros_density_of_the_whole(self, row, size):
-        log_posterior = ps.LogPosterior(row.model, num_data=N)
-        params = log_posterior.init(2, *batches(data(), size)[0])
+        log_posterior, params = initialize(row.model, *batches(data(), size)[0], num_data=N, seed=2)
         whole = full_log_joint(row.model, log_posterior, params, data())
         close(averaged(log_posterior, params, data(), size), whole)
 
@@ -366,8 +365,7 @@ def own_plate_of_weighted_rows(x, y, weight, size=B):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_model_that_subsamples_takes_the_rows_it_is_given(model, arguments):
-    log_posterior = ps.LogPosterior(model)
-    params = log_posterior.init(0, *arguments)
+    log_posterior, params = initialize(model, *arguments)
     assert log_posterior.num_data == N
     values = log_posterior.constrain(params)
     jacobian = log_jacobian(log_posterior.constrain, params)
@@ -387,10 +385,9 @@ def test_a_model_that_subsamples_takes_the_rows_it_is_given(model, arguments):
 
 
 def test_indices_are_drawn_without_repetition_if_left_out():
-    log_posterior = ps.LogPosterior(own_plate)
-    params = log_posterior.init(0, *data())
+    log_posterior, params = initialize(own_plate, *data())
     values = log_posterior.constrain(params)
-    each = normal(*data(), values)
+    each = normal_rows(*data(), values)
     taken = log_posterior(params, data()).log_lik
     found = (taken[:, None] - each).abs() < 1e-9
     assert found.sum() == B
@@ -400,13 +397,13 @@ def test_indices_are_drawn_without_repetition_if_left_out():
 # ------------------------------------------------------------------ the whole data only
 
 
-def gaussian_process(x, y, weight):
+def process(x, y, weight):
     mean, s = latents(x)
     covariance = torch.exp(-(torch.cdist(x, x) ** 2)) + s * torch.eye(len(x))
     pyro.sample("y", dist.MultivariateNormal(mean, covariance), obs=y)
 
 
-def autoregression(x, y, weight):
+def markov_rows(x, y, weight):
     _, s = latents(x)
     before = torch.tensor(0.0)
     for t in pyro.markov(range(len(y))):
@@ -458,8 +455,8 @@ def position_in_the_batch(x, y, weight):
 
 
 JOINT = [
-    gaussian_process,
-    autoregression,
+    process,
+    markov_rows,
     sequential_plate,
     scalar_factor,
     mean_factor,
@@ -474,8 +471,7 @@ JOINT = [
 @pytest.mark.parametrize("model", JOINT)
 class TestJointDensity:
     def test_counts_once_with_the_whole_data(self, model):
-        log_posterior = ps.LogPosterior(model, num_data=N)
-        params = log_posterior.init(3, *data())
+        log_posterior, params = initialize(model, *data(), num_data=N, seed=3)
         close(
             log_posterior(params, data()).log_joint,
             full_log_joint(model, log_posterior, params, data()),
@@ -489,8 +485,7 @@ class TestJointDensity:
             log_posterior.init(3, *batches(data(), B)[0])
 
     def test_is_refused_for_a_batch_that_comes_later(self, model):
-        log_posterior = ps.LogPosterior(model, num_data=N)
-        params = log_posterior.init(3, *data())
+        log_posterior, params = initialize(model, *data(), num_data=N, seed=3)
         with pytest.raises((PlateError, SiteError), match="site 'y"):
             log_posterior(params, batches(data(), B)[0])
 
@@ -609,11 +604,10 @@ def test_ambiguous_models_are_refused_with_site_sizes_and_fix(model, message):
 @pytest.mark.parametrize("model", [plate_of_fixed_size, no_plate])
 def test_a_single_row_does_not_hide_a_plate_of_fixed_size(model):
     # in plate("data", N), one row broadcasts to N copies of itself, without an error of Pyro's
-    log_posterior = ps.LogPosterior(model, num_data=N)
-    params = log_posterior.init(0, *data())
+    log_posterior, params = initialize(model, *data(), num_data=N)
     row = batches(data(), 1)[0]
     if model is no_plate:
-        expected = normal(*row, log_posterior.constrain(params))
+        expected = normal_rows(*row, log_posterior.constrain(params))
         close(log_posterior(params, row).log_lik, expected)
     else:
         with pytest.raises(PlateError, match="subsample_size"):
@@ -655,8 +649,7 @@ def test_n_of_a_self_subsampling_plate_cannot_be_overridden():
 
 def test_n_comes_from_a_declared_plate_or_must_be_given():
     batch = batches(data(), B)[0]
-    log_posterior = ps.LogPosterior(declared_plate)
-    log_posterior.init(0, *batch)
+    log_posterior, _ = initialize(declared_plate, *batch)
     assert log_posterior.num_data == N
     with pytest.raises(ArgumentError, match="N is unknown: pass num_data"):
         ps.LogPosterior(plate_of_the_batch).init(0, *batch)
@@ -674,8 +667,7 @@ def test_temperature_of_the_data_is_theirs_alone():
             pyro.sample("y", dist.Normal(m, 2.0), obs=y)
 
     y = data()[1]
-    log_posterior = ps.LogPosterior(model, num_data=N)
-    log_posterior.init(0, y[:B])
+    log_posterior, _ = initialize(model, y[:B], num_data=N)
     precision = -torch.func.hessian(lambda m: log_posterior({"m": m}, (y[:B],)).log_joint)(
         torch.tensor(0.3)
     )

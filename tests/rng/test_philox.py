@@ -289,18 +289,18 @@ def p_values(seed, size, pieces):
     return found
 
 
-def check(found):
+def assert_likely(found):
     """One p-value in 10^4 of a right generator is below 10^-4; fourteen of them, one in 700."""
     assert all(p > 1e-4 for p in found.values()), found
 
 
 def test_five_million_normals():
-    check(p_values(seed=11, size=2**20, pieces=5))
+    assert_likely(p_values(seed=11, size=2**20, pieces=5))
 
 
 @pytest.mark.long
 def test_a_billion_normals():
-    check(p_values(seed=2**60 + 3, size=2**24, pieces=60))
+    assert_likely(p_values(seed=2**60 + 3, size=2**24, pieces=60))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -14,6 +14,8 @@ from torch import nn
 import pyro_scale as ps
 
 QUIET = {"seed": 0, "progress": False}
+#: Every state is a draw, from the first.
+EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
 SD = 0.7  # of the prior
 N, B, CLASSES, TOKENS, LENGTH = 12, 4, 3, 11, 5
 

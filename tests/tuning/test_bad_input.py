@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import linear_regression
 from reference import double, normals
 from repetitions import long_but
 
@@ -22,7 +23,7 @@ NOISE = normals(200, seed=1)
 TABLE = normals(200, 3, seed=0)
 
 
-def run(model, data=None, **how):
+def run_alone(model, data=None, **how):
     return ps.BAOA(model).run(data, seed=0, progress=False, **how)
 
 
@@ -35,15 +36,6 @@ def check_right(fit, **truth):
         assert float((draws.std(0) / sd - 1).abs().max()) < 0.05 + 3 * 0.02
 
 
-def line(prior_sd):
-    def model(x, y):
-        beta = pyro.sample("beta", dist.Normal(torch.zeros(x.shape[-1]), prior_sd).to_event(1))
-        with pyro.plate("rows", len(x)):
-            pyro.sample("y", dist.Normal(x @ beta, 1.0), obs=y)
-
-    return model
-
-
 def line_moments(x, y, prior_sd):
     """(Mean, sd) of each coefficient."""
     prior = torch.eye(x.shape[-1]) / torch.as_tensor(prior_sd) ** 2
@@ -51,7 +43,7 @@ def line_moments(x, y, prior_sd):
     return covariance @ (x.mT @ y), covariance.diagonal().sqrt()
 
 
-def logistic(prior):
+def logistic_with(prior):
     def model(x, y):
         beta = pyro.sample("beta", prior())
         with pyro.plate("rows", len(x)):
@@ -87,7 +79,10 @@ def units():
 @pytest.mark.parametrize("make", [collinear, constant, units])
 def test_columns_of_any_kind(make):
     x, y, prior_sd = make()
-    check_right(run(line(prior_sd), (x, y)), beta=line_moments(x, y, prior_sd))
+    check_right(
+        run_alone(linear_regression(sd=prior_sd, name="beta"), (x, y)),
+        beta=line_moments(x, y, prior_sd),
+    )
 
 
 @pytest.mark.long
@@ -97,7 +92,7 @@ def test_collinear_columns_in_single_precision():
     x, y = x.float(), y.float()
     torch.set_default_dtype(torch.float32)
     try:
-        fit = run(line(prior_sd), (x, y))
+        fit = run_alone(linear_regression(sd=prior_sd, name="beta"), (x, y))
     finally:
         torch.set_default_dtype(torch.float64)
     if fit.report().verdict == "yes":
@@ -109,7 +104,7 @@ def test_a_million_rows_of_two_dimensions():
     """In batches, which nobody asked for."""
     x = torch.stack([torch.ones(10**6), normals(10**6, seed=5)], 1)
     y = x @ double(1.0, 2.0) + normals(10**6, seed=6)
-    fit = run(line(10.0), (x, y))
+    fit = run_alone(linear_regression(sd=10.0, name="beta"), (x, y))
     check_right(fit, beta=line_moments(x, y, 10.0))
     assert fit.diagnostics().attrs["batch_size"] < 10**4
 
@@ -128,7 +123,7 @@ def test_twenty_rows():
     misfit = (y - y.mean()).square().sum() + 4 * 20 / 24 * y.mean().square()
     a, b = torch.tensor(12.0), 2 + misfit / 2
     mu_sd = (b / (24 * (a - 1))).sqrt()
-    check_right(run(model, y), tau=(a / b, a.sqrt() / b), mu=(20 * y.mean() / 24, mu_sd))
+    check_right(run_alone(model, y), tau=(a / b, a.sqrt() / b), mu=(20 * y.mean() / 24, mu_sd))
 
 
 @pytest.mark.slow
@@ -142,7 +137,7 @@ def test_labels_of_one_class():
     mean = weight @ beta
     sd = (weight @ (beta - mean).square()).sqrt()
     prior = lambda: dist.Normal(torch.zeros(2), 5.0).to_event(1)  # noqa: E731
-    check_right(run(logistic(prior), (x, y)), beta=(mean, sd))
+    check_right(run_alone(logistic_with(prior), (x, y)), beta=(mean, sd))
 
 
 @pytest.mark.slow
@@ -152,7 +147,7 @@ def test_a_mode_at_infinity(labels):
     x = torch.stack([torch.ones(100), normals(100, seed=3)], 1)
     y = torch.ones(100) if labels == "one class" else (x[:, 1] > 0).double()
     with pytest.warns(VerdictWarning, match="'beta'"):
-        fit = run(logistic(lambda: flat(2)), (x, y), max_rows=20_000_000)
+        fit = run_alone(logistic_with(lambda: flat(2)), (x, y), max_rows=20_000_000)
     assert fit.report().verdict == "no"
 
 
@@ -166,7 +161,7 @@ def test_a_mode_at_infinity_of_a_hierarchy():
         pyro.sample("x", dist.Normal(torch.zeros(5), scale).to_event(1))
 
     with pytest.warns(VerdictWarning, match=r"'(scale|x)'.*LocScaleReparam"):
-        fit = run(model, max_rows=200_000)
+        fit = run_alone(model, max_rows=200_000)
     assert fit.report().verdict != "yes"
 
 
@@ -180,7 +175,7 @@ def test_a_flat_direction():
         pyro.sample("flat", flat())
 
     with pytest.raises(ArgumentError, match=r"direction of site 'flat'.*'flat' a proper prior"):
-        run(alone)
+        run_alone(alone)
 
     def summed(y):
         a, b = pyro.sample("a", flat()), pyro.sample("b", flat())
@@ -188,7 +183,7 @@ def test_a_flat_direction():
             pyro.sample("y", dist.Normal(a + b, 1.0), obs=y)
 
     with pytest.warns(VerdictWarning, match="site '[ab]'"):
-        fit = run(summed, NOISE, max_rows=20_000_000)
+        fit = run_alone(summed, NOISE, max_rows=20_000_000)
     assert fit.report().verdict == "no"
 
 
@@ -201,7 +196,7 @@ def test_a_nearly_flat_direction():
         with pyro.plate("rows", len(y)):
             pyro.sample("y", dist.Normal(a + b, 1.0), obs=y)
 
-    check_right(run(model, NOISE), a=(NOISE.mean() / 2, 1000 / 2**0.5))
+    check_right(run_alone(model, NOISE), a=(NOISE.mean() / 2, 1000 / 2**0.5))
 
 
 @pytest.mark.slow
@@ -210,12 +205,12 @@ def test_a_budget_that_is_too_small_for_a_warm_up():
     """Too small to begin, spent on searches for modes, and too small to come to a yes."""
     x, y, prior_sd = units()
     with pytest.raises(ArgumentError, match=r"max_rows=10,000 is .* pass max_rows="):
-        run(line(prior_sd), (x, y), max_rows=10_000)
+        run_alone(linear_regression(sd=prior_sd, name="beta"), (x, y), max_rows=10_000)
     with pytest.raises(ArgumentError, match=r"pass max_rows=") as raised:
-        run(line(prior_sd), (x, y), max_rows=2_300_000)
+        run_alone(linear_regression(sd=prior_sd, name="beta"), (x, y), max_rows=2_300_000)
     enough = re.search(r"pass max_rows=([\d,]+)", str(raised.value))[1].replace(",", "")
     with pytest.warns(VerdictWarning, match=r"max_rows="):
-        fit = run(line(prior_sd), (x, y), max_rows=int(enough))
+        fit = run_alone(linear_regression(sd=prior_sd, name="beta"), (x, y), max_rows=int(enough))
     assert fit.report().verdict != "yes"
 
 
@@ -225,11 +220,11 @@ def test_a_fit_of_other_data_is_a_geometry_that_is_mended():
     """Its center is hundreds of its sds off, and it is ten times too narrow."""
     beta, y_sd = double(1.0, -2.0, 0.5), NOISE
     x, many = TABLE, normals(20_000, 3, seed=2)
-    other = ps.Laplace(line(10.0), structure="dense").run(
+    other = ps.Laplace(linear_regression(sd=10.0, name="beta"), structure="dense").run(
         (many, many @ -beta + normals(20_000, seed=3)), progress=False
     )
     y = x @ beta + y_sd
     for size in (None, 20):
-        fit = ps.BAOA(line(10.0), precondition=other)
+        fit = ps.BAOA(linear_regression(sd=10.0, name="beta"), precondition=other)
         fit.run((x, y), batch_size=size, seed=0, progress=False)
         check_right(fit, beta=line_moments(x, y, 10.0))

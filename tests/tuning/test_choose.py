@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import linear_regression, prior_only
 from reference import double, normals
 from repetitions import long_but
 
@@ -25,17 +26,8 @@ SCALES = double(1e-4, 1.0, 1e4)
 CORRELATION = double([1.0, 0.95, 0.5], [0.95, 1.0, 0.6], [0.5, 0.6, 1.0])
 MEAN = 5 * SCALES
 ROOT = SCALES[:, None] * torch.linalg.cholesky(CORRELATION)
-
-
-def gaussian():
-    pyro.factor("no data", torch.zeros(()))
-    pyro.sample("x", dist.MultivariateNormal(MEAN, scale_tril=ROOT))
-
-
-def line(x, y):
-    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 10.0).to_event(1))
-    with pyro.plate("rows", len(x)):
-        pyro.sample("y", dist.Normal(x @ beta, 1.0), obs=y)
+gaussian = prior_only(lambda: dist.MultivariateNormal(MEAN, scale_tril=ROOT))
+line = linear_regression(sd=10.0, name="beta")
 
 
 X = torch.stack([torch.ones(200), 20 + normals(200, seed=0)], 1)
@@ -48,7 +40,7 @@ def exact_line():
     return torch.linalg.solve(precision, X.T @ Y), precision.inverse().diagonal().sqrt()
 
 
-def check(draws, mean, sd, ess):
+def check_moments(draws, mean, sd, ess):
     """Of so many effective draws: 4.5 standard errors, which chance exceeds once in 10^5."""
     z = (draws.mean(0) - mean) / sd * ess**0.5
     log_sd = (draws.std(0) / sd).log() * (2 * ess) ** 0.5
@@ -64,7 +56,7 @@ def test_every_sampler_is_right_with_nothing_set(method):
     run = method(gaussian).run(None, **QUIET)
     report = run.report()
     ess = float(run.diagnostics()["ess_bulk"].min())
-    check(run.get_samples()["x"], MEAN, SCALES, ess)
+    check_moments(run.get_samples()["x"], MEAN, SCALES, ess)
     assert report.verdict == "yes", str(report)
     assert ess > 2000
     assert set(run.summary()["verdict"]) == {"yes"}
@@ -73,7 +65,7 @@ def test_every_sampler_is_right_with_nothing_set(method):
 def test_minibatches_are_right_with_nothing_set():
     run = ps.BAOA(line).run((X, Y), batch_size=20, **QUIET)
     ess = float(run.diagnostics()["ess_bulk"].min())
-    check(run.get_samples()["beta"], *exact_line(), ess)
+    check_moments(run.get_samples()["beta"], *exact_line(), ess)
     assert run.report().verdict == "yes", str(run.report())
     assert "variance_reduction" in run.diagnostics()  # by control variates
     told = run.report().choices["minibatches"]
@@ -121,7 +113,9 @@ def test_a_number_for_lr_moves_the_parameters_themselves():
 def test_a_fit_gives_its_geometry():
     fit = ps.Laplace(line, structure="dense").run((X, Y), progress=False)
     run = ps.BAOA(line, precondition=fit).run((X, Y), **QUIET)
-    check(run.get_samples()["beta"], *exact_line(), float(run.diagnostics()["ess_bulk"].min()))
+    check_moments(
+        run.get_samples()["beta"], *exact_line(), float(run.diagnostics()["ess_bulk"].min())
+    )
 
 
 @pytest.mark.slow

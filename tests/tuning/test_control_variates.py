@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import logistic_regression, normal_mean, prepare_run
 from methods import METHODS, STOCHASTIC, by_name
 from reference import Doubled, close, double, normals
 from repetitions import each_once, long_but
@@ -18,11 +19,9 @@ import pyro_scale as ps
 from pyro_scale import kernels
 from pyro_scale.core.layout import Layout
 from pyro_scale.curvature.control_variates import ControlVariates
-from pyro_scale.data.open import open_data
 from pyro_scale.engine.draws import Steps
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError
-from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning.choice import Settings
 from pyro_scale.tuning.plan import resolve_anchor
 from pyro_scale.tuning.step_size import tune
@@ -37,6 +36,7 @@ N, B = 24, 6
 X = normals(N, 2, seed=1)
 Y = X @ double(0.7, -1.2) + 0.5 * normals(N, seed=2)
 COUNTS = torch.arange(N).double() % 5
+two_means = normal_mean()
 
 
 def hierarchical(x, y):
@@ -47,7 +47,7 @@ def hierarchical(x, y):
         pyro.sample("y", dist.Normal(x @ w, s), obs=y)
 
 
-def poisson(x, y):
+def poisson_with_param(x, y):
     """With a weight that is a parameter, shared by the chains."""
     b = pyro.param("b", double(0.2))
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
@@ -55,25 +55,18 @@ def poisson(x, y):
         pyro.sample("y", dist.Poisson((x @ w + b).exp()), obs=y)
 
 
-def by_itself(x, y):
+def subsampled(x, y):
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
     s = pyro.sample("s", dist.LogNormal(0.3, 0.6))
     with pyro.plate("data", N, subsample_size=B) as index:
         pyro.sample("y", dist.Normal(x[index] @ w, s), obs=y[index])
 
 
-def normal_mean(y):
-    """w ~ N(0, 1/4), y ~ N(w, 1): rows' gradients differ by constants."""
-    w = pyro.sample("w", dist.Normal(torch.zeros_like(y[0]), 0.5).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(w, 1.0).to_event(1), obs=y)
-
-
 CASES = {
     "minibatches": (hierarchical, (X, Y), {"batch_size": B}),
     "loader": (hierarchical, DataLoader(TensorDataset(X, Y), B, shuffle=True), {}),
-    "by itself": (by_itself, (X, Y), {}),
-    "points": (poisson, (X, COUNTS), {"batch_size": B}),
+    "by itself": (subsampled, (X, Y), {}),
+    "points": (poisson_with_param, (X, COUNTS), {"batch_size": B}),
 }
 
 
@@ -97,10 +90,8 @@ NOTHING = Settings(
 
 def found_out(model, data, *, kernel=None, num_chains=1, sampling="shuffle", asked, **kwargs):
     """The problem of a run with what was `asked` for (fields of `Settings`)."""
-    data = open_data(data, **kwargs)
-    log_posterior = as_log_posterior(model, data.num_data)
     kernel = kernel or kernels.SGLD(lr=0.01)
-    problem = prepare(log_posterior, data, kernel, None, num_chains, 3)
+    problem = prepare_run(model, data, kernel=kernel, chains=num_chains, seed=3, **kwargs)
     asked = dataclasses.replace(NOTHING, **asked)
     anchor = resolve_anchor(problem, asked.control_variates)
     return tune(problem, asked, anchor, Steps(10, 10, 1), sampling)[0]
@@ -234,7 +225,7 @@ def test_anchors_of_another_kind_are_refused(anchor):
 # ------------------------------------------------------------------ runs
 
 
-def ran(method, model, data, seed=4, **kwargs):
+def quiet_run(method, model, data, seed=4, **kwargs):
     hyperparameters = {k: kwargs.pop(k) for k in list(kwargs) if k in HYPERPARAMETERS}
     sampler = method(model, **hyperparameters)
     return sampler.run(data, seed=seed, **QUIET, **ONE_CHAIN | kwargs)
@@ -249,11 +240,11 @@ def test_a_linear_gaussian_model_has_no_noise_left_anywhere(row):
     of the whole data, for every method."""
     y = normals(N, 3, seed=7)
     steps = {"num_samples": 40, "num_chains": 2}
-    whole = ran(row.sampler, normal_mean, y, lr=row.lr, **steps)
-    sampler = ran(
-        row.sampler, normal_mean, y, lr=row.lr, batch_size=B, control_variates=True, **steps
+    whole = quiet_run(row.sampler, two_means, y, lr=row.lr, **steps)
+    sampler = quiet_run(
+        row.sampler, two_means, y, lr=row.lr, batch_size=B, control_variates=True, **steps
     )
-    without = ran(row.sampler, normal_mean, y, lr=row.lr, batch_size=B, **steps)
+    without = quiet_run(row.sampler, two_means, y, lr=row.lr, batch_size=B, **steps)
     close(sampler.get_samples()["w"], whole.get_samples()["w"], 1e-8)
     far = (without.get_samples()["w"] - whole.get_samples()["w"]).abs().max()
     assert float(far) > 0.05
@@ -267,8 +258,8 @@ def test_on_the_whole_data_they_change_nothing(case):
     """With B = N the correction is nothing but rounding."""
     model, data, _ = CASES[case]
     steps = {"num_samples": 30, "lr": 0.05}
-    plain = ran(ps.BAOA, model, data, **steps)
-    varied = ran(ps.BAOA, model, data, control_variates=True, **steps)
+    plain = quiet_run(ps.BAOA, model, data, **steps)
+    varied = quiet_run(ps.BAOA, model, data, control_variates=True, **steps)
     for name, draws in plain.get_samples().items():
         close(varied.get_samples()[name], draws, 1e-8)
     close(varied.posterior.draws.sample_stats["lp"], plain.posterior.draws.sample_stats["lp"], 1e-8)
@@ -279,7 +270,7 @@ def test_on_the_whole_data_they_change_nothing(case):
 def test_compiled_is_eager(case):
     model, data, kwargs = CASES[case]
     both = [
-        ran(
+        quiet_run(
             ps.BAOA,
             model,
             data,
@@ -315,13 +306,8 @@ def test_every_method_goes_with_them(row):
     assert float(noise.reduction.min()) > 5
 
 
-def logistic(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
-
 LABELS = (X[:, 0] + 0.3 * normals(N, seed=8) > 0).double()
+logistic = logistic_regression(sd=2.0)
 
 
 def test_the_reduction_that_is_reported_is_the_rows_own():
@@ -352,7 +338,7 @@ def test_the_reduction_that_is_reported_is_the_rows_own():
 
 
 def test_without_control_variates_there_is_no_reduction():
-    sampler = ran(ps.SGLD, logistic, (X, LABELS), lr=0.01, batch_size=B, num_samples=20)
+    sampler = quiet_run(ps.SGLD, logistic, (X, LABELS), lr=0.01, batch_size=B, num_samples=20)
     assert "variance_reduction" not in sampler.diagnostics()
 
 
@@ -375,14 +361,14 @@ def test_models_that_functorch_refuses():
             pyro.sample("y", dist.Bernoulli(logits=2 * (x @ w)), obs=y)
 
     steps = {"lr": 0.05, "control_variates": True, "batch_size": B, "num_samples": 20}
-    refused, taken = (ran(ps.BAOA, model, (X, LABELS), **steps) for model in (odd, even))
+    refused, taken = (quiet_run(ps.BAOA, model, (X, LABELS), **steps) for model in (odd, even))
     close(refused.get_samples()["w"], taken.get_samples()["w"], 1e-8)
 
 
 # ------------------------------------------------------------------ what minibatches add
 
 
-def two_sites(y):
+def two_scalars(y):
     """Two normal means side by side: N(0, 1/4) and N(0, 1), with noise of sd 1 and 2."""
     a = pyro.sample("a", dist.Normal(double(0.0), 0.5).to_event(1))
     b = pyro.sample("b", dist.Normal(double(0.0), 1.0).to_event(1))
@@ -421,7 +407,7 @@ def test_the_inflation_is_known_to_rounding(row):
             "friction": by_site(FRICTION),
         }
         added = LR * noise / (2 * FRICTION * MASS)
-    sampler = row.sampler(two_sites, temperature=0.7, **hyperparameters)
+    sampler = row.sampler(two_scalars, temperature=0.7, **hyperparameters)
     sampler.run(
         PAIRS, batch_size=32, num_samples=20, seed=0, sampling="shuffle", **ONE_CHAIN, **QUIET
     )
@@ -447,7 +433,7 @@ def test_the_inflation_is_what_comes_out(name):
     chains = 200
     center = PAIRS.sum(0) / double(1.0, 4.0) / (64 * PRECISIONS)
     starts = {site: center[i].expand(chains, 1).clone() for i, site in enumerate("ab")}
-    sampler = METHODS[name].sampler(two_sites, init_strategy=starts, **hyperparameters)
+    sampler = METHODS[name].sampler(two_scalars, init_strategy=starts, **hyperparameters)
     relaxation = 120 if name == "SGLD" else 60
     sampler.run(
         PAIRS,
@@ -575,7 +561,7 @@ def heated(subtract, method, lr, chains=200, **others):
     center = float(y.sum()) * exact
     starts = center + exact**0.5 * normals(chains, 1, seed=12)
     sampler = method(
-        normal_mean, lr=lr, subtract_noise=subtract, init_strategy={"w": starts}, **others
+        two_means, lr=lr, subtract_noise=subtract, init_strategy={"w": starts}, **others
     )
     relaxation = round(1 / lr)
     sampler.run(
@@ -620,7 +606,7 @@ class TestWhereTheNoiseIsTooMuch:
     y = PAIRS
 
     def sampler(self, lr_b):
-        return ps.SGLD(two_sites, lr={"a": 0.05, "b": lr_b}, subtract_noise=True)
+        return ps.SGLD(two_scalars, lr={"a": 0.05, "b": lr_b}, subtract_noise=True)
 
     def run(self, lr_b):
         return self.sampler(lr_b).run(
@@ -671,7 +657,7 @@ def test_the_noise_that_is_subtracted_is_that_of_the_sampling():
     known = {}
     for sampling in ("shuffle", "replacement"):
         problem = found_out(
-            two_sites, PAIRS, batch_size=32, sampling=sampling, asked={"subtract_noise": True}
+            two_scalars, PAIRS, batch_size=32, sampling=sampling, asked={"subtract_noise": True}
         )
         known[sampling] = problem.engine.known_noise
     close(known["shuffle"], VARIANCES / 32 / 2, 2e-3)  # from 4096 rows, 64 times all of them
@@ -683,7 +669,7 @@ def test_the_noise_that_is_subtracted_is_that_of_the_sampling():
 def test_no_noise_is_subtracted_that_batches_cancel_themselves():
     """Shuffled batches' errors sum to zero over an epoch, so that little is left to subtract."""
     y = normals(250, 1, seed=11)
-    sampler = ps.SGLD(normal_mean, lr=0.05, subtract_noise=True)
+    sampler = ps.SGLD(two_means, lr=0.05, subtract_noise=True)
     for sampling in ("shuffle", "symmetric"):
         with pytest.raises(ArgumentError, match=rf"subtract_noise with sampling='{sampling}'"):
             sampler.run(y, batch_size=25, num_samples=2, sampling=sampling, **ONE_CHAIN, **QUIET)
@@ -692,7 +678,9 @@ def test_no_noise_is_subtracted_that_batches_cancel_themselves():
 
 
 def test_points_have_no_noise_to_subtract():
-    problem = found_out(poisson, (X, COUNTS), batch_size=B, asked={"subtract_noise": True})
+    problem = found_out(
+        poisson_with_param, (X, COUNTS), batch_size=B, asked={"subtract_noise": True}
+    )
     assert problem.engine.known_noise.shape == (3,)
     assert float(problem.engine.known_noise[2]) == 0.0
     assert float(problem.engine.known_noise[:2].min()) > 0

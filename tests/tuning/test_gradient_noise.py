@@ -29,7 +29,7 @@ HOW = {
 }
 
 
-def network():
+def network_model():
     torch.manual_seed(0)
     net = ps.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double())
 
@@ -65,14 +65,14 @@ def used_twice(x, y):
         pyro.sample("y", dist.Bernoulli(logits=logits), obs=y.double())
 
 
-def ran(model, batch_size=B, **others):
+def noise_run(model, batch_size=B, **others):
     how = {**HOW, "batch_size": batch_size}
     return ps.SGLD(model, lr=1e-14, compile=False, **others).run((X, Y), **how)
 
 
 @pytest.mark.parametrize("others", [{}, {"control_variates": True}])
 def test_alone_they_are_what_they_are_in_a_batch(others):
-    problem = ran(network(), **others)._last.plan.problem
+    problem = noise_run(network_model(), **others)._last.plan.problem
     at, batches = problem.positions, [[((X[:B], Y[:B]), None)], [((X[B:], Y[B:]), None)]]
     density = problem.engine.density
     alone, together = (
@@ -90,7 +90,7 @@ def test_alone_they_are_what_they_are_in_a_batch(others):
 
 
 def test_rows_that_are_others_alone_are_taken_in_batches():
-    sampler = ran(another_alone)
+    sampler = noise_run(another_alone)
     problem = sampler._last.plan.problem
     assert not takes_single_rows(problem, problem.positions[0], (X[:B], Y[:B]))
     w = problem.positions[0]
@@ -101,7 +101,7 @@ def test_rows_that_are_others_alone_are_taken_in_batches():
 
 def test_the_variance_is_that_of_some_rows_of_a_batch():
     """With all rows of one batch in place of 64 of them, it would be another number."""
-    sampler = ran(squares_of_rows)
+    sampler = noise_run(squares_of_rows)
     batches = sampler._last.plan.problem.batches(2, "shuffle")
     rows = batches.take(12, 24)  # after the 12 steps of the run
     indices = pytree.tree_leaves(rows)[0]
@@ -110,9 +110,9 @@ def test_the_variance_is_that_of_some_rows_of_a_batch():
     close(sampler.posterior.draws.measurements.gradient_noise.variance, expected[None], 1e-9)
 
 
-@pytest.mark.parametrize("model", [network(), used_twice])
+@pytest.mark.parametrize("model", [network_model(), used_twice])
 def test_moments_are_those_of_rows(model):
-    problem = ran(model)._last.plan.problem
+    problem = noise_run(model)._last.plan.problem
     params = problem.engine.layout.unflatten(problem.positions[1])
     rows = problem.log_posterior.row_gradients(params, (X[:B], Y[:B]))
     sums, squares = row_moments(problem.log_posterior, params, (X[:B], Y[:B]))
@@ -122,15 +122,15 @@ def test_moments_are_those_of_rows(model):
 
 
 @pytest.mark.parametrize("size", [B, 24])
-@pytest.mark.parametrize("model", [network(), used_twice])
+@pytest.mark.parametrize("model", [network_model(), used_twice])
 def test_a_large_models_noise_is_that_of_rows_one_by_one(model, size, monkeypatch):
     """Where a draw's rows fill a block of memory, their own gradients are not formed; smaller
     batches are put together."""
-    noise = ran(model, batch_size=size).posterior.draws.measurements.gradient_noise
+    noise = noise_run(model, batch_size=size).posterior.draws.measurements.gradient_noise
     monkeypatch.setattr(gradient_noise, "NUMBERS_AT_ONCE", 1)
     formed = []
     monkeypatch.setattr(gradient_noise, "row_gradients", lambda *args: formed.append(args))
-    found = ran(model, batch_size=size).posterior.draws.measurements.gradient_noise
+    found = noise_run(model, batch_size=size).posterior.draws.measurements.gradient_noise
     assert not formed
     close(found.variance / noise.variance, torch.ones_like(noise.variance), 1e-10)
     close(found.inflation / noise.inflation, torch.ones_like(noise.variance), 1e-10)

@@ -33,7 +33,7 @@ def observe(distribution, y):
         pyro.sample("y", distribution, obs=y)
 
 
-def regression(net, call=lambda net, x: net(x)):
+def network_regression(net, call=lambda net, x: net(x)):
     """The mean of a normal, whose noise is a latent, too."""
 
     def model(x, y):
@@ -107,17 +107,17 @@ def two_layers():
 
 
 DEEP = {
-    "an adapter": lambda: regression(ps.bayesianize(Merged(), include=["a", "b"])),
+    "an adapter": lambda: network_regression(ps.bayesianize(Merged(), include=["a", "b"])),
     "a unit": OneUnit,
-    "an LSTM in one operation": lambda: regression(
+    "an LSTM in one operation": lambda: network_regression(
         ps.bayesianize(Recurrent(nn.LSTM(1, 1, batch_first=True)).float()),
         lambda net, x: net(x.float()),  # of doubles it has many operations
     ),
-    "a recurrent weight alone": lambda: regression(
+    "a recurrent weight alone": lambda: network_regression(
         ps.bayesianize(Recurrent(nn.GRU(1, 2, batch_first=True)), include="*weight_hh*")
     ),
     "effects beside": lambda: beside_effects(ps.bayesianize(two_layers())),
-    "a frozen layer between": lambda: regression(
+    "a frozen layer between": lambda: network_regression(
         ps.bayesianize(three_layers(), include=["0.weight", "4.weight"])
     ),
 }
@@ -152,13 +152,13 @@ def heads(observed):
     return model
 
 
-def gamma(one, other):
+def gamma_of(one, other):
     """By shape and mean, whose quotient is the rate."""
     shape, mean = one[:, 0].exp(), other[:, 0].exp()
     return dist.Gamma(shape, shape / mean)
 
 
-def correlated(one, other):
+def low_rank(one, other):
     """A covariance of low rank, of what a head gives."""
     factor = other[..., None]
     return dist.LowRankMultivariateNormal(one, factor, torch.ones(4))
@@ -175,7 +175,7 @@ class Scaled(nn.Module):
         return self.head(x)[:, 0], self.log_scale.exp()
 
 
-def scaled():
+def scaled_network():
     net = ps.bayesianize(Scaled())
     return lambda x, y: observe(dist.Normal(*net(x)), y)
 
@@ -205,7 +205,7 @@ class Additive(nn.Module):
 
 BINARY, COUNTS = (Y > 0).double(), torch.arange(ROWS).double()
 SHALLOW = {
-    "mean": (lambda: regression(ps.bayesianize(nn.Linear(4, 1))), Y),
+    "mean": (lambda: network_regression(ps.bayesianize(nn.Linear(4, 1))), Y),
     "logits": (
         lambda: heads(lambda one, _: dist.Bernoulli(logits=one[:, 0])),
         BINARY,
@@ -216,26 +216,28 @@ SHALLOW = {
         lambda: heads(lambda one, other: dist.Normal(one, other.exp()).to_event(1)),
         X,
     ),
-    "shape and mean": (lambda: heads(gamma), COUNTS + 1),
-    "low rank": (lambda: heads(correlated), X),
-    "scale as a weight": (scaled, Y),
+    "shape and mean": (lambda: heads(gamma_of), COUNTS + 1),
+    "low rank": (lambda: heads(low_rank), X),
+    "scale as a weight": (scaled_network, Y),
     "correlated effects beside": (
         lambda: correlated_effects(ps.bayesianize(nn.Linear(4, 1))),
         Y,
     ),
-    "effects from a table beside": (lambda: regression(ps.bayesianize(Additive())), Y),
-    "a last layer": (lambda: regression(ps.bayesianize(two_layers(), include="2.*")), Y),
-    "half of an adapter": (lambda: regression(ps.bayesianize(Merged(), include="b")), Y),
-    "biases": (lambda: regression(ps.bayesianize(two_layers(), include="*.bias")), Y),
+    "effects from a table beside": (lambda: network_regression(ps.bayesianize(Additive())), Y),
+    "a last layer": (lambda: network_regression(ps.bayesianize(two_layers(), include="2.*")), Y),
+    "half of an adapter": (lambda: network_regression(ps.bayesianize(Merged(), include="b")), Y),
+    "biases": (lambda: network_regression(ps.bayesianize(two_layers(), include="*.bias")), Y),
     "a convolution": (
-        lambda: regression(ps.bayesianize(nn.Conv1d(1, 1, 4)), lambda net, x: net(x[:, None])),
+        lambda: network_regression(
+            ps.bayesianize(nn.Conv1d(1, 1, 4)), lambda net, x: net(x[:, None])
+        ),
         Y,
     ),
-    "no network": (lambda: lambda x, y: observe(dist.Normal(by_hand(x), 1.0), y), Y),
+    "no network": (lambda: lambda x, y: observe(dist.Normal(hand_written(x), 1.0), y), Y),
 }
 
 
-def by_hand(x):
+def hand_written(x):
     """Latents that are no module's weights, whatever they compute."""
     first = pyro.sample("first", dist.Normal(torch.zeros(4, 3), 1.0).to_event(2))
     last = pyro.sample("last", dist.Normal(torch.zeros(3), 1.0).to_event(1))
@@ -251,5 +253,5 @@ def test_a_head_has_not(kind):
 def test_gradients_of_frozen_weights_do_not_count():
     """Nor is the caller's graph touched."""
     frozen, head = nn.Linear(4, 4), ps.bayesianize(nn.Linear(4, 1))
-    assert not is_deep(regression(head, lambda net, x: net(torch.tanh(frozen(x)))), X, Y)
+    assert not is_deep(network_regression(head, lambda net, x: net(torch.tanh(frozen(x)))), X, Y)
     assert frozen.weight.grad is None

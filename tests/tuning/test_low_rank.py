@@ -6,15 +6,12 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import density_of_all_rows, prepare_run, prior_only
 from reference import close, double, normals
 
 import pyro_scale as ps
-from pyro_scale import kernels
 from pyro_scale.core.whitening import DiagonalWhitening, LowRankWhitening
-from pyro_scale.curvature.density import FullDataDensity
-from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError
-from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning.low_rank import MOST_AXES, learn, with_axes
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -27,17 +24,7 @@ STRETCH = double(12.0, 5.0, 0.05)
 TRUE = LowRankWhitening(normals(SIZE, seed=2), SCALE, AXES, STRETCH)
 ROOT = TRUE.push_forward(UNITS).mT  # S, whose rows are its products with units
 COVARIANCE = ROOT @ ROOT.mT
-
-
-def gaussian():
-    pyro.factor("no data", torch.zeros(()))
-    pyro.sample("x", dist.MultivariateNormal(TRUE.center, COVARIANCE))
-
-
-def density_of(model):
-    opened = open_data(None)
-    problem = prepare(as_log_posterior(model, 1), opened, kernels.BAOA(lr=1.0), None, 1, 0)
-    return FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+gaussian = prior_only(lambda: dist.MultivariateNormal(TRUE.center, COVARIANCE))
 
 
 def covariance_of(whitening):
@@ -57,7 +44,7 @@ def spread(whitening, true=COVARIANCE):
 def test_lanczos_finds_the_directions_that_stand_out(temperature):
     start = DiagonalWhitening(TRUE.center, temperature**0.5 * SCALE)
     assert spread(start, temperature * COVARIANCE) == pytest.approx((0.05, 12.0), rel=1e-6)
-    found = with_axes(start, density_of(gaussian), temperature)
+    found = with_axes(start, density_of_all_rows(prepare_run(gaussian)), temperature)
     assert found.axes.shape == (SIZE, MOST_AXES)
     close(found.axes.mT @ found.axes, torch.eye(MOST_AXES), 1e-9)
     low, high = spread(found, temperature * COVARIANCE)
@@ -95,7 +82,7 @@ def test_small_problems_have_few_directions():
         pyro.sample("x", dist.MultivariateNormal(torch.zeros(2), double([1.0, 0.9], [0.9, 1.0])))
 
     start = DiagonalWhitening(torch.zeros(2), torch.ones(2))
-    found = with_axes(start, density_of(two), 1.0)
+    found = with_axes(start, density_of_all_rows(prepare_run(two)), 1.0)
     assert found.axes.shape == (2, 1)
     assert float(found.stretch) == 1.0
 

@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
+from densities import density_of_all_rows, prepare_run
 from reference import close, double, normals
 from repetitions import long_but
 
@@ -15,12 +16,9 @@ import pyro_scale as ps
 from pyro_scale import kernels
 from pyro_scale.core.whitening import DenseWhitening
 from pyro_scale.curvature.control_variates import AnchorCurvature
-from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.curvature.gauss_newton import anchored, with_gauss_newton
-from pyro_scale.data.open import open_data
 from pyro_scale.engine.draws import Steps
 from pyro_scale.engine.reuse import Earlier
-from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning import heat as heating
 from pyro_scale.tuning.control_variates import with_control_variates, with_curvature
@@ -38,7 +36,7 @@ SHARES = torch.sigmoid(X @ double(0.7, -1.2) + double(-1.0, 0.0, 0.5, 1.0)[GROUP
 Y = (normals(N, seed=2).sigmoid() < SHARES).double()
 
 
-def groups(x, group, y):
+def grouped_logistic(x, group, y):
     """A hierarchical logistic regression."""
     s = pyro.sample("s", dist.HalfNormal(1.0))
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
@@ -48,7 +46,7 @@ def groups(x, group, y):
         pyro.sample("y", dist.Bernoulli(logits=a[group] + x @ w), obs=y)
 
 
-def line(x, group, y):
+def scaled_line(x, group, y):
     """Linear and Gaussian, with a known sd: rows' gradients are linear."""
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
     with pyro.plate("data", len(x)), poutine.scale(scale=0.5):
@@ -65,19 +63,14 @@ def curved(x, group, y):
 
 
 def problem_of(model, data=(X, GROUP, Y), batch_size=B, chains=1):
-    opened = open_data(data, batch_size)
-    log_posterior = as_log_posterior(model, opened.num_data)
-    return prepare(log_posterior, opened, kernels.BAOA(lr=0.1), None, chains, 3)
-
-
-def density_of(problem):
-    return FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    kernel = kernels.BAOA(lr=0.1)
+    return prepare_run(model, data, kernel=kernel, chains=chains, seed=3, batch_size=batch_size)
 
 
 def second_order(model, anchor=None):
     """The problem with control variates of second order."""
     problem = problem_of(model)
-    density = density_of(problem)
+    density = density_of_all_rows(problem)
     place = normals(problem.engine.layout.size, seed=7) / 3 if anchor is None else anchor
     return with_curvature(with_control_variates(problem, density, place), density)
 
@@ -100,7 +93,7 @@ def gradients(density, params, way="grad"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["grad", "plain_grad"])
-@pytest.mark.parametrize("model", [groups, line, curved])
+@pytest.mark.parametrize("model", [grouped_logistic, scaled_line, curved])
 def test_the_mean_over_a_partition_is_the_whole_gradient(model, way):
     """Anywhere, and whatever the curvature is worth there."""
     problem = second_order(model)
@@ -113,7 +106,7 @@ def test_the_mean_over_a_partition_is_the_whole_gradient(model, way):
 
 def test_a_quadratic_log_likelihood_has_no_noise_left():
     """Far from the anchor, too: every batch has the gradient of all rows."""
-    problem = second_order(line)
+    problem = second_order(scaled_line)
     params = away_from(problem, 5.0)
     whole, _ = problem.log_posterior.grad(params, (X, GROUP, Y))
     for each in gradients(problem.engine.density, params)["w"]:
@@ -124,7 +117,7 @@ def test_a_quadratic_log_likelihood_has_no_noise_left():
 
 def test_what_is_left_of_the_noise_is_of_second_order():
     """Half as far from the anchor it is a quarter; of the first order, a half."""
-    problem = second_order(groups)
+    problem = second_order(grouped_logistic)
     density = problem.engine.density
     for each, power in ((density, 2), (dataclasses.replace(density, curvature=None), 1)):
         far, near = (
@@ -135,7 +128,7 @@ def test_what_is_left_of_the_noise_is_of_second_order():
 
 def test_what_is_left_of_each_row_is_known():
     """g_i(theta) - g_i(a) + p_i (1 - p_i) x_i x_i' (theta - a), by hand."""
-    problem = second_order(groups)
+    problem = second_order(grouped_logistic)
     density = problem.engine.density
     params = away_from(problem, 0.5)
     left = density.row_gradients(params, (X[:20], GROUP[:20], Y[:20]))
@@ -155,7 +148,7 @@ def test_what_is_left_of_each_row_is_known():
 
 @pytest.mark.slow
 def test_chains_move_with_them_compiled_as_eager():
-    problem = second_order(groups)
+    problem = second_order(grouped_logistic)
     problem = dataclasses.replace(problem, positions=problem.positions.repeat(2, 1) / 4)
     columns, draws = problem.engine.kernel.columns(60), []
     for compile in (True, False):
@@ -180,7 +173,7 @@ def test_models_without_a_distribution_of_their_rows_have_none():
 
 def test_the_noise_is_that_of_the_noisiest_direction():
     """The largest eigenvalue of the rows' second moments, by dense arithmetic."""
-    problem = second_order(groups)
+    problem = second_order(grouped_logistic)
     size = problem.engine.layout.size
     factor = normals(size, size, seed=4).tril() + 3 * torch.eye(size)
     place = problem.engine.layout.flatten(away_from(problem, 0.3))
@@ -213,7 +206,7 @@ def test_one_row_of_many_is_seen():
             pyro.sample("y", dist.Poisson(a[group].exp()), obs=y)
 
     problem = problem_of(rare, (group, torch.ones(count)), 50)
-    problem = with_control_variates(problem, density_of(problem), torch.zeros(2))
+    problem = with_control_variates(problem, density_of_all_rows(problem), torch.zeros(2))
     scales = torch.tensor([1.0, count**0.5])  # of one's own prior, and of many rows
     problem = problem.with_engine(whitening=DenseWhitening(torch.zeros(2), torch.diag(scales)))
     noise = most_noise(problem, double(0.0, 0.5)[None], "replacement", 0).variance
@@ -223,7 +216,7 @@ def test_one_row_of_many_is_seen():
 @pytest.mark.parametrize("width", long_but([0.1, 1.0, 20.0], 0.1, 20.0))
 def test_steps_are_as_long_as_the_noise_allows(width):
     """Longer than the noise of first order would have them, where that is too much."""
-    first, whole = whitened_at_the_mode(groups, width)
+    first, whole = whitened_at_the_mode(grouped_logistic, width)
     found = cool(first, "shuffle", whole, 0.0)
 
     chosen = found.problem.engine.kernel.lr
@@ -247,7 +240,7 @@ def heat(problem, sampling):
 def whitened_at_the_mode(model, width=1.0, lr=0.5, batch_size=B):
     """(The problem with control variates at the mode, in units of `width` sds, its log density)."""
     problem = problem_of(model, batch_size=batch_size)
-    whole, kernel = density_of(problem), kernels.BAOA(lr=lr, friction=1.0)
+    whole, kernel = density_of_all_rows(problem), kernels.BAOA(lr=lr, friction=1.0)
     mode = find_modes(whole, problem.positions, 1.0, 0).best.gaussian
     problem = with_control_variates(problem.with_engine(kernel=kernel), whole, mode.mean)
     whitening = DenseWhitening(mode.mean, width * N**0.5 * mode.scale_tril)
@@ -259,7 +252,7 @@ def test_a_batch_has_as_few_rows_as_heat_little(width, monkeypatch):
     """The fewest of powers of two; none is taken where its rows are not for the library to choose,
     and no more than there were."""
     monkeypatch.setattr(heating, "NOISE", Noise(fewest_rows=2))
-    problem, whole = whitened_at_the_mode(groups, width, batch_size=128)
+    problem, whole = whitened_at_the_mode(grouped_logistic, width, batch_size=128)
     assert cool(problem, "replacement", whole, 0.0).problem.batch_size == 128
     found = cool(dataclasses.replace(problem, chooses_batches=True), "replacement", whole, 0.0)
     size, lr = found.problem.batch_size, found.problem.engine.kernel.lr
@@ -275,7 +268,7 @@ def test_a_batch_has_as_few_rows_as_heat_little(width, monkeypatch):
 def test_second_order_is_taken_where_it_needs_fewer_rows(monkeypatch):
     """Even where first order would not shorten the step."""
     monkeypatch.setattr(heating, "NOISE", Noise(fewest_rows=2))
-    problem, whole = whitened_at_the_mode(groups, 0.7, batch_size=128)
+    problem, whole = whitened_at_the_mode(grouped_logistic, 0.7, batch_size=128)
     assert heat(problem, "replacement") < 0.04
     assert cool(problem, "replacement", whole, 0.0).problem.engine.density.curvature is None
     not_canonical, all_rows = whitened_at_the_mode(curved, 0.7, batch_size=128)
@@ -290,7 +283,7 @@ def test_second_order_is_taken_where_it_needs_fewer_rows(monkeypatch):
 
 def test_all_rows_are_taken_where_minibatches_save_nothing():
     """A batch's gradients times what its noise shortens the step by, against one gradient a row."""
-    problem, whole = whitened_at_the_mode(groups, 2.0, batch_size=64)
+    problem, whole = whitened_at_the_mode(grouped_logistic, 2.0, batch_size=64)
     found = cool(problem, "replacement", whole, 0.0)
     share = found.problem.engine.kernel.lr / 0.5
     assert 2 * 64 / share > N  # not for it to choose: as it was asked for
@@ -305,7 +298,7 @@ def test_all_rows_are_taken_where_minibatches_save_nothing():
 
 def test_noise_along_a_direction_grows_with_the_length_of_the_way_to_the_center():
     """Of rows along one direction of two: 2-norms count, not the largest element."""
-    problem, _ = whitened_at_the_mode(line)
+    problem, _ = whitened_at_the_mode(scaled_line)
     engine = problem.engine
     factor, center = engine.whitening.factor, engine.whitening.center
     way = factor @ double(1.0, 1.0) / N**0.5  # one sd along both axes
@@ -330,7 +323,7 @@ def test_what_stays_cool_is_known_without_a_look(order, grown, away):
 
     problem = problem_of(model, (x,))
     problem = problem.with_engine(kernel=kernels.BAOA(lr=0.5, friction=1.0))
-    problem = with_control_variates(problem, density_of(problem), torch.zeros(1))
+    problem = with_control_variates(problem, density_of_all_rows(problem), torch.zeros(1))
     if order == 2:  # the rows have no curvature at the anchor
         anchor = AnchorCurvature(torch.zeros(1, 1), ())
         curved = dataclasses.replace(problem.engine.density, curvature=anchor)
@@ -359,7 +352,7 @@ def test_what_stays_cool_is_known_without_a_look(order, grown, away):
 
 def test_nothing_is_known_to_stay_cool_without_control_variates():
     """Nor where the first look told nothing."""
-    problem, _ = whitened_at_the_mode(groups)
+    problem, _ = whitened_at_the_mode(grouped_logistic)
     plain = problem.with_engine(density=problem.log_posterior)
     assert stays_cool(Cooled(problem, 0.0, Heat(1e-9, 0.0), NOISE.far_at_first), problem)
     assert not stays_cool(Cooled(problem, 0.0, None, NOISE.far_at_first), problem)
@@ -381,9 +374,9 @@ def test_the_noise_of_a_rare_row_does_not_hang_on_luck(curved):
             pyro.sample("y", dist.Poisson(a[group].exp()), obs=y)
 
     problem = problem_of(rare, (group, torch.ones(count)), 50)
-    problem = with_control_variates(problem, density_of(problem), torch.zeros(2))
+    problem = with_control_variates(problem, density_of_all_rows(problem), torch.zeros(2))
     if curved:
-        problem = with_curvature(problem, density_of(problem))
+        problem = with_curvature(problem, density_of_all_rows(problem))
     scales = double(count**-0.5, sd) * count**0.5
     problem = problem.with_engine(whitening=DenseWhitening(torch.zeros(2), torch.diag(scales)))
     # exp(a) - 1 = a + a^2 / 2: E a^2 = sd^2, E a^4 / 4 = 3 sd^4 / 4
@@ -401,17 +394,17 @@ def test_the_noise_of_a_rare_row_does_not_hang_on_luck(curved):
 def rare_rows(count, sd, groups=10, each=3):
     """A few rows in each of some groups, and many in one more: (problem, log density)."""
     group = torch.zeros(count, dtype=torch.long)
-    group[: groups * each] = torch.arange(groups).repeat_interleave(each) + 1
+    group[: grouped_logistic * each] = torch.arange(grouped_logistic).repeat_interleave(each) + 1
     y = (normals(count, seed=3) > 1.0).double()
 
     def model(group, y):
-        with pyro.plate("groups", groups + 1):
+        with pyro.plate("groups", grouped_logistic + 1):
             a = pyro.sample("a", dist.Normal(-1.6, sd))
         with pyro.plate("data", len(group)):
             pyro.sample("y", dist.Bernoulli(logits=a[group]), obs=y)
 
     problem = problem_of(model, (group, y), 1024, chains=4)
-    whole, kernel = density_of(problem), kernels.BAOA(lr=0.5, friction=1.0)
+    whole, kernel = density_of_all_rows(problem), kernels.BAOA(lr=0.5, friction=1.0)
     mode = find_modes(whole, problem.positions, 1.0, 0).best.gaussian
     problem = with_control_variates(problem.with_engine(kernel=kernel), whole, mode.mean)
     whitening = DenseWhitening(mode.mean, count**0.5 * mode.scale_tril)
@@ -465,7 +458,7 @@ def test_rows_that_come_seldom_throw_no_chain_out():
 
 def test_some_rows_stand_for_all():
     """Their Gauss-Newton matrix is that of a quadratic log likelihood's Hessian."""
-    density = density_of(problem_of(line)).of_some_rows(40, 1)
+    density = density_of_all_rows(problem_of(scaled_line)).of_some_rows(40, 1)
     place = double(0.3, -0.2)
     close(with_gauss_newton(density).hessian(place), density.hessian(place), 1e-12)
     (x, _, _), expected = density.data.arguments, 0.5 * N / 40 / 0.7**2
@@ -478,12 +471,12 @@ def test_a_model_without_such_a_matrix_has_its_hessian():
         with pyro.plate("data", len(x)):
             pyro.factor("y", -((y - x @ w) ** 2))
 
-    density = density_of(problem_of(factor))
+    density = density_of_all_rows(problem_of(factor))
     assert with_gauss_newton(density) is density
 
 
 def test_an_anchored_density_has_the_curvature_of_all_rows_at_its_anchor():
-    whole = density_of(problem_of(groups))
+    whole = density_of_all_rows(problem_of(grouped_logistic))
     place = normals(whole.layout.size, seed=5) / 3
     some = whole.of_some_rows(60, 1)
     density = anchored(some, place, -N * whole.hessian(place))
@@ -499,11 +492,11 @@ def test_an_anchored_density_has_the_curvature_of_all_rows_at_its_anchor():
 # ------------------------------------------------------------------ modes
 
 
-@pytest.mark.parametrize("model", [groups, line, curved])
+@pytest.mark.parametrize("model", [grouped_logistic, scaled_line, curved])
 def test_modes_are_those_of_all_rows(model):
     """Followed from 20 rows to 240, they end where a search through all rows ends."""
     problem = problem_of(model, chains=4)
-    whole = density_of(problem)
+    whole = density_of_all_rows(problem)
     exact = find_modes(whole, problem.positions, 1.0, 0)
     policy = ManyRows(most_rows=20, growth=4)
     found = find_modes_of_many_rows(whole, problem.positions, 1.0, 0, policy=policy)
@@ -523,7 +516,7 @@ def test_all_modes_are_followed():
             pyro.sample("y", dist.Normal(x.square(), 2.0), obs=y)
 
     problem = problem_of(two, (1 + normals(N, seed=3),), chains=4)
-    whole = density_of(problem)
+    whole = density_of_all_rows(problem)
     starts, policy = double([-2.0], [-1.0], [1.5], [2.0]), ManyRows(most_rows=20)
     found = find_modes_of_many_rows(whole, starts, 1.0, 0, policy=policy)
     assert found.are_modes
@@ -550,7 +543,7 @@ def test_where_there_is_no_mode_a_gaussian_stands_for_it_given_all_rows_too():
     y = y - torch.stack([y[each == GROUP].mean() for each in range(GROUPS)])[GROUP]
     problem = problem_of(funnel, (GROUP, y), chains=4)
     how = {"policy": ManyRows(most_rows=60)}
-    found = find_modes_of_many_rows(density_of(problem), problem.positions, 1.0, 0, **how)
+    found = find_modes_of_many_rows(density_of_all_rows(problem), problem.positions, 1.0, 0, **how)
     assert not found.are_modes
     sds = found.best.gaussian.covariance.diagonal().sqrt()
     assert 0.1 < float(sds[0]) < 3  # of log s

@@ -6,15 +6,12 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import density_of_all_rows, prepare_run, prior_only
 from reference import close, double, normals
 
-from pyro_scale import kernels
 from pyro_scale.core.gaussian import Dense
-from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.curvature.modes import lbfgs
-from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError
-from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning.diagonal_modes import _are_connected, find_diagonal_modes
 from pyro_scale.tuning.modes import Mode, SearchLimits, find_modes, merge
 from pyro_scale.tuning.no_start import what_to_try
@@ -23,22 +20,15 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 def searched(model, data=None, search=find_modes, temperature=1.0, chains=4, **how):
-    opened = open_data(data)
-    problem = prepare(
-        as_log_posterior(model, opened.num_data), opened, kernels.SGLD(lr=1.0), None, chains, 0
-    )
-    density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    problem = prepare_run(model, data, chains=chains)
+    density = density_of_all_rows(problem)
     more = (0,) if search is find_modes else ()
     return search(density, problem.positions, temperature, *more, **how)
 
 
 ROOT = double([2.0, 0.0], [1.5, 0.5])
 MEAN = double(3.0, -1.0)
-
-
-def gaussian():
-    pyro.factor("no data", torch.zeros(()))
-    pyro.sample("x", dist.MultivariateNormal(MEAN, scale_tril=ROOT))
+gaussian = prior_only(lambda: dist.MultivariateNormal(MEAN, scale_tril=ROOT))
 
 
 def test_of_a_gaussian_all_is_exact():
@@ -54,7 +44,7 @@ def test_of_a_gaussian_all_is_exact():
     assert searched(gaussian).best.log_evidence == pytest.approx(0.0, abs=1e-9)
 
 
-def two(distance, height):
+def two_peaks(distance, height):
     """A mixture of unit normals, whose shares are 1 to exp(height)."""
 
     def model():
@@ -67,7 +57,7 @@ def two(distance, height):
 
 def test_two_modes_have_their_evidence():
     """By how much more mass there is, exactly, as they do not overlap."""
-    found = searched(two(1.0, 3.0))
+    found = searched(two_peaks(1.0, 3.0))
     best, other = found.modes
     assert best.log_evidence - other.log_evidence == pytest.approx(3.0, abs=1e-6)
     assert float(best.gaussian.mean) == pytest.approx(1.0, abs=1e-6)
@@ -77,7 +67,7 @@ def test_two_modes_have_their_evidence():
 
 
 def test_no_chain_starts_at_a_mode_that_has_nothing_of_the_posterior():
-    found = searched(two(1.0, 30.0))
+    found = searched(two_peaks(1.0, 30.0))
     assert len(found.modes) == 2
     assert all(float(g.mean) > 0 for g in found.starting_points(4))
 
@@ -138,10 +128,7 @@ def test_l_bfgs_that_ends_on_a_plateau_begins_nearer_to_zero():
         with pyro.plate("rows", len(y)):
             pyro.sample("y", dist.Normal(tau * z[group], one), obs=y)
 
-    opened = open_data((group, y))
-    log_posterior = as_log_posterior(hierarchy, opened.num_data)
-    problem = prepare(log_posterior, opened, kernels.SGLD(lr=1.0), None, 1, 0)
-    density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    density = density_of_all_rows(prepare_run(hierarchy, (group, y)))
     start = torch.cat([-30 * one[None], 0.5 * normals(100, seed=7).float()])
     assert float(lbfgs(density, start, "").position[0]) < -29
     found = find_diagonal_modes(density, start[None], 1.0)
@@ -177,26 +164,22 @@ def test_places_with_no_dip_between_them_are_one_mode():
     def mode(*mean):
         return Mode(Dense(double(*mean), torch.eye(len(mean), dtype=torch.float64)), 0.0, ())
 
-    def density_of(model):
-        opened = open_data(None)
-        log_posterior = as_log_posterior(model, opened.num_data)
-        problem = prepare(log_posterior, opened, kernels.SGLD(lr=1.0), None, 1, 0)
-        return FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-
     like = double(0.0)
-    assert _are_connected(density_of(ridge), 1.0, like, mode(-0.5, -0.5), mode(0.5, 0.5))
-    bimodal = density_of(two(1.0, 3.0))
+    assert _are_connected(
+        density_of_all_rows(prepare_run(ridge)), 1.0, like, mode(-0.5, -0.5), mode(0.5, 0.5)
+    )
+    bimodal = density_of_all_rows(prepare_run(two_peaks(1.0, 3.0)))
     assert not _are_connected(bimodal, 1.0, like, mode(-1.0), mode(1.0))
     assert _are_connected(bimodal, 100.0, like, mode(-1.0), mode(1.0))  # a dip of half a nat
-    assert len(searched(two(1.0, 3.0), search=find_diagonal_modes).modes) == 2
+    assert len(searched(two_peaks(1.0, 3.0), search=find_diagonal_modes).modes) == 2
 
 
 def test_chains_start_from_every_mode_that_counts_if_there_are_as_many():
-    found = searched(two(1.0, 3.0))
+    found = searched(two_peaks(1.0, 3.0))
     for num_chains, missed in ((1, 1), (2, 0), (5, 0)):
         assert len(found.unvisited(num_chains)) == missed
     assert found.starting_points(1) == [found.best.gaussian]
-    assert searched(two(1.0, 30.0)).unvisited(1) == []
+    assert searched(two_peaks(1.0, 30.0)).unvisited(1) == []
 
 
 def endless():
@@ -233,11 +216,8 @@ def test_priors_are_blamed_only_where_they_are_improper(prior, says):
         pyro.sample("w", normal if prior == "proper" else normal.mask(False))
         pyro.factor("data", -(pyro.sample("v", normal) ** 2))
 
-    opened = open_data(None)
-    log_posterior = as_log_posterior(model, opened.num_data)
-    problem = prepare(log_posterior, opened, kernels.SGLD(lr=1.0), None, 1, 0)
-    density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-    told = what_to_try(density, problem.positions[0])
+    problem = prepare_run(model)
+    told = what_to_try(density_of_all_rows(problem), problem.positions[0])
     assert says in told
     assert ("prior" in told) == (prior == "flat")
 

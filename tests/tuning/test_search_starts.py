@@ -4,13 +4,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import density_of_all_rows, prepare_run
 from reference import double, normals
 
 import pyro_scale as ps
-from pyro_scale import kernels
-from pyro_scale.curvature.density import FullDataDensity
-from pyro_scale.data.open import open_data
-from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning.search_starts import search_starts
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
@@ -19,10 +16,8 @@ QUIET = {"seed": 0, "progress": False}
 
 
 def starts_of(model, data=None, chains=4, seed=0):
-    opened = open_data(data)
-    log_posterior = as_log_posterior(model, opened.num_data)
-    problem = prepare(log_posterior, opened, kernels.SGLD(lr=1.0), None, chains, seed)
-    density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    problem = prepare_run(model, data, chains=chains, seed=seed)
+    density = density_of_all_rows(problem)
     return problem, density, search_starts(problem, density)
 
 

@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import density_of_all_rows, linear_regression, normal_mean, prepare_run
 from gaussian import Field
 from logistic import PRIOR_SD, Logistic, Problem
 from methods import METHODS, STOCHASTIC
@@ -17,13 +18,10 @@ from repetitions import long_but
 
 import pyro_scale as ps
 from pyro_scale import kernels
-from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.curvature.modes import find_mode
-from pyro_scale.data.open import open_data
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, NonFiniteError
-from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning import step_size
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -37,6 +35,7 @@ PLAIN = {"precondition": None, "control_variates": False}
 SEEDS = range(5)
 #: 10^-4 ... 10 in half decades.
 GRID = [10 ** (-4 + i / 2) for i in range(11)]
+linear = linear_regression(sd=PRIOR_SD)
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +45,6 @@ def _store_of_its_own():
 
 
 # ------------------------------------------------------------------ two posteriors
-
-
-def linear(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[1]), PRIOR_SD).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
 
 class Linear(Problem):
@@ -75,15 +68,14 @@ PROBLEMS = {"logistic": functools.cache(Logistic), "linear": functools.cache(Lin
 
 
 def set_up_for(problem, kernel, seed, num_chains=1):
-    data = open_data((problem.x, problem.y), problem.batch_size)
-    log_posterior = as_log_posterior(problem.model, len(problem.x))
-    return prepare(log_posterior, data, kernel, None, num_chains, seed)
+    how = {"kernel": kernel, "chains": num_chains, "seed": seed}
+    return prepare_run(problem.model, (problem.x, problem.y), batch_size=problem.batch_size, **how)
 
 
 def chosen(problem, kernel, steps, seed):
     """(What `lr="auto"` chooses, the error that it predicts, the chain's start)."""
     problem = set_up_for(problem, kernel, seed)
-    density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+    density = density_of_all_rows(problem)
     mode = find_mode(density, problem.positions[0])
     choice = step_size.choose_step_size(problem, density, mode, steps, kernel.sampling)
     return choice, problem.positions[0]
@@ -220,21 +212,14 @@ def test_the_error_is_as_predicted(name, rows):
 # ------------------------------------------------------------------ what it is chosen by
 
 
-def normal_mean(y):
-    """w ~ N(0, 1/4), y ~ N(w, 1)."""
-    w = pyro.sample("w", dist.Normal(torch.zeros_like(y[0]), 0.5).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(w, 1.0).to_event(1), obs=y)
-
-
 PAIRS = normals(96, 2, seed=9) * double(1.0, 3.0)
+two_means = normal_mean()
 
 
-def modes_of(kernel, model=normal_mean, data=PAIRS, batch_size=8, **kwargs):
-    opened = open_data(data, batch_size)
-    log_posterior = as_log_posterior(model, opened.num_data)
-    problem = prepare(log_posterior, opened, kernel, None, kwargs.pop("num_chains", 3), 0)
-    density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
+def modes_of(kernel, model=two_means, data=PAIRS, batch_size=8, **kwargs):
+    chains = kwargs.pop("num_chains", 3)
+    problem = prepare_run(model, data, kernel=kernel, chains=chains, batch_size=batch_size)
+    density = density_of_all_rows(problem)
     mode = find_mode(density, problem.positions[0])
     return problem, mode, step_size._modes(problem, density, mode, "replacement")
 
@@ -349,7 +334,7 @@ def test_the_error_of_sgld_in_closed_form():
 # ------------------------------------------------------------------ runs
 
 
-def ran(model=linear, data=None, seed=0, lr="auto", method=ps.BAOA, **kwargs):
+def run_on(model=linear, data=None, seed=0, lr="auto", method=ps.BAOA, **kwargs):
     problem = PROBLEMS["linear"]()
     steps = {"num_samples": 400, "batch_size": problem.batch_size}
     steps = ONE_CHAIN | steps | {"warmup_steps": 100}
@@ -372,7 +357,7 @@ def words_of(sampler):
 
 @pytest.mark.slow
 def test_a_run_says_what_it_chose_and_has_it():
-    sampler = ran()
+    sampler = run_on()
     words, lr = words_of(sampler), sampler.posterior.attrs["lr"]
     assert isinstance(lr, float)
     assert words.startswith(f"lr={lr:g}, the least error")
@@ -390,7 +375,7 @@ def test_a_run_says_what_it_chose_and_has_it():
 
 @pytest.mark.slow
 def test_a_number_is_no_choice():
-    sampler = ran(lr=0.1)
+    sampler = run_on(lr=0.1)
     assert "lr_choice" not in sampler.posterior.draws.attrs
     assert sampler.posterior.attrs["lr"] == 0.1
 
@@ -398,7 +383,7 @@ def test_a_number_is_no_choice():
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_same_seed_chooses_and_draws_the_same():
-    one, two = ran(seed=3), ran(seed=3)
+    one, two = run_on(seed=3), run_on(seed=3)
     assert one.posterior.attrs["lr"] == two.posterior.attrs["lr"]
     assert words_of(one) == words_of(two)
     assert torch.equal(one.get_samples()["w"], two.get_samples()["w"])
@@ -407,15 +392,15 @@ def test_the_same_seed_chooses_and_draws_the_same():
 @pytest.mark.slow
 @pytest.mark.long
 def test_draws_are_those_of_the_number_that_was_chosen():
-    auto = ran(seed=3)
-    given = ran(seed=3, lr=auto.posterior.attrs["lr"])
+    auto = run_on(seed=3)
+    given = run_on(seed=3, lr=auto.posterior.attrs["lr"])
     assert torch.equal(auto.get_samples()["w"], given.get_samples()["w"])
 
 
 @pytest.mark.long
 def test_a_second_run_chooses_afresh():
     """Longer runs pay for smaller steps; going back gives the first choice back."""
-    sampler, found = ps.SGLD(normal_mean, lr="auto", **PLAIN), []
+    sampler, found = ps.SGLD(two_means, lr="auto", **PLAIN), []
     steps = {"batch_size": 8, "sampling": "replacement"}
     for count in (60, 1200, 60):
         sampler.run(PAIRS, num_samples=count, seed=0, **ONE_CHAIN, **steps, **QUIET)
@@ -430,13 +415,15 @@ def test_less_noise_lets_steps_be_larger():
     SGLD's own bias."""
     steps = {"data": PAIRS, "num_samples": 200, "method": ps.SGLD, "sampling": "replacement"}
     found = [
-        ran(normal_mean, batch_size=size, **steps).posterior.attrs["lr"] for size in (8, 48, None)
+        run_on(two_means, batch_size=size, **steps).posterior.attrs["lr"] for size in (8, 48, None)
     ]
     assert found[0] < found[1] < found[2]
-    varied = ran(normal_mean, batch_size=8, control_variates=True, **steps).posterior.attrs["lr"]
+    varied = run_on(two_means, batch_size=8, control_variates=True, **steps).posterior.attrs["lr"]
     assert varied == found[2]
     # where all the noise can be taken off, as much is as of none
-    subtracted = ran(normal_mean, batch_size=48, subtract_noise=True, **steps).posterior.attrs["lr"]
+    subtracted = run_on(two_means, batch_size=48, subtract_noise=True, **steps).posterior.attrs[
+        "lr"
+    ]
     assert found[1] < subtracted <= found[2]
 
 
@@ -451,8 +438,8 @@ def test_float32_and_whole_data_and_no_data():
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
-    assert ran(single, (x, y)).kernel.lr == pytest.approx(ran().kernel.lr, rel=0.15)
-    whole = ran(batch_size=None)
+    assert run_on(single, (x, y)).kernel.lr == pytest.approx(run_on().kernel.lr, rel=0.15)
+    whole = run_on(batch_size=None)
     assert whole.get_samples()["w"].shape == (400, 5)
     function = ps.LogPosterior.from_function(
         lambda params, batch: -0.5 * params["w"].square().sum(), {"w": double(0.1)}, 40
@@ -467,7 +454,7 @@ def test_float32_and_whole_data_and_no_data():
 def test_a_run_is_as_good_as_predicted():
     """Four chains through `run` itself, of 2 x 10^4 gradients each."""
     problem = PROBLEMS["linear"]()
-    sampler = ran(num_samples=500, warmup_steps=150, num_chains=4, seed=2)
+    sampler = run_on(num_samples=500, warmup_steps=150, num_chains=4, seed=2)
     draws = sampler.get_samples()["w"]
     off = ((draws.mean(0) - problem.mean) / problem.sd).square().mean()
     log_sd = (draws.std(0) / problem.sd).log().square().mean()
@@ -478,13 +465,13 @@ def test_a_run_is_as_good_as_predicted():
 # ------------------------------------------------------------------ halving
 
 
-def cliff(params, batch):
+def walls(params, batch):
     """A mode of curvature 1 between walls: w^4."""
     return -params["w"].square().sum() / 2 - params["w"].pow(4).sum()
 
 
 def of_cliff(start, method=ps.SGLD, num_chains=1):
-    function = ps.LogPosterior.from_function(cliff, {"w": torch.zeros(1)}, 10_000)
+    function = ps.LogPosterior.from_function(walls, {"w": torch.zeros(1)}, 10_000)
     starts = torch.full((num_chains, 1), start)
     starts[1:] = 0.0
     sampler = method(function, lr="auto", init_strategy={"w": starts}, **PLAIN)
@@ -514,7 +501,7 @@ def test_it_is_not_halved_for_ever():
 
 
 def test_a_number_is_not_halved():
-    function = ps.LogPosterior.from_function(cliff, {"w": torch.zeros(1)}, 10_000)
+    function = ps.LogPosterior.from_function(walls, {"w": torch.zeros(1)}, 10_000)
     sampler = ps.SGLD(function, lr=0.5, init_strategy={"w": double(12.0)[None]})
     with pytest.raises(NonFiniteError):
         sampler.run(None, num_samples=300, seed=0, **ONE_CHAIN, **QUIET)

@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import linear_regression
 from pyro.nn import PyroModule, PyroSample
 from reference import normals
 from repetitions import each_once, long_but
@@ -23,15 +24,10 @@ QUIET = {"seed": 0, "progress": False}
 X = normals(200, 3, seed=0)
 LABELS = (X[:, 0] * X[:, 1] > 0).long()
 NOISE = 0.3
+line = linear_regression(NOISE, name="beta")
 
 
-def line(x, y):
-    beta = pyro.sample("beta", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("rows", len(x)):
-        pyro.sample("y", dist.Normal(x @ beta, NOISE), obs=y)
-
-
-def classifier():
+def relu_classifier():
     torch.manual_seed(0)
     layers = nn.Linear(3, 40), nn.ReLU(), nn.Linear(40, 20), nn.ReLU(), nn.Linear(20, 2)
     net = ps.bayesianize(nn.Sequential(*layers))
@@ -105,7 +101,7 @@ def test_at_temperature_0_a_step_size_that_is_too_long_is_named():
 @pytest.mark.slow
 def test_a_network_is_trained_and_then_sampled_and_called_an_ensemble():
     with pytest.warns(VerdictWarning, match="ENSEMBLE, not posterior: R-hat of 200 training rows"):
-        run = ps.BAOA(classifier()).run((X, LABELS), num_samples=200, **QUIET)
+        run = ps.BAOA(relu_classifier()).run((X, LABELS), num_samples=200, **QUIET)
     probabilities = run.predict(X, reduce="mean")["y"]
     assert float(ps.metrics.accuracy(probabilities, LABELS)) > 0.95
     assert run.get_samples(group_by_chain=True)["0.weight"].shape[:2] == (4, 200)
@@ -181,14 +177,14 @@ def test_a_long_warm_up_is_looked_at_in_few_places(monkeypatch):
     monkeypatch.setattr(training, "steepest_by_products", counted)
     how = {"num_samples": 10, "warmup_steps": 1000, "max_rows": 2_000_000, **QUIET}
     with pytest.warns(VerdictWarning):
-        run = ps.BAOA(classifier(), init_strategy=ps.init_to_module).run((X, LABELS), **how)
+        run = ps.BAOA(relu_classifier(), init_strategy=ps.init_to_module).run((X, LABELS), **how)
     assert len(places) == 4 + 4 * 4  # chains at their starts, and four times in warm-up
     assert run.diagnostics().attrs["warmup_steps"] == 1000
 
 
 @pytest.mark.slow
 def test_a_start_that_is_given_is_not_trained():
-    sampler = ps.BAOA(classifier(), init_strategy=ps.init_to_module)
+    sampler = ps.BAOA(relu_classifier(), init_strategy=ps.init_to_module)
     run = sampler.run((X, LABELS), num_samples=20, max_rows=200_000, **QUIET)
     assert run.report().choices["start"] == "as it was given"
 
@@ -197,11 +193,11 @@ def test_a_start_that_is_given_is_not_trained():
 @pytest.mark.long
 def test_a_resumed_network_has_the_same_draws_and_does_not_grow(tmp_path):
     how = {"warmup_steps": 100, **QUIET}
-    whole = ps.BAOA(classifier()).run((X, LABELS), num_samples=40, checkpoint=tmp_path, **how)
-    again = ps.BAOA(classifier()).run((X, LABELS), num_samples=40, resume=tmp_path, **how)
+    whole = ps.BAOA(relu_classifier()).run((X, LABELS), num_samples=40, checkpoint=tmp_path, **how)
+    again = ps.BAOA(relu_classifier()).run((X, LABELS), num_samples=40, resume=tmp_path, **how)
     assert torch.equal(whole.get_samples()["0.weight"], again.get_samples()["0.weight"])
     with pytest.raises(FileError, match="num_samples"):
-        ps.BAOA(classifier()).run((X, LABELS), num_samples=80, resume=tmp_path, **how)
+        ps.BAOA(relu_classifier()).run((X, LABELS), num_samples=80, resume=tmp_path, **how)
 
 
 @pytest.mark.slow

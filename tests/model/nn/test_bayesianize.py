@@ -6,7 +6,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import initialize
 from networks import (
+    EVERY_STEP,
     MASK,
     QUIET,
     SD,
@@ -163,9 +165,7 @@ def test_what_is_frozen_stays_and_the_callers_network_too(chosen, training):
     assert {path: m.training for path, m in bayesian._net.named_modules()} == before["training"]
     inner = state(bayesian._net)
     sampler = ps.SGHMC(classifier(bayesian), lr=0.05, compile=False)
-    sampler.run(
-        (X, Y), num_samples=60, warmup_steps=0, thinning=1, batch_size=B, num_chains=2, **QUIET
-    )
+    sampler.run((X, Y), num_samples=60, **EVERY_STEP, batch_size=B, num_chains=2, **QUIET)
     assert sampler.params == {}
     assert set(sampler.get_samples()) == set(bayesian.priors())
     sampler.predict(X, Y)
@@ -179,8 +179,7 @@ def test_what_is_frozen_stays_and_the_callers_network_too(chosen, training):
 def test_the_copy_is_independent():
     made = case("BatchNorm")
     bayesian = ps.bayesianize(made.net, PRIOR, include="4")
-    log_posterior = ps.LogPosterior(classifier(bayesian), num_data=N)
-    params = log_posterior.init(0, *made.batch)
+    log_posterior, params = initialize(classifier(bayesian), *made.batch, num_data=N)
     before = log_posterior(params, made.batch)
     with torch.no_grad():
         for tensor in [*made.net.parameters(), *made.net.buffers()]:
@@ -202,7 +201,7 @@ def test_points_move_along_their_gradient(chains):
     bayesian = ps.bayesianize(made.net, PRIOR, include="2", rest="point")
     model = classifier(bayesian)
     fit = ps.SGHMC.from_sgd(model, lr=lr, temperature=0)
-    fit.run(made.data, num_samples=1, warmup_steps=0, thinning=1, num_chains=chains, **QUIET)
+    fit.run(made.data, num_samples=1, **EVERY_STEP, num_chains=chains, **QUIET)
     log_posterior = ps.LogPosterior(model, num_data=N)
     log_posterior.prepare(made.data)
     start = made.net[0].weight.detach()
@@ -235,9 +234,7 @@ def test_predictions_are_at_the_points():
     made = case("MLP")
     bayesian = ps.bayesianize(made.net, PRIOR, include="2", rest="point")
     fit = ps.BAOA(classifier(bayesian), lr=0.1, compile=False)
-    fit.run(
-        made.data, num_samples=4, warmup_steps=0, thinning=1, num_chains=1, batch_size=B, **QUIET
-    )
+    fit.run(made.data, num_samples=4, **EVERY_STEP, num_chains=1, batch_size=B, **QUIET)
     draws = fit.get_samples()
     assert set(draws) == {"2.weight", "2.bias"}
     last = fit.params | {name: values[-1] for name, values in draws.items()}
@@ -487,7 +484,7 @@ def test_init_to_module_starts_all_chains_there():
     net = mlp()
     model = classifier(ps.bayesianize(net, PRIOR, exclude="0.bias"))
     sampler = ps.SGLD(model, lr=1e-12, temperature=0, init_strategy=ps.init_to_module)
-    sampler.run((X, Y), num_samples=1, warmup_steps=0, thinning=1, num_chains=3, **QUIET)
+    sampler.run((X, Y), num_samples=1, **EVERY_STEP, num_chains=3, **QUIET)
     found = sampler.get_samples()
     assert list(found) == ["0.weight", "2.weight", "2.bias"]
     for name, value in found.items():
@@ -692,9 +689,7 @@ def test_old_weight_norm_is_refused_or_works():
         return
     for _ in range(2):
         sampler = ps.SGHMC(model, lr=0.05, compile=False)
-        sampler.run(
-            (X, Y), num_samples=2, warmup_steps=0, thinning=1, num_chains=2, **QUIET
-        ).predict(X, Y)
+        sampler.run((X, Y), num_samples=2, **EVERY_STEP, num_chains=2, **QUIET).predict(X, Y)
 
 
 class Dropping(nn.Module):
@@ -756,13 +751,7 @@ def test_networks_in_train_mode_are_refused_by_submodule(kind):
     )
     with pytest.raises(ModelError, match=f"(?s){message}"):
         ps.BAOA(model, lr=0.1).run(
-            (*inputs, Y),
-            num_samples=1,
-            warmup_steps=0,
-            thinning=1,
-            num_chains=1,
-            batch_size=B,
-            **QUIET,
+            (*inputs, Y), num_samples=1, **EVERY_STEP, num_chains=1, batch_size=B, **QUIET
         )
     with pytest.raises(ModelError, match=f"(?s){message}"):
         ps.LogPosterior(model, num_data=N).init(0, *inputs, Y)
@@ -788,5 +777,5 @@ def test_a_network_called_inside_of_the_datas_plate_is_refused():
 
     with pytest.raises(SiteError, match=r"site '0.weight'.*plate"):
         ps.BAOA(model, lr=0.1).run(
-            (X, Y), num_samples=1, warmup_steps=0, thinning=1, num_chains=1, batch_size=B, **QUIET
+            (X, Y), num_samples=1, **EVERY_STEP, num_chains=1, batch_size=B, **QUIET
         )

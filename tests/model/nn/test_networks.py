@@ -10,6 +10,7 @@ import torch
 from networks import (
     CASES,
     CLASSES,
+    EVERY_STEP,
     LENGTH,
     MASK,
     QUIET,
@@ -149,15 +150,7 @@ def test_predictions_are_the_plain_networks_with_a_draw_for_its_weights(kind):
     bayesian = ps.bayesianize(made.net, dist.Normal(0.0, SD))
     for call in made.call, reading(made.call):
         sampler = ps.SGHMC(classifier(bayesian, call), lr=0.05, compile=False)
-        sampler.run(
-            made.data,
-            num_samples=2,
-            warmup_steps=0,
-            thinning=1,
-            num_chains=2,
-            batch_size=B,
-            **QUIET,
-        )
+        sampler.run(made.data, num_samples=2, **EVERY_STEP, num_chains=2, batch_size=B, **QUIET)
         samplers.append(sampler)
     close(*(sampler.posterior.draws.positions for sampler in samplers))
     assert samplers[1].posterior.draws.attrs["program"] == "eager, chain by chain"
@@ -316,7 +309,7 @@ def test_what_cannot_be_replaced_is_refused(make, error, message):
 # ------------------------------------------------------------------ practitioners' models
 
 
-def checked(model, data, by_hand, params):
+def check_density(model, data, by_hand, params):
     """The log joint and its gradient on a batch, against a function of the params."""
     log_posterior = ps.LogPosterior(model, num_data=N)
     log_posterior.prepare(data)
@@ -344,7 +337,7 @@ def test_weights_of_classes_are_scales_of_rows():
         loss = cross_entropy(made.logits(weights, x), y, weight=weight_of, reduction="sum")
         return log_prior(weights) - N / B * loss
 
-    checked(model, (x, y), by_hand, made.weights())
+    check_density(model, (x, y), by_hand, made.weights())
 
 
 @pytest.mark.parametrize("noise", ["of the network", "a site"])
@@ -371,7 +364,7 @@ def test_learned_noise(noise):
         mean, sd = heads(Swapped(net, weights)(x), sigma)
         return prior + N / B * dist.Normal(mean, sd).log_prob(y).sum()
 
-    checked(model, (x, y), by_hand, params | ({"sigma": torch.tensor(-0.4)} if site else {}))
+    check_density(model, (x, y), by_hand, params | ({"sigma": torch.tensor(-0.4)} if site else {}))
 
 
 @pytest.mark.parametrize("way", ["mask of the distribution", "poutine.mask"])
@@ -413,7 +406,7 @@ def test_tags_of_padded_sequences(way, layer):
         return log_prior(weights) - N / B * cross_entropy(logits[mask], tags[mask], reduction="sum")
 
     params = {n: w.detach() for n, w in Case(net, ()).weights().items()}
-    log_posterior = checked(model, (ids, mask, tags), by_hand, params)
+    log_posterior = check_density(model, (ids, mask, tags), by_hand, params)
     other = torch.where(mask, ids, 7), mask, torch.where(mask, tags, 2)
     assert not torch.equal(other[2], tags)
     here, there = (log_posterior(params, rows) for rows in ((ids, mask, tags), other))
@@ -456,7 +449,7 @@ def test_warm_starts(kind):
     if kind == "Laplace":
         fit = ps.Laplace(model, structure="dense").run(made.data, mode=fit, **QUIET)
     sampler = ps.SGHMC(model, lr=1e-9, init_strategy=fit)
-    sampler.run(made.data, num_samples=1, warmup_steps=0, thinning=1, num_chains=2, **QUIET)
+    sampler.run(made.data, num_samples=1, **EVERY_STEP, num_chains=2, **QUIET)
     starts = fit.starts(2, 0)
     found = sampler.get_samples()
     assert set(found) == {"2.weight", "2.bias"}
@@ -474,13 +467,7 @@ def test_a_part_of_a_network_is_compiled(rest):
     make = functools.partial(ps.BAOA, classifier(bayesian), lr=0.1)
     fast, slow = (
         make(compile=compile).run(
-            made.data,
-            num_samples=50,
-            warmup_steps=0,
-            thinning=1,
-            num_chains=2,
-            batch_size=B,
-            **QUIET,
+            made.data, num_samples=50, **EVERY_STEP, num_chains=2, batch_size=B, **QUIET
         )
         for compile in (True, False)
     )
