@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.compile.cpp_loop import Loop
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.rows import Fixed, Gathered, PerStep, Source
-from pyro_scale.core.threads import available_threads
+from pyro_scale.core.thread_count import available_threads
 from pyro_scale.data.batches import Batches
 from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.step import Engine

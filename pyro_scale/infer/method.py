@@ -24,7 +24,7 @@ from typing import (
 from torch import Tensor
 
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.threads import restored_threads
+from pyro_scale.core.thread_count import restored_threads
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data

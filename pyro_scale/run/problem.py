@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
-from pyro_scale.core.threads import Arithmetic, choose_threads
+from pyro_scale.core.thread_count import Arithmetic, choose_threads
 from pyro_scale.core.warn import warn
 from pyro_scale.curvature.chunks import chunks_of, is_row_wise
 from pyro_scale.data.batches import Batches, OwnIndices, SharedBatches, WholeData

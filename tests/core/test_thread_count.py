@@ -13,7 +13,7 @@ import torch
 from reference import normals
 
 import pyro_scale as ps
-from pyro_scale.core import threads
+from pyro_scale.core import thread_count
 
 LENGTH = {"num_samples": 5, "warmup_steps": 5, "thinning": 1, "num_chains": 1}
 
@@ -68,8 +68,8 @@ def test_an_error_leaves_the_number_as_it_was(two_threads):
 
 
 def test_other_threads_keep_their_numbers(two_threads):
-    with threads.restored_threads():
-        threads.choose_threads(1)
+    with thread_count.restored_threads():
+        thread_count.choose_threads(1)
         assert in_new_thread(torch.get_num_threads) == 2
         in_new_thread(lambda: torch.set_num_threads(3))
         assert torch.get_num_threads() == 1
@@ -78,16 +78,16 @@ def test_other_threads_keep_their_numbers(two_threads):
 
 
 def test_a_run_in_a_run_may_use_all_threads(two_threads):
-    with threads.restored_threads():
-        threads.choose_threads(1)
-        with threads.restored_threads():
-            threads.choose_threads(2**30)
-            assert torch.get_num_threads() == threads.available_threads() == 2
+    with thread_count.restored_threads():
+        thread_count.choose_threads(1)
+        with thread_count.restored_threads():
+            thread_count.choose_threads(2**30)
+            assert torch.get_num_threads() == thread_count.available_threads() == 2
         assert torch.get_num_threads() == 1
 
 
 def test_outside_of_runs_nothing_is_chosen(two_threads):
-    threads.choose_threads(1)
+    thread_count.choose_threads(1)
     assert torch.get_num_threads() == 2
 
 
@@ -99,13 +99,13 @@ def test_no_more_threads_than_the_container_has_cores(
     two_threads, tmp_path, monkeypatch, quota, count
 ):
     (tmp_path / "cpu.max").write_text(quota)
-    monkeypatch.setattr(threads, "_QUOTA", tmp_path / "cpu.max")
-    assert threads.available_threads() == count
+    monkeypatch.setattr(thread_count, "_QUOTA", tmp_path / "cpu.max")
+    assert thread_count.available_threads() == count
 
 
 def test_no_more_threads_than_cores_of_the_process(two_threads, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
-    assert threads.available_threads() == 1
+    assert thread_count.available_threads() == 1
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_no_more_threads_than_cores_of_the_process(two_threads, monkeypatch):
 )
 def test_arithmetic(function, count):
     x = torch.ones(2, 3)
-    with threads.Arithmetic() as counted:
+    with thread_count.Arithmetic() as counted:
         function(x)
     assert counted.total == pytest.approx(count)
 
