@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.compile.cpp_loop import Loop
 from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.rows import Fixed, Gathered, PerStep, Source
+from pyro_scale.core.thread_count import available_threads
 from pyro_scale.data.batches import Batches
 from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.step import Engine
@@ -162,7 +163,7 @@ class CompiledLoop:
             self.constants,
             left,
             every,
-            threads=min(groups, torch.get_num_threads()),
+            threads=min(groups, available_threads()),
         )
         kept = Kept(_by_chain(positions), _by_chain(log_joints), last.flatten())
         return pytree.tree_unflatten([x.flatten(0, 1) for x in moved], self.state_spec), kept

@@ -24,6 +24,7 @@ from typing import (
 from torch import Tensor
 
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.thread_count import restored_threads
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
@@ -158,9 +159,10 @@ class Method:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         for name in ("__init__", "run", "update"):
-            if inspect.isfunction(vars(cls).get(name)):
+            if inspect.isfunction(function := vars(cls).get(name)):
                 base = getattr(super(cls, cls), name, None)
-                setattr(cls, name, check_calls(vars(cls)[name], base))
+                function = restored_threads()(function) if name == "run" else function
+                setattr(cls, name, check_calls(function, base))
 
     def __getattr__(self, name: str) -> Any:
         """Raises an error that names our counterpart of another library's attribute."""

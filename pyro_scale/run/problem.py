@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from pyro_scale.core import rows
+from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
+from pyro_scale.core.thread_count import Arithmetic, choose_threads
 from pyro_scale.core.warn import warn
 from pyro_scale.curvature.chunks import chunks_of, is_row_wise
 from pyro_scale.data.batches import Batches, OwnIndices, SharedBatches, WholeData
@@ -226,8 +228,19 @@ def prepare(
         check_other_batches(log_posterior, data, params)
         if must_be_usable:
             _warn_of_cut_gradients(log_posterior, params, arguments)
+    if positions.device.type == "cpu":
+        choose_threads(_arithmetic(log_posterior, params, arguments))
     understood = None if reused is None else earlier
     return Problem(log_posterior, data, engine, positions, seed, understood=understood)
+
+
+def _arithmetic(
+    log_posterior: LogPosterior, params: Mapping[str, Tensor], arguments: Arguments
+) -> float:
+    """Arithmetic of one evaluation of the log posterior on a batch."""
+    with own_generator(), torch.no_grad(), Arithmetic() as counted:
+        log_posterior.run(params, arguments, log_posterior.first_indices())
+    return counted.total
 
 
 def _warn_of_cut_gradients(

@@ -27,7 +27,7 @@ CODE_LINES = {
     "distributed": 532,
     "engine": 1641,
     "exact": 522,
-    "infer": 3882,
+    "infer": 3884,
     "kernels": 1085,
     "metrics": 529,
     "model": 4106,
@@ -40,7 +40,7 @@ CODE_LINES = {
 }
 #: Of the whole package.
 MOST = {
-    "files": 283,
+    "files": 284,
     "files of more than 300 code lines": 4,
     "functions of more than 8 parameters": 5,
     "functions of more than 50 code lines": 10,

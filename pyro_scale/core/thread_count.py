@@ -1,0 +1,125 @@
+"""How many threads a run computes on: torch's, or one.
+
+Threads that share an operation wait for the slowest of them.  If another process has its core, that
+takes milliseconds, in which one thread computes all small operations alone.  So a run whose model
+is small computes on one thread, and its chains are distributed over the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: Arithmetic of one evaluation of a log density from which threads share its operations: about a
+#: millisecond on one thread.
+_WORTH_THREADS = 2**20
+#: The quota of a container, as (microseconds of processors, microseconds).
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_PRODUCTS = {"mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "convolution"}
+
+
+class _Run(threading.local):
+    """The run of this thread.
+
+    Attributes:
+        threads: number of threads that the run may use; None outside of runs.
+    """
+
+    threads: int | None = None
+
+
+_run = _Run()
+
+
+@contextmanager
+def restored_threads() -> Iterator[None]:
+    """Context of a run, which may choose its number of threads; at the end, torch has the number
+    that it had."""
+    before, outer = torch.get_num_threads(), _run.threads
+    _run.threads = outer or available_threads()
+    try:
+        yield
+    finally:
+        _run.threads = outer
+        _set_threads(before)
+
+
+def available_threads() -> int:
+    """Threads that chains can be distributed over: torch's number, but no more than cores that the
+    process may use."""
+    cores = os.cpu_count() or 1
+    with contextlib.suppress(AttributeError):  # not on every system
+        cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a quota
+        used, period = _QUOTA.read_text().split()
+        cores = min(cores, math.ceil(int(used) / int(period)))
+    return min(_run.threads or torch.get_num_threads(), cores)
+
+
+def choose_threads(arithmetic: float) -> None:
+    """Sets torch's number of threads for this thread's run; does nothing outside of runs.
+
+    Args:
+        arithmetic: of one evaluation of the run's log density, as `Arithmetic` counts it.
+    """
+    if _run.threads is not None:
+        _set_threads(_run.threads if arithmetic >= _WORTH_THREADS else 1)
+
+
+def _set_threads(count: int) -> None:
+    """Sets torch's number for the current thread.  `torch.set_num_threads` also sets that of
+    threads which begin later; they keep theirs."""
+    if count == torch.get_num_threads():
+        return
+    with ThreadPoolExecutor(1) as new, ThreadPoolExecutor(1) as newer:
+        of_others = new.submit(torch.get_num_threads).result()
+        torch.set_num_threads(count)
+        newer.submit(torch.set_num_threads, of_others).result()
+
+
+class Arithmetic(TorchDispatchMode):
+    """Context that counts multiplications of matrices and elements of other operations.
+
+    Attributes:
+        total: the sum so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            name = func.overloadpacket.__name__
+            self.total += _count(name, _tensors([args, kwargs]), _tensors(result))
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _count(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> float:
+    """Arithmetic of an operation of ATen's."""
+    largest = max([*inputs, *outputs], key=Tensor.numel, default=None)
+    if largest is None or not outputs:
+        return 0.0
+    if name in _PRODUCTS:  # of [n, k] and [k, m]: n k m
+        left, right = inputs[-2:]
+        return math.sqrt(left.numel() * right.numel() * outputs[0].numel())
+    if name.startswith(("linalg_", "cholesky", "triangular_solve")):
+        return float(largest.numel() * largest.shape[-1])
+    return float(largest.numel())

@@ -1,0 +1,152 @@
+"""How many threads a run computes on, and what other threads notice of it: nothing."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from reference import normals
+
+import pyro_scale as ps
+from pyro_scale.core import thread_count
+
+LENGTH = {"num_samples": 5, "warmup_steps": 5, "thinning": 1, "num_chains": 1}
+
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_new_thread(function):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def threads_of_run(rows):
+    """The number of threads while a regression's model runs at last."""
+    x = normals(rows, 8, seed=1).float()
+    during = []
+
+    def model(x, y):
+        during.append(torch.get_num_threads())
+        w = pyro.sample("w", dist.Normal(torch.zeros(8), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    data = x, x.sum(1)
+    ps.BAOA(model, lr=0.01, compile=False).run(data, **LENGTH, seed=0, progress=False)
+    return during[-1]
+
+
+@pytest.mark.parametrize(("rows", "count"), [(100, 1), (200_000, 2)])
+def test_small_models_run_on_one_thread_and_large_ones_on_all(two_threads, rows, count):
+    assert threads_of_run(rows) == count
+    assert torch.get_num_threads() == 2
+
+
+def test_an_error_leaves_the_number_as_it_was(two_threads):
+    def model():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+        raise RuntimeError("of the model")
+
+    with pytest.raises(RuntimeError, match="of the model"):
+        ps.BAOA(model).run(None, **LENGTH, progress=False)
+    assert torch.get_num_threads() == 2
+
+
+def test_other_threads_keep_their_numbers(two_threads):
+    with thread_count.restored_threads():
+        thread_count.choose_threads(1)
+        assert in_new_thread(torch.get_num_threads) == 2
+        in_new_thread(lambda: torch.set_num_threads(3))
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    assert in_new_thread(torch.get_num_threads) == 3
+
+
+def test_a_run_in_a_run_may_use_all_threads(two_threads):
+    with thread_count.restored_threads():
+        thread_count.choose_threads(1)
+        with thread_count.restored_threads():
+            thread_count.choose_threads(2**30)
+            assert torch.get_num_threads() == thread_count.available_threads() == 2
+        assert torch.get_num_threads() == 1
+
+
+def test_outside_of_runs_nothing_is_chosen(two_threads):
+    thread_count.choose_threads(1)
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(
+    ("quota", "count"),
+    [("max 100000", 2), ("50000 100000", 1), ("150000 100000", 2), ("", 2), ("nonsense", 2)],
+)
+def test_no_more_threads_than_the_container_has_cores(
+    two_threads, tmp_path, monkeypatch, quota, count
+):
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(thread_count, "_QUOTA", tmp_path / "cpu.max")
+    assert thread_count.available_threads() == count
+
+
+def test_no_more_threads_than_cores_of_the_process(two_threads, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
+    assert thread_count.available_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [
+        (lambda x: x + 1, 6),
+        (lambda x: x @ x.T, 12),
+        (lambda x: x.mT, 0),
+        (lambda x: torch.linalg.cholesky(x.mT @ x + torch.eye(3)), 18 + 9 + 9 + 27),
+        (lambda x: torch.tensor(1.0), 0),
+    ],
+)
+def test_arithmetic(function, count):
+    x = torch.ones(2, 3)
+    with thread_count.Arithmetic() as counted:
+        function(x)
+    assert counted.total == pytest.approx(count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["0", "1", "64", "many", None])
+def test_draws_do_not_depend_on_the_environment(value):
+    """Small models: whatever the number of threads is said to be, the draws are those of one."""
+    code = textwrap.dedent("""
+        import torch, pyro, pyro.distributions as dist, pyro_scale as ps
+        def model(x, y):
+            w = pyro.sample("w", dist.Normal(torch.zeros(30), 1.0).to_event(1))
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+        x = torch.linspace(-1, 1, 569 * 30).sin().reshape(569, 30)
+        sampler = ps.BAOA(model, lr=0.1, precondition=None, compile=True)
+        length = {"num_samples": 20, "warmup_steps": 20, "thinning": 1, "num_chains": 1}
+        sampler.run((x, x[:, 0]), **length, batch_size=None, seed=0, progress=False)
+        print(sampler.get_samples()["w"].double().sum().item().hex())
+    """)
+
+    def draws(number):
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        if number is not None:
+            environment["OMP_NUM_THREADS"] = number
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+
+    assert draws(value) == draws("1") != ""
