@@ -15,9 +15,9 @@ from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
 from pyro_scale.curvature.chunks import Chunk, chunks_of, is_row_wise, num_rows_in
 from pyro_scale.data.sources import Data, IndexedData, TensorData
-from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.distributed.shares import WHOLE, Share
 from pyro_scale.distributed.sums import Sums, Terms
+from pyro_scale.distributed.workers import Workers
 from pyro_scale.errors import DataError
 from pyro_scale.model.derivatives import hessian, hessian_diagonal
 from pyro_scale.model.log_posterior import LogPosterior
@@ -254,22 +254,22 @@ class SharedDensity(FullDataDensity):
 
     @classmethod
     def from_density(
-        cls, density: FullDataDensity, ranks: Ranks, device: torch.device
+        cls, density: FullDataDensity, workers: Workers, device: torch.device
     ) -> SharedDensity:
         """The density whose sums `ranks` share out.
 
         Args:
             density: the log joint of all rows, the same on every rank.
-            ranks: the processes.
+            workers: the processes.
             device: of positions on this rank.
 
         Raises:
             DataError: the data do not hold N rows.
         """
         density.check_rows()
-        local = dataclasses.replace(density, share=ranks.share)
+        local = dataclasses.replace(density, share=workers.share)
         terms: dict[str, Terms] = {"grad": local.grad, "function": partial(_call, local)}
-        sums = Sums(ranks, terms, device)
+        sums = Sums(workers, terms, device)
         return cls(density.log_posterior, density.data, density.layout, sums=sums)
 
     def grad(self, position: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.diagnostics.temperature import kinetic, virial
-from pyro_scale.distributed.ranks import Ranks
+from pyro_scale.distributed.workers import Workers
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.measurements import Measurements, VirialTemperature
 from pyro_scale.run.run import Trajectory
@@ -48,7 +48,7 @@ def measure(
     return dataclasses.replace(result, measurements=measurements), error
 
 
-def as_measured_by_first(result: PosteriorDraws, ranks: Ranks) -> PosteriorDraws:
+def as_measured_by_first(result: PosteriorDraws, workers: Workers) -> PosteriorDraws:
     """The draws with the measurements of rank 0."""
-    measurements = ranks.of_first(result.measurements, "what was measured")
+    measurements = workers.broadcast(result.measurements, "what was measured")
     return dataclasses.replace(result, measurements=measurements)

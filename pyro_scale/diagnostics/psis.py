@@ -15,9 +15,9 @@ from pyro_scale.core.gaussian import matrix_or_diagonal
 from pyro_scale.curvature.chunks import Chunk, chunks_of, chunks_with, is_row_wise
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.policy import WEIGHTS
-from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.distributed.shares import Share
 from pyro_scale.distributed.sums import Sums, Terms
+from pyro_scale.distributed.workers import ALONE, Workers
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.posterior import arviz_api
@@ -203,22 +203,22 @@ def _spread(fit: Fit, positions: Tensor, log_ratios: Tensor) -> float:
 # ------------------------------------------------------------------ sums over rows
 
 
-def sums_at(fit: Fit, drawn: PosteriorDraws, ranks: Ranks) -> Sums:
+def sums_at(fit: Fit, drawn: PosteriorDraws, workers: Workers) -> Sums:
     """The sums over rows that `psis` takes at a fit's draws, of which each rank computes its share.
 
     Args:
         fit: the approximation, with its data.
         drawn: draws of the fit.
-        ranks: the processes.
+        workers: the processes.
     """
     assert fit.data is not None
-    terms = _Terms(drawn, fit.data, ranks.share)
+    terms = _Terms(drawn, fit.data, workers.share)
     named: dict[str, Terms] = {
         "log_joint": terms.log_joint,
         "gap": terms.gap,
         "slope": terms.slope,
     }
-    return Sums(ranks, named, fit.centers.device)
+    return Sums(workers, named, fit.centers.device)
 
 
 @dataclass(frozen=True)

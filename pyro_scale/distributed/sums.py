@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from pyro_scale.distributed.ranks import RankFailure, Ranks
+from pyro_scale.distributed.workers import RankFailure, Workers
 
 T = TypeVar("T")
 
@@ -28,34 +28,34 @@ class Sums:
     the algorithm catches leaves no rank waiting.
 
     Args:
-        ranks: the processes.
+        workers: the processes.
         terms: functions that compute this rank's terms, by name.
         device: of the tensors on this rank.
     """
 
     def __init__(
         self,
-        ranks: Ranks,
+        workers: Workers,
         terms: Mapping[str, Terms],
         device: torch.device,
     ):
-        self._ranks, self._terms, self._device = ranks, terms, device
+        self._workers, self._terms, self._device = workers, terms, device
 
     def run(self, algorithm: Callable[[], T]) -> T:
         """The result, on every rank, of an algorithm that runs on rank 0 and calls `ask`."""
-        if self._ranks.is_alone:
+        if self._workers.is_alone:
             return algorithm()
         packed = None
-        if self._ranks.is_first:
+        if self._workers.is_first:
             try:
                 packed = self._pack(algorithm())
             finally:  # if it has failed, the others learn why from the next message
-                if not self._ranks.is_over:
-                    self._ranks.tell(None, _PLACE)
+                if not self._workers.is_over:
+                    self._workers.broadcast_unchecked(None, _PLACE)
         else:
-            while (request := self._ranks.tell(None, _PLACE)) is not None:
+            while (request := self._workers.broadcast_unchecked(None, _PLACE)) is not None:
                 self._answer(*self._unpack(request))
-        packed = self._ranks.of_first(packed, "what sums over rows have led to")
+        packed = self._workers.broadcast(packed, "what sums over rows have led to")
         result: T = self._unpack(packed)
         return result
 
@@ -66,7 +66,7 @@ class Sums:
             PyroScaleError, LinAlgError: as a rank has raised it.
             RankError: a rank has raised another error, or has died.
         """
-        if self._ranks.is_alone:
+        if self._workers.is_alone:
             return self._terms[name](*arguments)
         return self._request("sum", name, arguments)
 
@@ -76,13 +76,13 @@ class Sums:
         Raises:
             PyroScaleError, LinAlgError, RankError: as for `ask`.
         """
-        if self._ranks.is_alone:
+        if self._workers.is_alone:
             return [self._terms[name](*arguments)]
         terms: list[Any] = self._request("list", name, arguments)
         return terms
 
     def _request(self, what: Literal["sum", "list"], name: str, arguments: Sequence[Any]) -> Any:
-        self._ranks.tell(self._pack((what, name, arguments)), _PLACE)
+        self._workers.broadcast_unchecked(self._pack((what, name, arguments)), _PLACE)
         return self._answer(what, name, arguments)
 
     def _answer(self, what: Literal["sum", "list"], name: str, arguments: Sequence[Any]) -> Any:
@@ -93,16 +93,16 @@ class Sums:
             terms = self._terms[name](*arguments)
         except BaseException as raised:  # the others wait for this rank's terms
             error = raised
-        failed = self._ranks.add_up(torch.tensor([float(error is not None)]), _PLACE)
+        failed = self._workers.sum(torch.tensor([float(error is not None)]), _PLACE)
         if bool(failed):
             self._raise(error)
             return None  # rank 0 decides what follows
         if what == "list":
-            by_rank = self._ranks.at_first(self._pack(terms), _PLACE)
+            by_rank = self._workers.gather_at_first(self._pack(terms), _PLACE)
             return None if by_rank is None else [self._unpack(packed) for packed in by_rank]
         parts = [terms] if isinstance(terms, Tensor) else list(terms)
         vector = torch.cat([part.detach().cpu().double().flatten() for part in parts])
-        sums = self._ranks.add_up(vector, _PLACE).split([part.numel() for part in parts])
+        sums = self._workers.sum(vector, _PLACE).split([part.numel() for part in parts])
         shaped = [
             total.reshape(part.shape).to(part) for total, part in zip(sums, parts, strict=True)
         ]
@@ -111,10 +111,10 @@ class Sums:
     def _raise(self, error: BaseException | None) -> None:
         """Exchanges errors; raises the first on rank 0, and an interrupt where it was."""
         failure = None if error is None else RankFailure.from_error(error)
-        failures = self._ranks.of_all(failure, "what was raised in a sum over rows")
-        if error is not None and (self._ranks.is_first or not isinstance(error, Exception)):
+        failures = self._workers.gather(failure, "what was raised in a sum over rows")
+        if error is not None and (self._workers.is_first or not isinstance(error, Exception)):
             raise error
-        if self._ranks.is_first:
+        if self._workers.is_first:
             rank, first = next((r, of_rank) for r, of_rank in enumerate(failures) if of_rank)
             raise _as_error(first, rank)
 

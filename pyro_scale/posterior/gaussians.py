@@ -20,7 +20,7 @@ from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian, as_structure
 from pyro_scale.core.layout import Layout
 from pyro_scale.data.sources import Data
-from pyro_scale.distributed.ranks import ALONE, Ranks
+from pyro_scale.distributed.workers import ALONE, Workers
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.draws import PosteriorDraws
@@ -48,7 +48,7 @@ class Fit:
         attrs: strings and numbers: method, N, B, seed, versions, seconds, ...
         trace: estimates of the objective at every step, in nats, summed over rows,
             `[starts, steps]`.
-        ranks: the processes that share out later passes through the rows.  Each has the fit.
+        workers: the processes that share out later passes through the rows.  Each has the fit.
         other_target: the reason why the fit does not approximate the model's posterior; empty if it
             does.
     """
@@ -62,7 +62,7 @@ class Fit:
     seed: int
     attrs: dict[str, Any] = field(default_factory=dict)
     trace: Tensor | None = None
-    ranks: Ranks = ALONE
+    workers: Workers = ALONE
     other_target: str = ""
 
     @cached_property
@@ -156,7 +156,13 @@ class Fit:
     def _as_draws(self, positions: Tensor) -> PosteriorDraws:
         """Positions `[chains, n, D]` with the model, data and facts of the fit."""
         return PosteriorDraws(
-            self.log_posterior, self.data, self.layout, positions, {}, self.attrs, ranks=self.ranks
+            self.log_posterior,
+            self.data,
+            self.layout,
+            positions,
+            {},
+            self.attrs,
+            workers=self.workers,
         )
 
     def replaced(self, **changes: Any) -> Fit:

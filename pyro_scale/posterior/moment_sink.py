@@ -66,14 +66,14 @@ class ToMoments:
         Args:
             finished: for each part, the indices of its chains that reached the end.
         """
-        ranks, parts = self._problem.ranks, zip(self._parts, finished, strict=True)
-        of_ranks = ranks.at_first(
+        workers, parts = self._problem.workers, zip(self._parts, finished, strict=True)
+        by_worker = workers.gather_at_first(
             [(part.chains, part.moments, part.kept, places) for part, places in parts],
             "the moments of draws",
         )
         merged = None
-        if of_ranks is not None:
-            of_parts = [part for of_rank in of_ranks for part in of_rank]
+        if by_worker is not None:
+            of_parts = [part for of_rank in by_worker for part in of_rank]
             chains: dict[int, tuple[int, int]] = {}  # number -> (part, index in it)
             for i, (numbers, _, _, places) in enumerate(of_parts):
                 chains |= {numbers[place]: (i, place) for place in places}
@@ -82,7 +82,7 @@ class ToMoments:
             ordered, layout = [chains[n] for n in sorted(chains)], of_parts[0][1].layout
             totals = SampleTotals(Totals.from_parts(sums, ordered), layout) if chains else None
             merged = totals, kept
-        merged = ranks.of_first(merged, "the moments of all draws")
+        merged = workers.broadcast(merged, "the moments of all draws")
         assert merged is not None  # rank 0 has it
         self.totals, self._kept = merged
 

@@ -46,7 +46,7 @@ def execute(
     Raises:
         ArgumentError: the time was over before the first draw.
     """
-    ranks, parts = plan.problem.ranks, journal.parts(plan.problem)
+    workers, parts = plan.problem.workers, journal.parts(plan.problem)
     for halvings in range(journal.halvings):
         plan = plan.halved(halvings + 1)
     halvings = journal.halvings
@@ -75,7 +75,7 @@ def execute(
                     )
                 )
         trajectory = align(join_parts(trajectories, parts))
-        diverged = any(ranks.of_all(trajectory.diverged, "whether chains diverged"))
+        diverged = any(workers.gather(trajectory.diverged, "whether chains diverged"))
         if not retries or not diverged or trajectory.draws.error is not None:
             break
         halvings += 1

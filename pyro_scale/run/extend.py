@@ -35,9 +35,9 @@ def is_enough(trajectory: Trajectory) -> bool:
     chosen = evenly(latents, _MOST_ELEMENTS)
     kept = draws.positions[finished][..., chosen].double()
     if trajectory.problem.is_split:
-        ranks = trajectory.problem.ranks
-        parts = ranks.at_first(kept, "draws to check")
-        return ranks.of_first(parts is not None and _are_enough(torch.cat(parts)), "a decision")
+        workers = trajectory.problem.workers
+        parts = workers.gather_at_first(kept, "draws to check")
+        return workers.broadcast(parts is not None and _are_enough(torch.cat(parts)), "a decision")
     return _are_enough(kept)
 
 

@@ -16,7 +16,7 @@ from pyro_scale.curvature.gauss_newton import anchored
 from pyro_scale.curvature.modes import lbfgs
 from pyro_scale.curvature.precision import CurvatureSpec
 from pyro_scale.curvature.row_gaussians import kronecker_at
-from pyro_scale.distributed.ranks import ALONE
+from pyro_scale.distributed.workers import ALONE
 from pyro_scale.errors import ArgumentError
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.budget import Budget
@@ -99,12 +99,12 @@ def _find_modes(
         density: log density of all rows, or of rows that represent them.
         budget: of the run.
     """
-    like, ranks, num_data = problem.positions, problem.ranks, problem.log_posterior.num_data
+    like, workers, num_data = problem.positions, problem.workers, problem.log_posterior.num_data
     temperature = float(problem.engine.kernel.values(0)["temperature"])
     starts = search_starts(problem, density) if chooses_starts else like[: SEARCH.most]
     passes = SEARCH.fraction * budget.most_rows(problem) / num_data / len(starts)
     # each rank looks at its own clock, as searches differ in length
-    limits = SearchLimits(passes, dataclasses.replace(budget, ranks=ALONE).check, ranks)
+    limits = SearchLimits(passes, dataclasses.replace(budget, workers=ALONE).check, workers)
     if form == "dense":
         find = find_modes if density is full_data else find_modes_of_many_rows
         return find(full_data, starts, temperature, problem.seed, limits)
@@ -113,9 +113,9 @@ def _find_modes(
         return modes
     means = [
         lbfgs(full_data, mode.gaussian.mean.to(like), "").position.double()
-        for mode in ranks.share.of(modes.modes)
+        for mode in workers.share.of(modes.modes)
     ]
-    means = ranks.in_turn(means, "modes given all rows", like.device)
+    means = workers.in_turn(means, "modes given all rows", like.device)
     refined = [
         mode._replace(gaussian=Diagonal(mean, mode.gaussian.sd))
         for mode, mean in zip(modes.modes, means, strict=True)

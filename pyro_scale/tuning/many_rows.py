@@ -96,7 +96,7 @@ def find_modes_of_many_rows(
             before = torch.stack([mode.gaussian.mean.to(starts) for mode in followed])
             places = torch.cat([before, places_on_the_way(ascents)])
             passes += len(places) * density.passes * num_rows / num_data
-            stand_in = best_on_the_way(density, places, temperature, seed, limits.ranks)
+            stand_in = best_on_the_way(density, places, temperature, seed, limits.workers)
             if stand_in is not None:
                 searches = tuple(search for mode in followed for search in mode.searches)
                 followed = [stand_in.as_mode(searches)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Dense, Gaussian, triangular
 from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.curvature.newton import MOST_STEPS, Ascent, ascend
-from pyro_scale.distributed.ranks import ALONE, Ranks
+from pyro_scale.distributed.workers import ALONE, Workers
 from pyro_scale.errors import ArgumentError
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.no_start import what_to_try
@@ -37,12 +37,12 @@ class SearchLimits:
         passes: most passes through the data of each search.  If the log joint rises without end,
             the path up to this limit is enough for a Gaussian along it.
         check: called with the passes of all searches so far; ends the searches by raising.
-        ranks: the processes.
+        workers: the processes.
     """
 
     passes: float = math.inf
     check: Callable[[float], None] = _never_ends
-    ranks: Ranks = ALONE
+    workers: Workers = ALONE
 
     def after(self, passes: float, share: float = 1.0) -> SearchLimits:
         """Limits of a search that counts its passes from here on.
@@ -165,7 +165,7 @@ def find_modes(
     if not gap <= SEARCH.gap_nats * starts.shape[1] + 1:  # also if it is NaN
         places = places_on_the_way(ascents)
         evaluations += len(places) * density.passes
-        stand_in = best_on_the_way(density, places, temperature, seed, limits.ranks)
+        stand_in = best_on_the_way(density, places, temperature, seed, limits.workers)
     if stand_in is None and not modes:
         raise ArgumentError(
             f"no Gaussian fits the posterior along the search paths from {len(starts)} starts"
@@ -201,8 +201,8 @@ def run_searches(
     Returns:
         The results, in the order of `items`, on every rank; the passes so far.
     """
-    ranks, done, passes = limits.ranks, list[tuple[Result, float, float]](), spent
-    for item in ranks.share.of(items):
+    workers, done, passes = limits.workers, list[tuple[Result, float, float]](), spent
+    for item in workers.share.of(items):
         checked = [0.0]
 
         def check(more: float, passes: float = passes, checked: list[float] = checked) -> None:
@@ -212,9 +212,9 @@ def run_searches(
         result, cost = search(item, dataclasses.replace(limits, check=check))
         done.append((result, cost, max(checked)))
         passes += cost
-    if ranks.is_alone:
+    if workers.is_alone:
         return [result for result, _, _ in done], passes
-    done, passes = ranks.in_turn(done, "searches for modes", device), spent
+    done, passes = workers.in_turn(done, "searches for modes", device), spent
     for _, cost, most in done:
         limits.check(passes + most)
         passes += cost
@@ -347,7 +347,11 @@ def places_on_the_way(ascents: Sequence[Ascent]) -> Tensor:
 
 
 def best_on_the_way(
-    density: FullDataDensity, places: Tensor, temperature: float, seed: int, ranks: Ranks = ALONE
+    density: FullDataDensity,
+    places: Tensor,
+    temperature: float,
+    seed: int,
+    workers: Workers = ALONE,
 ) -> StandIn | None:
     """The Gaussian with the best evidence lower bound, of the curvatures at some places
     `[places, D]`; None if no bound is finite."""
@@ -360,6 +364,6 @@ def best_on_the_way(
         bound, evidence = _bound(density, gaussian, temperature, seed)
         return StandIn(bound, gaussian.mean, gaussian.scale_tril, evidence), 0
 
-    fits, _ = run_searches(fit, list(places), SearchLimits(ranks=ranks), places.device)
+    fits, _ = run_searches(fit, list(places), SearchLimits(workers=workers), places.device)
     finite = [one for one in fits if one is not None and math.isfinite(one.bound)]
     return max(finite, key=lambda one: one.bound, default=None)

@@ -157,7 +157,7 @@ def _optimize(
     def stop(draws: Draws) -> bool:
         if budget.is_over_for_all:
             return True
-        return all(learner.ranks.of_all(stopping.reached(draws), "whether training is over"))
+        return all(learner.workers.gather(stopping.reached(draws), "whether training is over"))
 
     kernel, seed = learner.engine.kernel, derived_seed(learner.seed, 0, Purpose.SEARCH)
     draws = simulate(

@@ -13,8 +13,8 @@ from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.curvature.chunks import Chunk
 from pyro_scale.data.sources import Data
-from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.distributed.shares import Share
+from pyro_scale.distributed.workers import ALONE, Workers
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.rng.seeds import Purpose, choose_seed, derived_seed
 from pyro_scale.run.by_rank import check_same_call
@@ -28,19 +28,19 @@ class Readers:
     """The processes that read rows together after a run, or this process alone.
 
     Attributes:
-        ranks: the processes.
+        workers: the processes.
         device: of their results.
         seed: of their random numbers; None for torch's generator.
     """
 
-    ranks: Ranks
+    workers: Workers
     device: torch.device
     seed: int | None = None
 
     @property
     def share(self) -> Share:
         """This process's share of the chunks of rows."""
-        return self.ranks.share
+        return self.workers.share
 
     def map(self, function: Callable[[Chunk], T], chunks: Iterable[Chunk]) -> list[tuple[T, Chunk]]:
         """(The function's value, the chunk without its rows) for all chunks in order, on every
@@ -64,7 +64,7 @@ class Readers:
         Args:
             results: of this rank's share.
         """
-        return self.ranks.in_turn(results, "what is read", self.device)
+        return self.workers.in_turn(results, "what is read", self.device)
 
     def _seeded(self, place: int) -> contextlib.AbstractContextManager[None]:
         if self.seed is None:
@@ -95,15 +95,15 @@ def readers_of(
         RankError: another rank has failed.
     """
     sites = result.log_posterior.model_info.sites
-    ranks, device = result.ranks.if_there, sites[result.layout.names[0]].value.device
-    if ranks.is_alone:
+    workers, device = result.workers.if_there, sites[result.layout.names[0]].value.device
+    if workers.is_alone:
         yield Readers(ALONE, device)
         return
-    with ranks.together():
+    with workers.together():
         rows = digest_of(data) if isinstance(data, tuple | dict) else fingerprint(data)
         shape = list(result.positions.shape)
         facts = {name: repr(value) for name, value in arguments.items()}
-        check_same_call(ranks, {**facts, "data": rows, "draws": shape}, what)
+        check_same_call(workers, {**facts, "data": rows, "draws": shape}, what)
         # on all ranks, so that their generators stay the same
         seed = choose_seed(None) if draws else None
-        yield Readers(ranks, device, ranks.of_first(seed, "the choice of a seed"))
+        yield Readers(workers, device, workers.broadcast(seed, "the choice of a seed"))
