@@ -13,7 +13,7 @@ import pickle
 import secrets
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("pyro_scale")
 
 T = TypeVar("T")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 #: Values of the argument `distributed=`.
 Distributed = Literal["auto", "all", False]
@@ -162,6 +164,11 @@ class Workers:
         part = Rows(place, mesh.size(1), group, mesh.device_type)
         return cls(rank, world, keeps_all, teams, part if part.world > 1 else None)
 
+    @classmethod
+    def that_are_left(cls) -> Workers:
+        """The processes of a run after it, as long as their group exists; afterwards `ALONE`."""
+        return cls.from_group("all") if dist.is_available() and dist.is_initialized() else ALONE
+
     @property
     def is_alone(self) -> bool:
         """Whether there is one process only."""
@@ -211,13 +218,19 @@ class Workers:
         return num_data or total
 
     @property
-    def if_there(self) -> Workers:
-        """These ranks as long as their process group exists; afterwards `ALONE`."""
-        return self if not self.is_alone and dist.is_initialized() else ALONE
+    def read_together(self) -> bool:
+        """Whether several processes each keep all draws and have all rows, so that they read rows
+        together after the run."""
+        return self.keeps_all and self.has_all_rows and not self.is_alone
+
+    @property
+    def has_all_rows(self) -> bool:
+        """Whether this process was called with all rows."""
+        return self.rows is None or self.rows.share is None
 
     @property
     def share(self) -> Share:
-        """This rank's share of items that ranks process one by one."""
+        """This process's share of items that are processed one by one."""
         return Share(self.rank, self.world)
 
     def chains(self, count: int) -> range:
@@ -280,11 +293,28 @@ class Workers:
         self._meet(what)
         return self.broadcast_unchecked(value, what)
 
-    def in_turn(self, items: Sequence[T], what: str, device: torch.device) -> list[T]:
-        """The items of all ranks in their original order, from each rank's `share` of them.
+    def map(
+        self, function: Callable[[Item], T], items: Iterable[Item], what: str, device: torch.device
+    ) -> list[T]:
+        """The function's values for all items, in their order, on every process; each process
+        computes those of its share.
 
         Args:
-            items: this rank's items, pytrees of tensors.
+            function: returns a pytree of tensors.
+            items: the same on all processes.
+            what: the values' name in error messages.
+            device: of the returned tensors.
+
+        Raises:
+            RankError: another rank has failed, or makes another call.
+        """
+        return self.gather_shares([function(item) for item in self.share.of(items)], what, device)
+
+    def gather_shares(self, items: Sequence[T], what: str, device: torch.device) -> list[T]:
+        """The items of all processes in their original order, from each one's `share` of them.
+
+        Args:
+            items: of this process, pytrees of tensors.
             what: their name in error messages.
             device: of the returned tensors.
 
@@ -297,6 +327,23 @@ class Workers:
         rounds = range(max(map(len, by_rank)))
         ordered = [part[turn] for turn in rounds for part in by_rank if turn < len(part)]
         return [_to_device(item, device) for item in ordered]
+
+    def agree(self, holds: bool, what: str) -> bool:
+        """Whether a condition holds on all processes.
+
+        Raises:
+            RankError: another rank has failed, or makes another call.
+        """
+        return all(self.gather(holds, what))
+
+    def reduce(self, function: Callable[[list[T]], Result], value: T, what: str) -> Result:
+        """A function of all processes' values, in the order of ranks.  Rank 0 computes it for all.
+
+        Raises:
+            RankError: another rank has failed, or makes another call.
+        """
+        values = self.gather_at_first(value, what)
+        return self.broadcast(None if values is None else function(values), what)  # type: ignore[return-value]
 
     # messages without a check that all ranks are well, for ranks that serve rank 0 (sums.py)
 

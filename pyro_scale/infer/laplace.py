@@ -23,7 +23,8 @@ from pyro_scale.curvature.modes import Candidate
 from pyro_scale.curvature.precision import CurvatureKind
 from pyro_scale.data.open import open_data
 from pyro_scale.diagnostics.check_fit import check_fit
-from pyro_scale.distributed.workers import ALONE, Distributed, Workers
+from pyro_scale.distributed.sums import Sums
+from pyro_scale.distributed.workers import Distributed, Workers
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.infer.approximation import Approximation, fit_of
@@ -209,8 +210,7 @@ class Laplace(Approximation):
                 raise ArgumentError("tune moves the mode: leave mode out")
             if (fit := fit_of(mode)) is not None:
                 num_chains = len(fit.centers)
-            chosen = choose_seed(seed)
-            seed = workers.broadcast(chosen, "the choice of a seed") if seed is None else chosen
+            seed = workers.broadcast(choose_seed(seed), "the choice of a seed")
             opened = self._open(data, batch_size)
             kernel, searches = Hyperparameters(), mode is None
             problem = self._analyze(opened, opened.num_data, kernel, num_chains, seed, searches)
@@ -228,7 +228,7 @@ class Laplace(Approximation):
                         bar.update(1, modes[-1].log_evidence)
                 return sorted(modes, key=lambda candidate: -candidate.log_evidence)
 
-            modes = search.on_ranks(workers, problem.positions, candidates)
+            modes = search.run(candidates, Sums(workers, problem.positions.device))
             seconds = time.perf_counter() - begun
             self._keep(problem, search, modes, seconds, workers, mode is not None)
         return self
@@ -262,6 +262,7 @@ class Laplace(Approximation):
             ArgumentError: the old posterior is over only some of the sites; and as for `run`.
         """
         old, workers = self.fit, Workers.from_group(distributed)
+        sums = Sums(workers, old.centers.device)
         begun, candidates, title = time.perf_counter(), list[Candidate](), type(self).__name__
         with (
             workers.together(),
@@ -279,7 +280,7 @@ class Laplace(Approximation):
                 engine = problem.engine
                 points = torch.arange(engine.num_latents, engine.layout.size)  # keep their values
                 search = self._search(problem, old.sites, batch_size, fixed, points)
-                candidates.append(search.on_ranks(workers, center, _candidate_from(center, fixed)))
+                candidates.append(search.run(_candidate_from(center, fixed), sums))
                 bar.update(1, candidates[-1].log_evidence)
             seconds = time.perf_counter() - begun
             self._keep(problem, search, candidates, seconds, workers, mode is not None)
@@ -423,12 +424,13 @@ class Laplace(Approximation):
             gaussians=tuple(gaussians),
             seed=problem.seed,
             attrs=attrs,
-            workers=workers if workers.keeps_all else ALONE,
+            read_together=workers.read_together,
         )
         square = max(candidate.distance for candidate in candidates)
         reason = _why_far(square, len(fit.places)) if is_passed else None
         self._last = Finished(GaussianPosterior(fit))
-        check_fit(fit, _PASSES * problem.log_posterior.num_data, workers, reason)
+        sums = Sums(workers, fit.centers.device)
+        check_fit(fit, _PASSES * problem.log_posterior.num_data, sums, reason)
 
 
 def _why_far(square: float, size: int) -> str | None:

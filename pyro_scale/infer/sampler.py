@@ -287,8 +287,8 @@ class Sampler(Stepwise):
                     "max_seconds: ranks that share batches take the same steps, but their clocks "
                     "differ: leave it out, and pass max_rows= or the run's length"
                 )
-            budget = Budget.from_arguments(max_rows, config.num_samples, max_seconds, workers)
-            journal = Journal.open(checkpoint, checkpoint_every, resume, workers)
+            budget = Budget.from_arguments(max_rows, config.num_samples, max_seconds)
+            journal = Journal.open(checkpoint, checkpoint_every, resume)
             run_stages(self, data, config, budget, journal, seed, workers, rows_by_rank)
         return self
 

@@ -13,7 +13,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics import crash_dump
 from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
-from pyro_scale.diagnostics.post_run import as_measured_by_first, measure
+from pyro_scale.diagnostics.post_run import measure
 from pyro_scale.diagnostics.report import Report
 from pyro_scale.diagnostics.verdict import report
 from pyro_scale.distributed.workers import Workers
@@ -69,15 +69,13 @@ def run_stages(
         budget: of rows and seconds.
         journal: of checkpoints.
         seed: of the run; None draws one.
-        workers: the processes that share the run.
+        workers: the processes of the run.
         rows_by_rank: whether every rank's data are rows of its own.
 
     Raises:
         NonFiniteError: a chain broke; and what the stages raise.
     """
-    seed = journal.seed(seed)
-    chosen = choose_seed(seed)
-    seed = workers.broadcast(chosen, "the choice of a seed") if seed is None else chosen
+    seed = workers.broadcast(choose_seed(journal.seed(seed)), "the choice of a seed")
     problem = run_problem(sampler, data, config, seed, workers, rows_by_rank)
     facts = run_facts(sampler, problem, config, journal)
     with sink_for(config.store, problem, config.num_samples, journal.last is not None) as sink:
@@ -141,10 +139,9 @@ def _collect(
     if is_split and not workers.has_all:
         return result, draws.error  # rank 0, which has all draws, measures
     result, error = measure(trajectory, result, values)
-    if workers.rows is not None and (
-        workers.keeps_all or not is_split
-    ):  # ranks with rows of their own
-        result = as_measured_by_first(result, workers)
+    if workers.rows is not None and (workers.keeps_all or not is_split):  # each on its rows
+        measurements = workers.broadcast(result.measurements, "what was measured")
+        result = dataclasses.replace(result, measurements=measurements)
     if not isinstance(sink, ToMoments):
         try:
             attrs = result.attrs | {"report": report(result, choice, config.num_samples).to_json()}
@@ -192,9 +189,7 @@ def _draws_of(
     if plan.kernel.adjusted:
         attrs["acceptance_rate"] = acceptance_rate(draws)
     result = collect(problem, draws, plan.columns, attrs, sink)
-    if problem.workers.keeps_all and problem.has_all_rows:
-        result = dataclasses.replace(result, workers=problem.workers)
-    return result
+    return dataclasses.replace(result, read_together=problem.workers.read_together)
 
 
 def _share_findings(result: PosteriorDraws | None, workers: Workers) -> PosteriorDraws | None:

@@ -213,9 +213,8 @@ def _prepare(
     log_posterior = as_log_posterior(method.model, method._num_data or data.num_data)
     if not isinstance(kernel, Kernel):
         log_posterior = method._target(log_posterior)
-    return prepare_sharded(
-        log_posterior, data, kernel, method._init_strategy, seed, network, workers
-    )
+    init = method._init_strategy
+    return prepare_sharded(log_posterior, data, kernel, init, seed, network, workers)
 
 
 def _check_method(method: Any) -> None:

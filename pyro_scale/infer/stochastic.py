@@ -87,8 +87,8 @@ class Stochastic(Stepwise):
         progress: bool,
         stopping: EarlyStopping | None = None,
     ) -> Draws:
-        """Takes the optimizer's steps from every start, or from this rank's, until early stopping;
-        returns the last states of all starts, and the objective at every step.
+        """Takes the optimizer's steps from every start, or from this process's, until early
+        stopping; returns the last states of all starts, and the objective at every step.
 
         Raises:
             NonFiniteError: a chain's state became NaN or infinite.
@@ -96,7 +96,7 @@ class Stochastic(Stepwise):
         workers, num_chains = problem.workers, len(problem.positions)
 
         def stop(draws: Draws) -> bool:
-            return all(workers.gather(stopping is not None and stopping.reached(draws), "a window"))
+            return problem.agree(stopping is not None and stopping.reached(draws), "a window")
 
         title = f"{type(self).__name__}, {num_chains} {self.mover}{'s' * (num_chains > 1)}"
         engine, batches = on_own_rows(problem, batches)
@@ -262,7 +262,7 @@ class Optimized(Stochastic, Approximation):
             seed = workers.broadcast(choose_seed(seed), "the choice of a seed")
             self._forget()
             problem = self._prepare(opened, num_data, num_chains, seed)
-            problem = self._on_ranks(problem, workers)
+            problem = self._on_workers(problem, workers)
             steps = Steps(count_steps(problem, num_steps, num_epochs), positions=False)
             batches = problem.batches(num_chains, "shuffle", chains=problem.chains)
             stopping, shows = self._stopping(problem), progress and workers.is_first
@@ -324,8 +324,8 @@ class Optimized(Stochastic, Approximation):
         window = max(count_steps(problem, None, 1), _WINDOW)
         return EarlyStopping(window, problem.engine.layout.size)
 
-    def _on_ranks(self, problem: Problem, workers: Workers) -> Problem:
-        """The problem as the ranks share it, with features of a frozen base, if there is one."""
+    def _on_workers(self, problem: Problem, workers: Workers) -> Problem:
+        """The problem as processes share it, with features of a frozen base, if there is one."""
         problem = dataclasses.replace(problem, workers=workers)
         check_rows_can_be_shared(problem)
         warn_of_reading(problem)

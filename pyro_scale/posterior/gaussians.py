@@ -20,7 +20,6 @@ from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian, as_structure
 from pyro_scale.core.layout import Layout
 from pyro_scale.data.sources import Data
-from pyro_scale.distributed.workers import ALONE, Workers
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.draws import PosteriorDraws
@@ -48,7 +47,8 @@ class Fit:
         attrs: strings and numbers: method, N, B, seed, versions, seconds, ...
         trace: estimates of the objective at every step, in nats, summed over rows,
             `[starts, steps]`.
-        workers: the processes that share out later passes through the rows.  Each has the fit.
+        read_together: whether several processes have the fit, and share out later passes through
+            the rows.
         other_target: the reason why the fit does not approximate the model's posterior; empty if it
             does.
     """
@@ -62,7 +62,7 @@ class Fit:
     seed: int
     attrs: dict[str, Any] = field(default_factory=dict)
     trace: Tensor | None = None
-    workers: Workers = ALONE
+    read_together: bool = False
     other_target: str = ""
 
     @cached_property
@@ -155,15 +155,10 @@ class Fit:
 
     def _as_draws(self, positions: Tensor) -> PosteriorDraws:
         """Positions `[chains, n, D]` with the model, data and facts of the fit."""
-        return PosteriorDraws(
-            self.log_posterior,
-            self.data,
-            self.layout,
-            positions,
-            {},
-            self.attrs,
-            workers=self.workers,
+        draws = PosteriorDraws(
+            self.log_posterior, self.data, self.layout, positions, {}, self.attrs
         )
+        return dataclasses.replace(draws, read_together=self.read_together)
 
     def replaced(self, **changes: Any) -> Fit:
         """The fit with other values of these attributes."""

@@ -1,4 +1,4 @@
-"""Reads rows after a run, shared out among ranks."""
+"""Reads rows after a run, shared out among its processes."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Readers:
 
     def map(self, function: Callable[[Chunk], T], chunks: Iterable[Chunk]) -> list[tuple[T, Chunk]]:
         """(The function's value, the chunk without its rows) for all chunks in order, on every
-        rank.
+        process.
 
-        Each chunk has its own seed, so that draws on different ranks are independent.
+        Each chunk has its own seed, so that draws of different processes are independent.
 
         Args:
             function: of a chunk; returns a pytree of tensors.
@@ -54,17 +54,17 @@ class Readers:
         """
         results = []
         for place, chunk in enumerate(chunks):
-            with self._seeded(self.share.rank + place * self.share.world):
+            with self._seeded(self.share.number(place)):
                 results.append((function(chunk), chunk._replace(arguments=(), indices=None)))
         return self.gather(results)
 
     def gather(self, results: list[T]) -> list[T]:
-        """The results of all ranks in their original order, on every rank.
+        """The results of all processes in their original order, on every process.
 
         Args:
-            results: of this rank's share.
+            results: of this process's share.
         """
-        return self.workers.in_turn(results, "what is read", self.device)
+        return self.workers.gather_shares(results, "what is read", self.device)
 
     def _seeded(self, place: int) -> contextlib.AbstractContextManager[None]:
         if self.seed is None:
@@ -95,7 +95,8 @@ def readers_of(
         RankError: another rank has failed.
     """
     sites = result.log_posterior.model_info.sites
-    workers, device = result.workers.if_there, sites[result.layout.names[0]].value.device
+    workers = Workers.that_are_left() if result.read_together else ALONE
+    device = sites[result.layout.names[0]].value.device
     if workers.is_alone:
         yield Readers(ALONE, device)
         return

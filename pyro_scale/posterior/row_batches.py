@@ -89,7 +89,7 @@ class RowBatches(NamedTuple):
     """Rows to predict for.
 
     Attributes:
-        chunks: the rows in chunks; only those of this rank's share.
+        chunks: the rows in chunks; only those of this process's share.
         axes: the sites that have a value for each row, with the axis of the rows in this value,
             from the right.
     """
@@ -116,7 +116,7 @@ def row_batches(
         arguments: the model's arguments.
         batch_size: rows in a batch; None for all rows in one batch.
         return_sites: the sites to predict; None for the default sites.
-        share: the batches that this rank predicts.
+        share: the batches that this process predicts.
         may_split: whether rows may be split without a `batch_size`.
 
     Raises:
@@ -132,7 +132,7 @@ def row_batches(
         return together  # a model that subsamples by itself always takes the same number of rows
     if size is None and may_split and is_row_wise(result.log_posterior):
         size = CHUNK_ROWS
-    if share.world > 1 and _is_row_wise_draw(result):
+    if share != WHOLE and _is_row_wise_draw(result):
         size = share.size(size or num_rows, num_rows)
     if size is None or size >= num_rows:
         return together

@@ -71,8 +71,8 @@ def sink_for(
 class ToDisk:
     """Writes the draws of this process's chains into a store, which all processes share.
 
-    Rank 0 creates the store.  It makes draws visible to readers when all ranks have reported that
-    they are written.
+    Rank 0 creates the store.  It makes draws visible to readers when all processes have reported
+    that they are written.
 
     Args:
         starts: the chains' starts, as draws.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from pyro_scale.model.other_batches import check_batches, check_supports
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.initialize import init_of, initialize
 from pyro_scale.run.understood import Understood
+
+Item = TypeVar("Item")
+T = TypeVar("T")
 
 #: Batches besides the first on which the rules of minibatch scaling are checked before a run.
 OTHER_BATCHES = 2
@@ -78,6 +81,11 @@ class Problem:
         return range(num_chains) if self.engine.has_points else self.workers.chains(num_chains)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether one process does the whole run."""
+        return self.workers.is_alone
+
+    @property
     def is_split(self) -> bool:
         """Whether chains are shared out among processes."""
         return len(self.chains) < len(self.positions)
@@ -96,13 +104,37 @@ class Problem:
     @property
     def has_all_rows(self) -> bool:
         """Whether this process was called with all rows."""
-        return self.workers.rows is None or self.workers.rows.share is None
+        return self.workers.has_all_rows
 
     @property
     def part(self) -> slice:
         """This process's rows of every batch."""
         shared = self.workers.rows
         return slice(None) if shared is None else shared.of(self.batch_size)
+
+    def map(self, function: Callable[[Item], T], items: Iterable[Item], what: str) -> list[T]:
+        """The function's values for the items, in their order, on every process; the items are
+        shared out.
+
+        Args:
+            function: returns a pytree of tensors.
+            items: the same on all processes.
+            what: the values' name in error messages.
+        """
+        return self.workers.map(function, items, what, self.positions.device)
+
+    def agree(self, holds: bool, what: str) -> bool:
+        """Whether a condition, called `what` in error messages, holds on all processes."""
+        return self.workers.agree(holds, what)
+
+    def broadcast(self, value: T, what: str) -> T:
+        """One process's value, called `what` in error messages, on all processes."""
+        return self.workers.broadcast(value, what)
+
+    def reduce(self, function: Callable[[list[Item]], T], value: Item, what: str) -> T:
+        """A function of the values of all processes, called `what` in error messages; computed by
+        one of them for all."""
+        return self.workers.reduce(function, value, what)
 
     @property
     def batch_size(self) -> int:

@@ -3,6 +3,7 @@ FOLDER`; also called by a test."""
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -210,7 +211,8 @@ def searches():
 
         workers = Workers.from_group("auto")
         with workers.together():
-            limits = modes.SearchLimits(check=check, workers=workers)
+            share_out = partial(workers.map, what="searches", device=torch.device("cpu"))
+            limits = modes.SearchLimits(check=check, map=share_out)
             return find(density, problem.positions, 1.0, **more, limits=limits)
 
     def count(*args):

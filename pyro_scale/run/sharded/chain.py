@@ -149,10 +149,8 @@ def prepare_sharded(
     )
     kernel, num_latents = with_all_sites(kernel, layout), Layout.from_tensors(latents).size
     engine = Engine(kernel, density, layout, num_latents, vectorized=False)
-    position = layout.flatten(values)
-    return Problem(
-        log_posterior, data, engine, position[None], seed, workers=workers, shards=shards
-    )
+    start = layout.flatten(values)[None]
+    return Problem(log_posterior, data, engine, start, seed, workers=workers, shards=shards)
 
 
 def check_other_batches(problem: Problem) -> None:
