@@ -43,13 +43,13 @@ class Chunk(NamedTuple):
 def chunks_of(
     log_posterior: LogPosterior, data: Data, num_rows: int | None = None, share: Share = WHOLE
 ) -> Iterator[Chunk]:
-    """Chunks that cover all rows once, in the data's order; or a rank's share of these chunks.
+    """Chunks that cover all rows once, in the data's order; or a share of these chunks.
 
     Args:
         log_posterior: the model; one that needs all rows together gets a single chunk.
         data: the rows.
         num_rows: about how many rows a chunk has.
-        share: which chunks are this rank's.
+        share: which chunks to return.
     """
     size = _chunk_size(log_posterior, data, num_rows, share)
     if isinstance(data, IndexedData) and share != WHOLE and size:  # do not read others' rows
@@ -70,7 +70,7 @@ def chunks_with(
         log_posterior: the model.
         data: all rows.
         chosen: places of rows in the data, in order.
-        share: which of these chunks are this rank's.
+        share: which of these chunks to return.
     """
     return share.of(_chunks_with(log_posterior, data, chosen, share))
 

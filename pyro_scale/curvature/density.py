@@ -15,9 +15,8 @@ from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout
 from pyro_scale.curvature.chunks import Chunk, chunks_of, is_row_wise, num_rows_in
 from pyro_scale.data.sources import Data, IndexedData, TensorData
-from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.distributed.shares import WHOLE, Share
-from pyro_scale.distributed.sums import Sums, Terms
+from pyro_scale.distributed.sums import Sums
 from pyro_scale.errors import DataError
 from pyro_scale.model.derivatives import hessian, hessian_diagonal
 from pyro_scale.model.log_posterior import LogPosterior
@@ -41,7 +40,7 @@ class FullDataDensity:
         data: all rows, or a sample that stands for all.
         layout: the params in a position.
         num_rows: how many rows `data` has, if it is a sample; None if it has all N.
-        share: this rank's share of the chunks, where ranks add up their sums.
+        share: the chunks that this density sums over, where it is one of several that are added up.
         chunk_numbers: largest number of a chunk's rows times D.
     """
 
@@ -68,17 +67,18 @@ class FullDataDensity:
         return dataclasses.replace(self, data=TensorData(arguments, num_data), num_rows=most)
 
     def add_up(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The sum over ranks of `function(density, *arguments)`, with each rank's density.
+        """The sum of `function(density, *arguments)` over the densities of all shares of the rows.
 
         Args:
             function: returns a tensor or a tuple of tensors; defined in a module, so that other
-                ranks can import it.
-            arguments: sent to the other ranks.
+                processes can import it.
+            arguments: sent to the other processes.
         """
         return function(self, *arguments)
 
     def of_each(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """`function(density, *arguments)` of each rank, by rank: for values that do not add up."""
+        """`function(density, *arguments)` of the density of each share of the rows, in their
+        order: for values that do not add up."""
         return [function(self, *arguments)]
 
     def grad(self, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,7 +198,7 @@ class FullDataDensity:
         return self.num_rows or self.log_posterior.num_data
 
     def chunks(self, num_rows: int | None = None) -> Iterator[Chunk]:
-        """Chunks of all rows (or of this rank's share), about `num_rows` rows each.
+        """The density's chunks of rows, about `num_rows` rows each.
 
         Raises:
             DataError: the data do not hold N rows.
@@ -211,7 +211,7 @@ class FullDataDensity:
             self._check_count(count)
 
     def check_rows(self) -> None:
-        """Checks that the data hold N rows; for use before ranks share them out.
+        """Checks that the data hold N rows; for use before they are shared out.
 
         Raises:
             DataError: they do not.
@@ -244,32 +244,28 @@ class FullDataDensity:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedDensity(FullDataDensity):
-    """The log joint of all rows on rank 0, which requests the other ranks' terms of each sum.
+    """The log joint of all rows, whose sums over rows are computed in shares.
 
     Attributes:
-        sums: over ranks.
+        sums: over the shares.
     """
 
     sums: Sums
 
     @classmethod
-    def from_density(
-        cls, density: FullDataDensity, ranks: Ranks, device: torch.device
-    ) -> SharedDensity:
-        """The density whose sums `ranks` share out.
+    def from_density(cls, density: FullDataDensity, sums: Sums) -> SharedDensity:
+        """The density with its sums shared out.
 
         Args:
-            density: the log joint of all rows, the same on every rank.
-            ranks: the processes.
-            device: of positions on this rank.
+            density: the log joint of all rows, the same in every process.
+            sums: computes terms of sums in several processes.
 
         Raises:
             DataError: the data do not hold N rows.
         """
         density.check_rows()
-        local = dataclasses.replace(density, share=ranks.share)
-        terms: dict[str, Terms] = {"grad": local.grad, "function": partial(_call, local)}
-        sums = Sums(ranks, terms, device)
+        part = dataclasses.replace(density, share=sums.share)
+        sums = sums.with_terms({"grad": part.grad, "function": partial(_call, part)})
         return cls(density.log_posterior, density.data, density.layout, sums=sums)
 
     def grad(self, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,11 +274,11 @@ class SharedDensity(FullDataDensity):
         return value, gradient
 
     def add_up(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The sum over ranks of `function(density, *arguments)`."""
+        """The sum of `function(density, *arguments)` over the densities of all shares."""
         return self.sums.ask("function", function, *arguments)
 
     def of_each(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """`function(density, *arguments)` of each rank, by rank."""
+        """`function(density, *arguments)` of the density of each share, in their order."""
         return self.sums.ask_each("function", function, *arguments)
 
 

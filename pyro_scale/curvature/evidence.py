@@ -24,7 +24,7 @@ from pyro_scale.curvature.precision import (
     gaussian_at,
 )
 from pyro_scale.curvature.row_gaussians import kronecker_at, low_rank_at
-from pyro_scale.distributed.ranks import Ranks
+from pyro_scale.distributed.sums import Sums
 from pyro_scale.errors import ApproximationWarning, ArgumentError, PyroScaleError
 
 T = TypeVar("T")
@@ -205,18 +205,11 @@ class Search:
     def _expand(self, spec: CurvatureSpec, dense: bool) -> Expansion:
         return Expansion(*self.density.add_up(expand, spec, dense))
 
-    def on_ranks(self, ranks: Ranks, like: Tensor, work: Callable[[Search], T]) -> T:
-        """The result of `work`, on every rank: rank 0 runs it, and sums over rows are shared among
-        ranks.
-
-        Args:
-            ranks: the processes.
-            like: a tensor on the device of positions.
-            work: takes a search.
-        """
-        if ranks.is_alone:
+    def run(self, work: Callable[[Search], T], sums: Sums) -> T:
+        """The result of `work`, a function of this search, with its sums over rows shared out."""
+        if sums.are_here:
             return work(self)
-        density = SharedDensity.from_density(self.density, ranks, like.device)
+        density = SharedDensity.from_density(self.density, sums)
         return density.sums.run(lambda: work(dataclasses.replace(self, density=density)))
 
     def check_fits(self, position: Tensor) -> None:

@@ -299,7 +299,7 @@ def _run_adam(
 
 
 def _value(density: FullDataDensity, position: Tensor) -> float:
-    """The log joint over N. It comes from `grad`, the only sum that is shared among ranks."""
+    """The log joint over N. It comes from `grad`, the only sum that is shared out."""
     return float(density.grad(position)[0])
 
 

@@ -47,15 +47,14 @@ class CurvatureSpec:
         return {name: held.pop(name) for name in self.sites}, held
 
     def by_chunk(self, density: FullDataDensity) -> Iterator[tuple[Curvature, Chunk]]:
-        """Chunks of all rows (or of this rank's share), each with its curvature.
+        """The density's chunks of rows, each with its curvature.
 
         Raises:
             DataError: the data do not hold N rows.
         """
         assert self.kind != "hessian"
-        share = density.share
         for place, chunk in enumerate(density.chunks(self.num_rows or CHUNK_ROWS)):
-            seed = derived_seed(self.seed, share.rank + place * share.world, Purpose.CURVATURE)
+            seed = derived_seed(self.seed, density.share.number(place), Purpose.CURVATURE)
             yield Curvature(density.log_posterior, self.kind, seed=seed), chunk
 
 
@@ -77,7 +76,7 @@ def expand(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expans
     """The log joint to second order at a position.
 
     It goes through the data once, runs the model once on each chunk, and holds no more than the sum
-    and a block of rows.  If ranks share the density, these are this rank's terms.
+    and a block of rows.  Of a density with a share of the chunks, these are its terms of sums.
 
     Args:
         density: the log joint of all rows.
@@ -102,7 +101,7 @@ def expand(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expans
         part = density.part_of(evaluation, chunk)
         slopes = gradient_of(part, run.leaves)
         value, slope = value + part.detach(), slope + layout.flatten(slopes)
-        if not density.share.rank and not place:  # the prior counts once
+        if not density.share.number(place):  # the prior counts once
             total += precision_of_prior(log_posterior, evaluation.log_prior, run.leaves, dense)
             total /= scale
         if dense:

@@ -91,10 +91,10 @@ def kronecker_at(
         bases = {
             name: [block.basis for block in blocks if block.site == name] for name in sums.factors
         }
-        by_rank = density.of_each(_eigenvalues, spec, bases)
+        by_share = density.of_each(_eigenvalues, spec, bases)
         blocks = [
             block._replace(curvature=(scale * torch.stack(parts).sum(0)).to(block.curvature))
-            for block, *parts in zip(blocks, *by_rank, strict=True)
+            for block, *parts in zip(blocks, *by_share, strict=True)
         ]
     for block in blocks:
         if not bool((block.precision > 0).all()):
@@ -163,17 +163,15 @@ class _Block(NamedTuple):
 def _add_up(
     density: FullDataDensity, spec: CurvatureSpec, among: Sequence[str] | set[str]
 ) -> RowSums:
-    """Sums over all rows, on all ranks; only the sites in `among` have factors."""
-    total, *others = density.of_each(_add_up_on_rank, spec, set(among))
+    """Sums over all rows; only the sites in `among` have factors."""
+    total, *others = density.of_each(_row_sums, spec, set(among))
     for sums in others:
         total = total.plus(sums)
     return total
 
 
-def _add_up_on_rank(
-    density: FullDataDensity, spec: CurvatureSpec, among: Container[str]
-) -> RowSums:
-    """Sums over this rank's rows."""
+def _row_sums(density: FullDataDensity, spec: CurvatureSpec, among: Container[str]) -> RowSums:
+    """Sums over the density's rows."""
     free, held = spec.split(density.layout)
     layout = Layout.from_tensors(free)
     total = RowSums({}, spec.position.new_zeros(layout.size), set(free))
@@ -191,7 +189,7 @@ def _add_up_on_rank(
 def _eigenvalues(
     density: FullDataDensity, spec: CurvatureSpec, bases: Mapping[str, Sequence[Basis]]
 ) -> list[Tensor]:
-    """The diagonal of the curvature of this rank's rows in each basis, site after site."""
+    """The diagonal of the curvature of the density's rows in each basis, site after site."""
     free, held = spec.split(density.layout)
     held |= {name: value for name, value in free.items() if name not in bases}
     free = {name: free[name] for name in bases}
@@ -310,7 +308,7 @@ def low_rank_at(density: FullDataDensity, spec: CurvatureSpec, rank: int) -> Low
 def _diagonal_or_product(
     density: FullDataDensity, spec: CurvatureSpec, vector: Tensor | None
 ) -> Tensor:
-    """The curvature of this rank's rows times a vector, [d]; its diagonal for None."""
+    """The curvature of the density's rows times a vector, [d]; its diagonal for None."""
     free, held = spec.split(density.layout)
     layout = Layout.from_tensors(free)
     total = spec.position.new_zeros(layout.size)

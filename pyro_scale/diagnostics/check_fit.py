@@ -6,7 +6,7 @@ from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics.policy import WEIGHTS
 from pyro_scale.diagnostics.psis import Psis, psis, rows_for, sums_at
 from pyro_scale.diagnostics.resolution import resolution
-from pyro_scale.distributed.ranks import ALONE, Ranks
+from pyro_scale.distributed.sums import HERE, Sums
 from pyro_scale.errors import ApproximationWarning, DataError
 from pyro_scale.posterior.gaussians import Fit
 
@@ -19,14 +19,14 @@ _CHEAP = 2**22
 _MOST_NUMBERS = 2**22
 
 
-def check_fit(fit: Fit, evaluations: int, ranks: Ranks = ALONE, reason: str | None = None) -> None:
+def check_fit(fit: Fit, evaluations: int, sums: Sums = HERE, reason: str | None = None) -> None:
     """Computes the importance weights of a fit if they cost less than the fit did, writes the
     result into the fit's facts (`pareto_k`, `psis`), and warns if the fit is not the posterior.
 
     Args:
         fit: of a run that is about to end.
         evaluations: what the fit cost, in evaluations of a row's log density.
-        ranks: the processes that share the rows out.
+        sums: computes sums over rows.
         reason: why the fit is wrong, if that is known; replaces warnings about its weights.
 
     Warns:
@@ -50,7 +50,7 @@ def check_fit(fit: Fit, evaluations: int, ranks: Ranks = ALONE, reason: str | No
     for finding in resolution(fit.result) if fit.temperature else ():
         if finding.site in fit.sites:  # others are constants
             warn(ApproximationWarning, f"{finding}; try: {finding.advice}")
-    sums = sums_at(fit, fit.result, ranks)
+    sums = sums_at(fit, fit.result, sums)
 
     def compute() -> Psis | str:
         try:

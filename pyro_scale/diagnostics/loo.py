@@ -18,9 +18,9 @@ from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.diagnostics.policy import MIXING, WEIGHTS
 from pyro_scale.errors import ApproximationWarning, ArgumentError
 from pyro_scale.posterior import arviz_api
-from pyro_scale.posterior.by_rank import Readers, readers_of
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.predictive import log_likelihood_of_rows, row_log_likelihood
+from pyro_scale.posterior.readers import Readers, readers_of
 
 #: Relative difference up to which sums over rows are equal: rounding of float32, and less than the
 #: weights of two rows differ.

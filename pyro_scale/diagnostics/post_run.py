@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pyro_scale.diagnostics.temperature import kinetic, virial
-from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.measurements import Measurements, VirialTemperature
 from pyro_scale.run.run import Trajectory
@@ -46,9 +45,3 @@ def measure(
     momenta = kinetic(problem, draws, values, noise, heat)
     measurements = Measurements(noise, temperature, momenta)
     return dataclasses.replace(result, measurements=measurements), error
-
-
-def as_measured_by_first(result: PosteriorDraws, ranks: Ranks) -> PosteriorDraws:
-    """The draws with the measurements of rank 0."""
-    measurements = ranks.of_first(result.measurements, "what was measured")
-    return dataclasses.replace(result, measurements=measurements)

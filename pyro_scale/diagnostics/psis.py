@@ -15,9 +15,8 @@ from pyro_scale.core.gaussian import matrix_or_diagonal
 from pyro_scale.curvature.chunks import Chunk, chunks_of, chunks_with, is_row_wise
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.policy import WEIGHTS
-from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.distributed.shares import Share
-from pyro_scale.distributed.sums import Sums, Terms
+from pyro_scale.distributed.sums import HERE, Sums
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.posterior import arviz_api
@@ -79,7 +78,7 @@ def psis(
         num_rows: rows to evaluate; by default all, or as many as an error of 0.2 nats requires if
             all are too expensive.
         evaluations: most evaluations of a row at a draw.
-        sums: sums over the rows from `sums_at`, if ranks share the rows out.
+        sums: the sums over the rows (`sums_at`), if other processes compute terms of them.
 
     Raises:
         ArgumentError: the fit has no density, or is not meant to be the posterior; the data are
@@ -96,7 +95,7 @@ def psis(
         raise ArgumentError(
             f"psis: {draws:,} draws at {log_posterior.num_data:,} rows are too many; pass num_rows="
         )
-    positions, sums = torch.cat(list(drawn.blocks())), sums or sums_at(fit, drawn, ALONE)
+    positions, sums = torch.cat(list(drawn.blocks())), sums or sums_at(fit, drawn, HERE)
     if rows >= log_posterior.num_data or not is_row_wise(log_posterior):
         log_joint, count = sums.ask("log_joint")
         if int(count) != log_posterior.num_data:
@@ -203,32 +202,27 @@ def _spread(fit: Fit, positions: Tensor, log_ratios: Tensor) -> float:
 # ------------------------------------------------------------------ sums over rows
 
 
-def sums_at(fit: Fit, drawn: PosteriorDraws, ranks: Ranks) -> Sums:
-    """The sums over rows that `psis` takes at a fit's draws, of which each rank computes its share.
+def sums_at(fit: Fit, drawn: PosteriorDraws, sums: Sums) -> Sums:
+    """The sums over rows that `psis` takes at a fit's draws.
 
     Args:
         fit: the approximation, with its data.
         drawn: draws of the fit.
-        ranks: the processes.
+        sums: computes them.
     """
     assert fit.data is not None
-    terms = _Terms(drawn, fit.data, ranks.share)
-    named: dict[str, Terms] = {
-        "log_joint": terms.log_joint,
-        "gap": terms.gap,
-        "slope": terms.slope,
-    }
-    return Sums(ranks, named, fit.centers.device)
+    terms = _Terms(drawn, fit.data, sums.share)
+    return sums.with_terms({"log_joint": terms.log_joint, "gap": terms.gap, "slope": terms.slope})
 
 
 @dataclass(frozen=True)
 class _Terms:
-    """A rank's terms of sums over rows, in double precision.
+    """Terms of sums over rows, in double precision.
 
     Attributes:
         drawn: draws of the fit.
         data: of the fit.
-        share: the rank's rows.
+        share: the chunks of rows that the terms are of.
     """
 
     drawn: PosteriorDraws

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.distributed.shares import Rows
+from pyro_scale.distributed.workers import Workers
 from pyro_scale.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Shard:
         )
 
 
-def ranks_of(shards: Iterable[Shard]) -> Ranks:
+def workers_of(shards: Iterable[Shard]) -> Workers:
     """The ranks among which networks are sharded: one team, which moves one chain, each rank on
     its part of every batch.
 
@@ -109,7 +109,7 @@ def ranks_of(shards: Iterable[Shard]) -> Ranks:
     rank: int = mesh.get_local_rank() if mesh.ndim == 1 else dist.get_rank()
     group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
     rows = Rows(rank, mesh.size(), group, mesh.device_type)
-    return Ranks(rank, mesh.size(), teams=(0, 1), rows=rows, group=group)
+    return Workers(rank, mesh.size(), teams=(0, 1), rows=rows, group=group)
 
 
 def common_mesh(shards: Iterable[Shard]) -> DeviceMesh:

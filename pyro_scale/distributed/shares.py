@@ -66,26 +66,30 @@ class Rows(NamedTuple):
 
 
 class Share(NamedTuple):
-    """This rank's share of a list of items: every world-th, from its own number on.
+    """A share of some items: every step-th, from the first on.
 
     Attributes:
-        rank: this rank's number.
-        world: how many ranks share the items.
+        first: number of the share's first item.
+        step: how many shares there are.
     """
 
-    rank: int = 0
-    world: int = 1
+    first: int = 0
+    step: int = 1
 
     def of(self, items: Iterable[T]) -> Iterator[T]:
-        """This rank's items."""
-        return islice(items, self.rank, None, self.world)
+        """The share's items."""
+        return islice(items, self.first, None, self.step)
+
+    def number(self, place: int) -> int:
+        """The number, among all items, of the item at a place in the share."""
+        return self.first + place * self.step
 
     def size(self, most: int, total: int) -> int:
-        """Rows per chunk, at most `most`, such that all ranks get equally many chunks of `total`
+        """Rows per chunk, at most `most`, such that all shares have equally many chunks of `total`
         rows."""
-        rounds = -(-total // (most * self.world))
-        return max(1, -(-total // (rounds * self.world))) if total else most
+        rounds = -(-total // (most * self.step))
+        return max(1, -(-total // (rounds * self.step))) if total else most
 
 
-#: The share of a process that works alone: all items.
+#: All items: the share of a process that works alone.
 WHOLE = Share()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from pyro_scale.distributed.ranks import RankFailure, Ranks
+from pyro_scale.distributed.shares import Share
+from pyro_scale.distributed.workers import ALONE, RankFailure, Workers
 
 T = TypeVar("T")
 
@@ -20,6 +22,7 @@ Terms: TypeAlias = Callable[..., Tensor | Sequence[Tensor]]
 _PLACE = "a sum over rows"
 
 
+@dataclass(frozen=True)
 class Sums:
     """Functions whose values are sums over ranks, each of which computes its own terms.
 
@@ -27,35 +30,45 @@ class Sums:
     So ranks make the same decisions even if their processors round differently, and an error that
     the algorithm catches leaves no rank waiting.
 
-    Args:
-        ranks: the processes.
-        terms: functions that compute this rank's terms, by name.
-        device: of the tensors on this rank.
+    Attributes:
+        workers: the processes.
+        device: of the tensors on this process.
+        terms: functions that compute this process's terms, by name.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        terms: Mapping[str, Terms],
-        device: torch.device,
-    ):
-        self._ranks, self._terms, self._device = ranks, terms, device
+    workers: Workers = ALONE
+    device: torch.device | str = "cpu"
+    terms: Mapping[str, Terms] = field(default_factory=dict)
+
+    @property
+    def are_here(self) -> bool:
+        """Whether this process alone computes all terms."""
+        return self.workers.is_alone
+
+    @property
+    def share(self) -> Share:
+        """The share of the chunks of rows whose terms this process computes."""
+        return self.workers.share
+
+    def with_terms(self, terms: Mapping[str, Terms]) -> Sums:
+        """The sums of these terms."""
+        return replace(self, terms=terms)
 
     def run(self, algorithm: Callable[[], T]) -> T:
         """The result, on every rank, of an algorithm that runs on rank 0 and calls `ask`."""
-        if self._ranks.is_alone:
+        if self.workers.is_alone:
             return algorithm()
         packed = None
-        if self._ranks.is_first:
+        if self.workers.is_first:
             try:
                 packed = self._pack(algorithm())
             finally:  # if it has failed, the others learn why from the next message
-                if not self._ranks.is_over:
-                    self._ranks.tell(None, _PLACE)
+                if not self.workers.is_over:
+                    self.workers.broadcast_unchecked(None, _PLACE)
         else:
-            while (request := self._ranks.tell(None, _PLACE)) is not None:
+            while (request := self.workers.broadcast_unchecked(None, _PLACE)) is not None:
                 self._answer(*self._unpack(request))
-        packed = self._ranks.of_first(packed, "what sums over rows have led to")
+        packed = self.workers.broadcast(packed, "what sums over rows have led to")
         result: T = self._unpack(packed)
         return result
 
@@ -66,8 +79,8 @@ class Sums:
             PyroScaleError, LinAlgError: as a rank has raised it.
             RankError: a rank has raised another error, or has died.
         """
-        if self._ranks.is_alone:
-            return self._terms[name](*arguments)
+        if self.workers.is_alone:
+            return self.terms[name](*arguments)
         return self._request("sum", name, arguments)
 
     def ask_each(self, name: str, *arguments: Any) -> list[Any]:
@@ -76,13 +89,13 @@ class Sums:
         Raises:
             PyroScaleError, LinAlgError, RankError: as for `ask`.
         """
-        if self._ranks.is_alone:
-            return [self._terms[name](*arguments)]
+        if self.workers.is_alone:
+            return [self.terms[name](*arguments)]
         terms: list[Any] = self._request("list", name, arguments)
         return terms
 
     def _request(self, what: Literal["sum", "list"], name: str, arguments: Sequence[Any]) -> Any:
-        self._ranks.tell(self._pack((what, name, arguments)), _PLACE)
+        self.workers.broadcast_unchecked(self._pack((what, name, arguments)), _PLACE)
         return self._answer(what, name, arguments)
 
     def _answer(self, what: Literal["sum", "list"], name: str, arguments: Sequence[Any]) -> Any:
@@ -90,19 +103,19 @@ class Sums:
         terms: Any = ()
         error: BaseException | None = None
         try:
-            terms = self._terms[name](*arguments)
+            terms = self.terms[name](*arguments)
         except BaseException as raised:  # the others wait for this rank's terms
             error = raised
-        failed = self._ranks.add_up(torch.tensor([float(error is not None)]), _PLACE)
+        failed = self.workers.sum(torch.tensor([float(error is not None)]), _PLACE)
         if bool(failed):
             self._raise(error)
             return None  # rank 0 decides what follows
         if what == "list":
-            by_rank = self._ranks.at_first(self._pack(terms), _PLACE)
+            by_rank = self.workers.gather_at_first(self._pack(terms), _PLACE)
             return None if by_rank is None else [self._unpack(packed) for packed in by_rank]
         parts = [terms] if isinstance(terms, Tensor) else list(terms)
         vector = torch.cat([part.detach().cpu().double().flatten() for part in parts])
-        sums = self._ranks.add_up(vector, _PLACE).split([part.numel() for part in parts])
+        sums = self.workers.sum(vector, _PLACE).split([part.numel() for part in parts])
         shaped = [
             total.reshape(part.shape).to(part) for total, part in zip(sums, parts, strict=True)
         ]
@@ -111,10 +124,10 @@ class Sums:
     def _raise(self, error: BaseException | None) -> None:
         """Exchanges errors; raises the first on rank 0, and an interrupt where it was."""
         failure = None if error is None else RankFailure.from_error(error)
-        failures = self._ranks.of_all(failure, "what was raised in a sum over rows")
-        if error is not None and (self._ranks.is_first or not isinstance(error, Exception)):
+        failures = self.workers.gather(failure, "what was raised in a sum over rows")
+        if error is not None and (self.workers.is_first or not isinstance(error, Exception)):
             raise error
-        if self._ranks.is_first:
+        if self.workers.is_first:
             rank, first = next((r, of_rank) for r, of_rank in enumerate(failures) if of_rank)
             raise _as_error(first, rank)
 
@@ -124,8 +137,12 @@ class Sums:
         return buffer.getvalue()
 
     def _unpack(self, value: Any) -> Any:
-        """A packed value, with its tensors on this rank's device."""
-        return torch.load(io.BytesIO(value), map_location=self._device, weights_only=False)
+        """A packed value, with its tensors on this process's device."""
+        return torch.load(io.BytesIO(value), map_location=self.device, weights_only=False)
+
+
+#: Sums of which this process computes all terms.
+HERE = Sums()
 
 
 def _as_error(failure: RankFailure, rank: int) -> BaseException:

@@ -23,7 +23,8 @@ from pyro_scale.curvature.modes import Candidate
 from pyro_scale.curvature.precision import CurvatureKind
 from pyro_scale.data.open import open_data
 from pyro_scale.diagnostics.check_fit import check_fit
-from pyro_scale.distributed.ranks import ALONE, Distributed, Ranks
+from pyro_scale.distributed.sums import Sums
+from pyro_scale.distributed.workers import Distributed, Workers
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.infer.approximation import Approximation, fit_of
@@ -200,21 +201,20 @@ class Laplace(Approximation):
                 the evidence still has a slope, because rounding leaves the modes of many weights
                 too uncertain.
         """
-        ranks, begun = Ranks.from_group(distributed), time.perf_counter()
+        workers, begun = Workers.from_group(distributed), time.perf_counter()
         call = {"num_chains": num_chains, "seed": seed, "batch_size": batch_size}
-        with ranks.together():
-            check_same_call(ranks, call | {"tune": tune and list(tune), "mode": _type_of(mode)})
+        with workers.together():
+            check_same_call(workers, call | {"tune": tune and list(tune), "mode": _type_of(mode)})
             num_chains = as_count("num_chains", num_chains)
             if tune and mode is not None:
                 raise ArgumentError("tune moves the mode: leave mode out")
             if (fit := fit_of(mode)) is not None:
                 num_chains = len(fit.centers)
-            chosen = choose_seed(seed)
-            seed = ranks.of_first(chosen, "the choice of a seed") if seed is None else chosen
+            seed = workers.broadcast(choose_seed(seed), "the choice of a seed")
             opened = self._open(data, batch_size)
             kernel, searches = Hyperparameters(), mode is None
             problem = self._analyze(opened, opened.num_data, kernel, num_chains, seed, searches)
-            self._check_same(problem, ranks)
+            self._check_same(problem, workers)
             sites, tuned = self._sites_of(problem), _tuned_places(problem, tune or ())
             fixed = [_fixed_center(problem, mode, start) for start in range(num_chains)]
             search = self._search(problem, sites, batch_size, fixed[0], tuned=tuned)
@@ -228,9 +228,9 @@ class Laplace(Approximation):
                         bar.update(1, modes[-1].log_evidence)
                 return sorted(modes, key=lambda candidate: -candidate.log_evidence)
 
-            modes = search.on_ranks(ranks, problem.positions, candidates)
+            modes = search.run(candidates, Sums(workers, problem.positions.device))
             seconds = time.perf_counter() - begun
-            self._keep(problem, search, modes, seconds, ranks, mode is not None)
+            self._keep(problem, search, modes, seconds, workers, mode is not None)
         return self
 
     def update(
@@ -261,28 +261,29 @@ class Laplace(Approximation):
             NotRunError: there is no old posterior.
             ArgumentError: the old posterior is over only some of the sites; and as for `run`.
         """
-        old, ranks = self.fit, Ranks.from_group(distributed)
+        old, workers = self.fit, Workers.from_group(distributed)
+        sums = Sums(workers, old.centers.device)
         begun, candidates, title = time.perf_counter(), list[Candidate](), type(self).__name__
         with (
-            ranks.together(),
-            Progress(len(old.centers), title, progress and ranks.is_first, "log evidence") as bar,
+            workers.together(),
+            Progress(len(old.centers), title, progress and workers.is_first, "log evidence") as bar,
         ):
-            check_same_call(ranks, {"batch_size": batch_size, "mode": _type_of(mode)})
+            check_same_call(workers, {"batch_size": batch_size, "mode": _type_of(mode)})
             for start, center in enumerate(old.centers):
                 opened = open_data(data, batch_size, None, module_device(self.model))
                 log_posterior = as_log_posterior(as_prior(old, start), opened.num_data)
                 problem = prepare(
                     log_posterior, opened, Hyperparameters(), None, 1, old.seed, mode is None
                 )
-                self._check_same(problem, ranks)
+                self._check_same(problem, workers)
                 fixed = _fixed_center(problem, mode, start)
                 engine = problem.engine
                 points = torch.arange(engine.num_latents, engine.layout.size)  # keep their values
                 search = self._search(problem, old.sites, batch_size, fixed, points)
-                candidates.append(search.on_ranks(ranks, center, _candidate_from(center, fixed)))
+                candidates.append(search.run(_candidate_from(center, fixed), sums))
                 bar.update(1, candidates[-1].log_evidence)
             seconds = time.perf_counter() - begun
-            self._keep(problem, search, candidates, seconds, ranks, mode is not None)
+            self._keep(problem, search, candidates, seconds, workers, mode is not None)
         return self
 
     def at_temperature(self, temperature: float) -> Laplace:
@@ -341,9 +342,9 @@ class Laplace(Approximation):
         search.check_fits(problem.positions)
         return search
 
-    def _check_same(self, problem: Problem, ranks: Ranks) -> None:
+    def _check_same(self, problem: Problem, workers: Workers) -> None:
         """Checks that all ranks have the same data, model and arguments."""
-        if not ranks.is_alone:
+        if not workers.is_alone:
             about = {
                 "method": type(self).__name__,
                 "structure": self.structure,
@@ -354,7 +355,7 @@ class Laplace(Approximation):
                 "Gaussian over": self._sites,
                 "takes parts of the data": is_row_wise(problem.log_posterior),
             }
-            check_same(ranks, identity_of(problem, about, {}))
+            check_same(workers, identity_of(problem, about, {}))
 
     def _kind(self, problem: Problem, position: Tensor) -> tuple[CurvatureKind, list[str]]:
         """(The kind of curvature, which is the Hessian if the data have no GGN; notes on what is
@@ -388,7 +389,7 @@ class Laplace(Approximation):
         search: Search,
         candidates: Sequence[Candidate],
         seconds: float,
-        ranks: Ranks,
+        workers: Workers,
         is_passed: bool,
     ) -> None:
         """Stores the posterior of the Gaussians, and checks its fit.
@@ -398,7 +399,7 @@ class Laplace(Approximation):
             search: that found the Gaussians.
             candidates: a Gaussian for every start.
             seconds: that it took.
-            ranks: the processes of the run.
+            workers: the processes of the run.
             is_passed: whether the user passed the mode.
         """
         gaussians = [candidate.gaussian.temper(self.temperature) for candidate in candidates]
@@ -423,12 +424,13 @@ class Laplace(Approximation):
             gaussians=tuple(gaussians),
             seed=problem.seed,
             attrs=attrs,
-            ranks=ranks if ranks.keeps_all else ALONE,
+            read_together=workers.read_together,
         )
         square = max(candidate.distance for candidate in candidates)
         reason = _why_far(square, len(fit.places)) if is_passed else None
         self._last = Finished(GaussianPosterior(fit))
-        check_fit(fit, _PASSES * problem.log_posterior.num_data, ranks, reason)
+        sums = Sums(workers, fit.centers.device)
+        check_fit(fit, _PASSES * problem.log_posterior.num_data, sums, reason)
 
 
 def _why_far(square: float, size: int) -> str | None:

@@ -14,7 +14,7 @@ from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.diagnostics.step_size_bias import step_size_bias
-from pyro_scale.distributed.ranks import Distributed, Ranks
+from pyro_scale.distributed.workers import Distributed, Workers
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.method import Chain, Finished, SteppedChain, Stepwise, asks
@@ -247,7 +247,7 @@ class Sampler(Stepwise):
             ConvergenceWarning: warm-up was shorter than five relaxation times, judged by the draws.
             PyroScaleWarning: the run was interrupted from the keyboard; it holds the draws so far.
         """
-        ranks = Ranks.from_group(distributed, mesh)
+        workers = Workers.from_group(distributed, mesh)
         call = {
             "num_samples": num_samples,
             "warmup_steps": warmup_steps,
@@ -261,8 +261,8 @@ class Sampler(Stepwise):
             "store": str(store) if isinstance(store, os.PathLike) else store,
             "rows_by_rank": rows_by_rank,
         }
-        with ranks.together():
-            check_same_call(ranks, call)
+        with workers.together():
+            check_same_call(workers, call)
             num_chains, lr = as_count("num_chains", num_chains), self.kernel.lr
             if superchains is not None:
                 superchains = check_superchains(superchains, num_chains, self._init_strategy)
@@ -278,18 +278,18 @@ class Sampler(Stepwise):
                 share_batches=as_flag("share_batches", share_batches),
                 store=store,
                 memory_budget=memory_budget,
-                progress=progress and ranks.is_first,
+                progress=progress and workers.is_first,
             )
             check_config(self, config)
-            ranks.check(num_chains)
-            if max_seconds is not None and ranks.rows is not None:
+            workers.check(num_chains)
+            if max_seconds is not None and workers.rows is not None:
                 raise ArgumentError(
                     "max_seconds: ranks that share batches take the same steps, but their clocks "
                     "differ: leave it out, and pass max_rows= or the run's length"
                 )
-            budget = Budget.from_arguments(max_rows, config.num_samples, max_seconds, ranks)
-            journal = Journal.open(checkpoint, checkpoint_every, resume, ranks)
-            run_stages(self, data, config, budget, journal, seed, ranks, rows_by_rank)
+            budget = Budget.from_arguments(max_rows, config.num_samples, max_seconds)
+            journal = Journal.open(checkpoint, checkpoint_every, resume)
+            run_stages(self, data, config, budget, journal, seed, workers, rows_by_rank)
         return self
 
     def begin(self, *args: Any, **kwargs: Any) -> Chain:

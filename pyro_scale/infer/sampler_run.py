@@ -13,10 +13,10 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics import crash_dump
 from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
-from pyro_scale.diagnostics.post_run import as_measured_by_first, measure
+from pyro_scale.diagnostics.post_run import measure
 from pyro_scale.diagnostics.report import Report
 from pyro_scale.diagnostics.verdict import report
-from pyro_scale.distributed.ranks import Ranks
+from pyro_scale.distributed.workers import Workers
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import (
     BiasWarning,
@@ -57,7 +57,7 @@ def run_stages(
     budget: Budget,
     journal: Journal,
     seed: int | None,
-    ranks: Ranks,
+    workers: Workers,
     rows_by_rank: bool,
 ) -> None:
     """Runs a sampler from its checked arguments to its posterior, which it stores in the sampler.
@@ -69,16 +69,14 @@ def run_stages(
         budget: of rows and seconds.
         journal: of checkpoints.
         seed: of the run; None draws one.
-        ranks: the processes that share the run.
+        workers: the processes of the run.
         rows_by_rank: whether every rank's data are rows of its own.
 
     Raises:
         NonFiniteError: a chain broke; and what the stages raise.
     """
-    seed = journal.seed(seed)
-    chosen = choose_seed(seed)
-    seed = ranks.of_first(chosen, "the choice of a seed") if seed is None else chosen
-    problem = run_problem(sampler, data, config, seed, ranks, rows_by_rank)
+    seed = workers.broadcast(choose_seed(journal.seed(seed)), "the choice of a seed")
+    problem = run_problem(sampler, data, config, seed, workers, rows_by_rank)
     facts = run_facts(sampler, problem, config, journal)
     with sink_for(config.store, problem, config.num_samples, journal.last is not None) as sink:
         sampler._forget()
@@ -91,15 +89,15 @@ def run_stages(
         trajectory = gather_trajectory(trajectory)
         result, error = _collect(sampler, trajectory, config, choice, sink)
     is_split = trajectory.problem.is_split
-    if is_split and not ranks.keeps_all:
-        result = _share_findings(result, ranks)
-        if result is not None and not ranks.is_first:
+    if is_split and not workers.keeps_all:
+        result = _share_findings(result, workers)
+        if result is not None and not workers.is_first:
             sampler._last = Finished(Posterior(result))
-        elif result is None and not ranks.has_all:
+        elif result is None and not workers.has_all:
             sampler._last = NotRun(
                 name, "has no draws on this rank, as all of its chains have stopped"
             )
-    if not ranks.has_all and is_split:
+    if not workers.has_all and is_split:
         return  # rank 0 raises and warns
     if error is not None:
         _end_early(name, trajectory.draws, result, error, journal.hint)
@@ -130,7 +128,7 @@ def _collect(
         choice: what warm-up chose; None if everything was set by the user.
         sink: where draws went; None for memory.
     """
-    draws, ranks, values = trajectory.draws, trajectory.problem.ranks, _mean_values(trajectory)
+    draws, workers, values = trajectory.draws, trajectory.problem.workers, _mean_values(trajectory)
     result = _draws_of(type(sampler).__name__, trajectory, config, choice, sink)
     if result is None:
         return None, draws.error
@@ -138,11 +136,12 @@ def _collect(
     # stored before it is measured, as measuring can be interrupted
     sampler._last = Finished(Posterior(result), plan)
     is_split = trajectory.problem.is_split
-    if is_split and not ranks.has_all:
+    if is_split and not workers.has_all:
         return result, draws.error  # rank 0, which has all draws, measures
     result, error = measure(trajectory, result, values)
-    if ranks.rows is not None and (ranks.keeps_all or not is_split):  # ranks with rows of their own
-        result = as_measured_by_first(result, ranks)
+    if workers.rows is not None and (workers.keeps_all or not is_split):  # each on its rows
+        measurements = workers.broadcast(result.measurements, "what was measured")
+        result = dataclasses.replace(result, measurements=measurements)
     if not isinstance(sink, ToMoments):
         try:
             attrs = result.attrs | {"report": report(result, choice, config.num_samples).to_json()}
@@ -190,22 +189,20 @@ def _draws_of(
     if plan.kernel.adjusted:
         attrs["acceptance_rate"] = acceptance_rate(draws)
     result = collect(problem, draws, plan.columns, attrs, sink)
-    if problem.ranks.keeps_all and problem.has_all_rows:
-        result = dataclasses.replace(result, ranks=problem.ranks)
-    return result
+    return dataclasses.replace(result, read_together=problem.workers.read_together)
 
 
-def _share_findings(result: PosteriorDraws | None, ranks: Ranks) -> PosteriorDraws | None:
+def _share_findings(result: PosteriorDraws | None, workers: Workers) -> PosteriorDraws | None:
     """This rank's draws, with rank 0's tables and report about all chains."""
     findings = None
-    if ranks.is_first and result is not None:
+    if workers.is_first and result is not None:
         posterior = Posterior(result)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tables = {"summary": posterior.summary(), "diagnostics": posterior.diagnostics()}
         findings = result.attrs, tables
-    findings = ranks.of_first(findings, "what all chains have come to")
-    if ranks.is_first or result is None or findings is None:
+    findings = workers.broadcast(findings, "what all chains have come to")
+    if workers.is_first or result is None or findings is None:
         return result
     attrs, tables = findings
     return dataclasses.replace(result, attrs=attrs, tables=tables)

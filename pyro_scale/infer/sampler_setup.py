@@ -15,7 +15,7 @@ from pyro_scale.core.validation import AUTO, as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.data.row_sampler import Sampling, check_sampling
 from pyro_scale.data.sources import Data
-from pyro_scale.distributed.ranks import Ranks
+from pyro_scale.distributed.workers import Workers
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, BiasWarning
 from pyro_scale.infer.settings import needs_all_rows
@@ -59,7 +59,7 @@ def check_config(sampler: Sampler, config: RunConfig) -> None:
 
 
 def run_problem(
-    sampler: Sampler, data: Any, config: RunConfig, seed: int, ranks: Ranks, rows_by_rank: bool
+    sampler: Sampler, data: Any, config: RunConfig, seed: int, workers: Workers, rows_by_rank: bool
 ) -> Problem:
     """The analyzed model on the data, with all chains at their starts.
 
@@ -71,7 +71,7 @@ def run_problem(
     size = None if config.batch_size == AUTO else config.batch_size
     open_batches = functools.partial(sampler._open, data)
     first = open_batches(size)
-    num_data = _num_rows_of_all(sampler, first, ranks) if rows_by_rank else first.num_data
+    num_data = _num_rows_of_all(sampler, first, workers) if rows_by_rank else first.num_data
 
     def prepare(opened: Data) -> Problem:
         return sampler._analyze(opened, num_data, sampler.kernel, config.num_chains, seed)
@@ -83,7 +83,7 @@ def run_problem(
     else:
         is_all = adjusted and size is not None and size == first.num_data
         problem = prepare(open_batches(None) if is_all else first)
-    problem = dataclasses.replace(problem, ranks=ranks)
+    problem = dataclasses.replace(problem, workers=workers)
     check_rows_can_be_shared(problem)
     warn_of_reading(problem)
     if adjusted:
@@ -93,7 +93,7 @@ def run_problem(
         shared = problem.positions[::size].repeat_interleave(size, dim=0)
         problem = dataclasses.replace(problem, positions=shared)
     if config.store is None:
-        kept = slice(None) if ranks.has_all else list(problem.chains)
+        kept = slice(None) if workers.has_all else list(problem.chains)
         check_memory(problem.positions[kept], config.num_samples, config.memory_budget)
     return problem
 
@@ -108,7 +108,7 @@ def run_facts(
         RankError: ranks have other data or arguments.
         FileError: the checkpoint to resume is of another run.
     """
-    if journal.path is None and problem.ranks.is_alone:
+    if journal.path is None and problem.workers.is_alone:
         return {}
     store = config.store
     settings, fit = sampler._settings, sampler._settings.precondition
@@ -119,7 +119,7 @@ def run_facts(
     if trains or ("lr" in settings.chosen and fit is None) or store is False:
         facts["num_samples"] = config.num_samples  # the draws depend on the run's length
     of_rank = {"draws": config.num_samples, **_norms_of_starts(problem, fit)}
-    check_same(problem.ranks, {**facts, **of_rank})
+    check_same(problem.workers, {**facts, **of_rank})
     journal.check_same_run(facts, config.num_samples)
     return facts
 
@@ -174,7 +174,7 @@ def checked_sampling(sampler: Sampler, sampling: Sampling | None, in_batches: bo
     return sampling
 
 
-def _num_rows_of_all(sampler: Sampler, data: Data, ranks: Ranks) -> int | None:
+def _num_rows_of_all(sampler: Sampler, data: Data, workers: Workers) -> int | None:
     """N of the run, where `data` are the rows of this rank (`rows_by_rank=True`).
 
     Raises:
@@ -185,7 +185,7 @@ def _num_rows_of_all(sampler: Sampler, data: Data, ranks: Ranks) -> int | None:
             "rows_by_rank=True: lr='auto', precondition, control_variates and subtract_noise "
             "need all rows, which no rank has: pass a number for lr and leave these out"
         )
-    return ranks.own_rows(data.num_data or 1, sampler._num_data, digest_of(data.first()))
+    return workers.use_rows_by_rank(data.num_data or 1, sampler._num_data, digest_of(data.first()))
 
 
 def asked_hyperparameters(sampler: Sampler) -> dict[str, Any]:

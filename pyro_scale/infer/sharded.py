@@ -14,8 +14,8 @@ from pyro_scale.core.validation import AUTO, as_count, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data, TensorData
-from pyro_scale.distributed.ranks import Ranks
-from pyro_scale.distributed.shards import ranks_of
+from pyro_scale.distributed.shards import workers_of
+from pyro_scale.distributed.workers import Workers
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError
@@ -113,19 +113,19 @@ def run_sharded(
     config = _config_of(method, arguments) if isinstance(method.kernel, Kernel) else None
     steps = _steps_of_optimizer(method, data, arguments) if config is None else config.steps
     assert steps is not None
-    ranks, seed = ranks_of(network.shards.values()), arguments["seed"]
+    workers, seed = workers_of(network.shards.values()), arguments["seed"]
     others = {name: str(value) for name, value in arguments.items() if name not in _MAY_DIFFER}
-    check_same_call(ranks, {**others, "batch_size": data.batch_size, "num_data": data.num_data})
+    check_same_call(workers, {**others, "batch_size": data.batch_size, "num_data": data.num_data})
     path, resumes = choose_directory(
         arguments.get("checkpoint"), arguments.get("checkpoint_every", 0.0), arguments.get("resume")
     )
     checkpoints = None
     if path is not None:
-        checkpoints = ShardedCheckpoints(path, arguments["checkpoint_every"], ranks, resumes)
+        checkpoints = ShardedCheckpoints(path, arguments["checkpoint_every"], workers, resumes)
         seed = checkpoints.seed if seed is None else seed
-    seed = ranks.of_first(choose_seed(seed), "the choice of a seed")
+    seed = workers.broadcast(choose_seed(seed), "the choice of a seed")
     kernel = method.kernel.over(steps.total)
-    problem = _prepare(method, network, data, kernel, seed, ranks)
+    problem = _prepare(method, network, data, kernel, seed, workers)
     sampling = "shuffle" if config is None else config.sampling
     if config is not None:
         check_memory(problem.positions, steps.num_samples, config.memory_budget)
@@ -136,9 +136,9 @@ def run_sharded(
         "sampling": sampling,
     }
     facts = identity_of(problem, facts, method.kernel.hyperparameters())
-    check_same(ranks, {**facts, "first batch": digest_of(data.first())})
+    check_same(workers, {**facts, "first batch": digest_of(data.first())})
     check_other_batches(problem)
-    shows = arguments["progress"] and ranks.is_first
+    shows = arguments["progress"] and workers.is_first
     plan = RunPlan(
         problem, kernel.columns(steps.total), steps, sampling, False, False, shows, Earlier()
     )
@@ -146,7 +146,7 @@ def run_sharded(
     with contextlib.ExitStack() as stack:
         if checkpoints is not None:
             checkpoints.check_same_run(facts, steps.num_samples)
-            if ranks.is_first:
+            if workers.is_first:
                 stack.enter_context(locked(checkpoints.directory))
         trajectory = plan.execute(title, checkpoints=checkpoints)
     method._last = Finished(ShardedPosterior(problem, trajectory.draws))
@@ -195,10 +195,10 @@ def begin_sharded(
         return None
     with without_vmap_warnings():
         _check_method(method)
-        ranks = ranks_of(network.shards.values())
-        seed = ranks.of_first(choose_seed(None), "the choice of a seed")
+        workers = workers_of(network.shards.values())
+        seed = workers.broadcast(choose_seed(None), "the choice of a seed")
         data = TensorData(arguments, None)
-        return ShardedSteps(_prepare(method, network, data, method.kernel, seed, ranks))
+        return ShardedSteps(_prepare(method, network, data, method.kernel, seed, workers))
 
 
 def _prepare(
@@ -207,13 +207,14 @@ def _prepare(
     data: Data,
     kernel: Hyperparameters,
     seed: int,
-    ranks: Ranks,
+    workers: Workers,
 ) -> Problem:
     """The problem of a method's chain, after checks of the method."""
     log_posterior = as_log_posterior(method.model, method._num_data or data.num_data)
     if not isinstance(kernel, Kernel):
         log_posterior = method._target(log_posterior)
-    return prepare_sharded(log_posterior, data, kernel, method._init_strategy, seed, network, ranks)
+    init = method._init_strategy
+    return prepare_sharded(log_posterior, data, kernel, init, seed, network, workers)
 
 
 def _check_method(method: Any) -> None:

@@ -17,7 +17,7 @@ from pyro_scale.data.batches import Batches
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.check_fit import check_fit
 from pyro_scale.diagnostics.divergence import NOT_A_DENSITY, beyond_its_domain, where
-from pyro_scale.distributed.ranks import ALONE, Ranks
+from pyro_scale.distributed.workers import ALONE, Workers
 from pyro_scale.engine.compile_step import check_compile
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.loop import simulate
@@ -87,16 +87,16 @@ class Stochastic(Stepwise):
         progress: bool,
         stopping: EarlyStopping | None = None,
     ) -> Draws:
-        """Takes the optimizer's steps from every start, or from this rank's, until early stopping;
-        returns the last states of all starts, and the objective at every step.
+        """Takes the optimizer's steps from every start, or from this process's, until early
+        stopping; returns the last states of all starts, and the objective at every step.
 
         Raises:
             NonFiniteError: a chain's state became NaN or infinite.
         """
-        ranks, num_chains = problem.ranks, len(problem.positions)
+        workers, num_chains = problem.workers, len(problem.positions)
 
         def stop(draws: Draws) -> bool:
-            return all(ranks.of_all(stopping is not None and stopping.reached(draws), "a window"))
+            return problem.agree(stopping is not None and stopping.reached(draws), "a window")
 
         title = f"{type(self).__name__}, {num_chains} {self.mover}{'s' * (num_chains > 1)}"
         engine, batches = on_own_rows(problem, batches)
@@ -112,7 +112,7 @@ class Stochastic(Stepwise):
                 self._earlier,
                 numbers=problem.chains,
                 num_chains=num_chains,
-                agree=None if ranks.rows is None else ranks.rows.agree,
+                agree=None if workers.rows is None else workers.rows.agree,
             )
             draws = simulate(
                 plan,
@@ -241,7 +241,7 @@ class Optimized(Stochastic, Approximation):
         Warns:
             UserWarning: the objective was still rising at the end.
         """
-        ranks = ALONE if mesh is None else Ranks.from_group("all", mesh)
+        workers = ALONE if mesh is None else Workers.from_group("all", mesh)
         call = {
             "num_steps": num_steps,
             "num_epochs": num_epochs,
@@ -249,23 +249,23 @@ class Optimized(Stochastic, Approximation):
             "seed": seed,
             "rows_by_rank": rows_by_rank,
         }
-        with ranks.together():
-            check_same_call(ranks, call)
+        with workers.together():
+            check_same_call(workers, call)
             opened = self._open(data, batch_size)
             num_data = opened.num_data
             if rows_by_rank:
                 count, digest = opened.num_data or 1, digest_of(opened.first())
-                num_data = ranks.own_rows(count, self._num_data, digest)
+                num_data = workers.use_rows_by_rank(count, self._num_data, digest)
             num_chains = as_count("num_chains", num_chains)
             check_length(num_steps, num_epochs)
-            ranks.check(num_chains)
-            seed = ranks.of_first(choose_seed(seed), "the choice of a seed")
+            workers.check(num_chains)
+            seed = workers.broadcast(choose_seed(seed), "the choice of a seed")
             self._forget()
             problem = self._prepare(opened, num_data, num_chains, seed)
-            problem = self._on_ranks(problem, ranks)
+            problem = self._on_workers(problem, workers)
             steps = Steps(count_steps(problem, num_steps, num_epochs), positions=False)
             batches = problem.batches(num_chains, "shuffle", chains=problem.chains)
-            stopping, shows = self._stopping(problem), progress and ranks.is_first
+            stopping, shows = self._stopping(problem), progress and workers.is_first
             draws = self._simulate(problem, batches, steps, shows, stopping)
             rows = problem.data.batch_size or problem.log_posterior.num_data
             num_gradients = draws.num_steps * num_chains * rows
@@ -324,14 +324,14 @@ class Optimized(Stochastic, Approximation):
         window = max(count_steps(problem, None, 1), _WINDOW)
         return EarlyStopping(window, problem.engine.layout.size)
 
-    def _on_ranks(self, problem: Problem, ranks: Ranks) -> Problem:
-        """The problem as the ranks share it, with features of a frozen base, if there is one."""
-        problem = dataclasses.replace(problem, ranks=ranks)
+    def _on_workers(self, problem: Problem, workers: Workers) -> Problem:
+        """The problem as processes share it, with features of a frozen base, if there is one."""
+        problem = dataclasses.replace(problem, workers=workers)
         check_rows_can_be_shared(problem)
         warn_of_reading(problem)
-        if not ranks.is_alone:
+        if not workers.is_alone:
             hyperparameters = self.kernel.hyperparameters()
-            check_same(ranks, identity_of(problem, self._attrs(), hyperparameters))
+            check_same(workers, identity_of(problem, self._attrs(), hyperparameters))
         return with_frozen_features(problem)
 
     def _make_fit(self, problem: Problem, draws: Draws) -> Fit:

@@ -46,7 +46,7 @@ class Variational(Optimized):
         size, num_data = len(fit.places), problem.log_posterior.num_data
         count = max(_FEWEST, 4 * (size + 1))
         affordable = max(num_gradients, _CHEAP) // (num_data * fit.num_starts)
-        has_bound = problem.ranks.is_alone and problem.has_all_rows and fit.temperature > 0
+        has_bound = problem.is_alone and problem.has_all_rows and fit.temperature > 0
         if size > _MOST_DIMENSIONS or not has_bound or (1 + self._improves) * count > affordable:
             return fit
         try:

@@ -60,7 +60,7 @@ def check_latent_sizes(sites: Mapping[str, Site]) -> None:
         SiteError: there is such a latent.
     """
     for site in sites.values():
-        # a rank's part of a small weight may be empty
+        # a process's part of a small weight may be empty
         if site.kind == "latent" and not site.value.numel() and WEIGHT not in site.infer:
             raise SiteError(
                 f"site '{site.name}': it has the shape {list(site.value.shape)}, no elements: "

@@ -14,7 +14,6 @@ from torch import Tensor
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.online_moments import Moments, OnlineMoments, Totals
 from pyro_scale.data.sources import Data
-from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.chunked_vmap import CHUNK_BYTES, vmap_in_chunks
 from pyro_scale.run.measurements import Measurements
@@ -41,7 +40,8 @@ class PosteriorDraws:
         chains: the chains' numbers; None if every chain that was started finished.
         tables: `"summary"` and `"diagnostics"` of the chains of all processes, where the draws are
             those of one process; None otherwise.
-        ranks: the processes that share out later passes through the rows. Each has all draws.
+        read_together: whether several processes have all draws, and share out later passes through
+            the rows.
         unfinished: draws of chains that were interrupted before those in `positions` ended,
             `[n, D]`; None if there are none.
     """
@@ -56,7 +56,7 @@ class PosteriorDraws:
     online: SampleTotals | None = None
     chains: Sequence[int] | None = None
     tables: Mapping[str, Any] | None = None
-    ranks: Ranks = ALONE
+    read_together: bool = False
     unfinished: Tensor | None = None
 
     @property

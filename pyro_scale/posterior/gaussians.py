@@ -20,7 +20,6 @@ from pyro_scale.core.exclusive import exclusive
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian, as_structure
 from pyro_scale.core.layout import Layout
 from pyro_scale.data.sources import Data
-from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior.draws import PosteriorDraws
@@ -50,7 +49,8 @@ class Fit:
             ...
         trace: estimates of the objective at every step, in nats, totals over the data, `[starts,
             steps]`; None if there are none.
-        ranks: the processes that share out later passes through the rows.  Each has the fit.
+        read_together: whether several processes have the fit, and share out later passes through
+            the rows.
         other_target: the reason why the fit does not approximate the model's posterior; empty if it
             does.
     """
@@ -64,7 +64,7 @@ class Fit:
     seed: int
     attrs: dict[str, Any] = field(default_factory=dict)
     trace: Tensor | None = None
-    ranks: Ranks = ALONE
+    read_together: bool = False
     other_target: str = ""
 
     @cached_property
@@ -194,9 +194,10 @@ class Fit:
         """Unconstrained draws `[chains, n, D]`, together with the model, data and facts of the
         fit.
         """
-        return PosteriorDraws(
-            self.log_posterior, self.data, self.layout, positions, {}, self.attrs, ranks=self.ranks
+        draws = PosteriorDraws(
+            self.log_posterior, self.data, self.layout, positions, {}, self.attrs
         )
+        return dataclasses.replace(draws, read_together=self.read_together)
 
     def replaced(self, **changes: Any) -> Fit:
         """A copy of the fit with other values of the named attributes."""

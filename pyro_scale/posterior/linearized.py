@@ -35,7 +35,6 @@ from pyro_scale.model.derivatives import jacobian_rows
 from pyro_scale.model.draws import draws
 from pyro_scale.model.sites import Site
 from pyro_scale.model.transforms import bijection
-from pyro_scale.posterior.by_rank import readers_of
 from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.posterior.predictive import (
@@ -44,6 +43,7 @@ from pyro_scale.posterior.predictive import (
     reduce_batches,
     spread_evenly,
 )
+from pyro_scale.posterior.readers import readers_of
 from pyro_scale.posterior.reductions import Reduce, Reduction, as_reduction
 from pyro_scale.posterior.row_batches import data_sites, row_batches
 

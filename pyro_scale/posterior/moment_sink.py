@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from pyro_scale.posterior.draws import (
 )
 from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem
+
+#: (Numbers of a part's chains, the moments of their draws, the draws that are kept, indices of the
+#: chains that reached the end.)
+_OfPart: TypeAlias = tuple[list[int], OnlineSamples, Tensor, Sequence[int]]
 
 #: Most draws of all chains that are kept to measure temperatures, and most bytes of these.
 _KEPT_DRAWS, _KEPT_BYTES = 1000, 2**25
@@ -61,30 +65,14 @@ class ToMoments:
         return self._parts
 
     def end(self, finished: Sequence[Sequence[int]]) -> None:
-        """Merges the moments of all ranks after the last step, on every rank; sets `totals`.
+        """Merges the moments of all processes after the last step, on every process; sets `totals`.
 
         Args:
             finished: for each part, the indices of its chains that reached the end.
         """
-        ranks, parts = self._problem.ranks, zip(self._parts, finished, strict=True)
-        of_ranks = ranks.at_first(
-            [(part.chains, part.moments, part.kept, places) for part, places in parts],
-            "the moments of draws",
-        )
-        merged = None
-        if of_ranks is not None:
-            of_parts = [part for of_rank in of_ranks for part in of_rank]
-            chains: dict[int, tuple[int, int]] = {}  # number -> (part, index in it)
-            for i, (numbers, _, _, places) in enumerate(of_parts):
-                chains |= {numbers[place]: (i, place) for place in places}
-            kept = {n: of_parts[i][2][place] for n, (i, place) in chains.items()}
-            sums = [moments.online for _, moments, _, _ in of_parts]
-            ordered, layout = [chains[n] for n in sorted(chains)], of_parts[0][1].layout
-            totals = SampleTotals(Totals.from_parts(sums, ordered), layout) if chains else None
-            merged = totals, kept
-        merged = ranks.of_first(merged, "the moments of all draws")
-        assert merged is not None  # rank 0 has it
-        self.totals, self._kept = merged
+        parts = zip(self._parts, finished, strict=True)
+        moments = [(part.chains, part.moments, part.kept, places) for part, places in parts]
+        self.totals, self._kept = self._problem.reduce(_merge, moments, "the moments of draws")
 
     def positions(self, draws: Draws) -> Tensor:
         """Unconstrained draws of the finished chains, `[chains, n, D]`: the kept ones, evenly
@@ -149,3 +137,18 @@ class PartToMoments:
         """Adds the first `count` pending draws to the moments."""
         block, self._waiting = self._waiting[:, :count], self._waiting[:, count:].clone()
         self.moments.add(finite_samples(self._run.starts, block))
+
+
+def _merge(by_process: list[list[_OfPart]]) -> tuple[SampleTotals | None, dict[int, Tensor]]:
+    """(The moments of the finished chains of all processes, None without any; the kept draws of
+    each of these chains, by its number)."""
+    parts = [part for of_process in by_process for part in of_process]
+    chains: dict[int, tuple[int, int]] = {}  # number -> (part, index in it)
+    for i, (numbers, _, _, places) in enumerate(parts):
+        chains |= {numbers[place]: (i, place) for place in places}
+    kept = {n: parts[i][2][place] for n, (i, place) in chains.items()}
+    if not chains:
+        return None, kept
+    sums = [moments.online for _, moments, _, _ in parts]
+    ordered = [chains[number] for number in sorted(chains)]
+    return SampleTotals(Totals.from_parts(sums, ordered), parts[0][1].layout), kept

@@ -21,8 +21,8 @@ from pyro_scale.errors import ArgumentError, ModelError, PyroScaleError
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.recorder import LatentShapeChanged
 from pyro_scale.model.sites import Site
-from pyro_scale.posterior.by_rank import Readers, readers_of
 from pyro_scale.posterior.draws import PosteriorDraws
+from pyro_scale.posterior.readers import Readers, readers_of
 from pyro_scale.posterior.reductions import (
     AllDraws,
     Mean,

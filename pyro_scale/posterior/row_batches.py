@@ -94,7 +94,7 @@ class RowBatches(NamedTuple):
     """Rows to predict for, in chunks.
 
     Attributes:
-        chunks: the chunks of rows that this rank predicts for.
+        chunks: the chunks of rows that this process predicts for.
         axes: for sites that have a value for each row, the axis of the rows in this value, negative
             and from the right.
     """
@@ -122,7 +122,7 @@ def row_batches(
         batch_size: rows of a batch; None for all rows in one batch, or for this function's choice
             with `may_split`.
         return_sites: names of the sites to predict; None for the default sites.
-        share: which of the batches this rank predicts.
+        share: which of the batches this process predicts.
         may_split: whether rows may be split without a `batch_size`.
 
     Raises:
@@ -138,7 +138,7 @@ def row_batches(
         return together  # a model that subsamples by itself always takes the same number of rows
     if size is None and may_split and is_row_wise(result.log_posterior):
         size = CHUNK_ROWS
-    if share.world > 1 and _is_row_wise_draw(result):
+    if share != WHOLE and _is_row_wise_draw(result):
         size = share.size(size or num_rows, num_rows)
     if size is None or size >= num_rows:
         return together

@@ -80,15 +80,15 @@ def sink_for(
         return
     if isinstance(store, bool):
         raise ArgumentError("store=True: pass the path of a Zarr store, or False to keep no draws")
-    with writing_into(store) if problem.ranks.is_first else contextlib.nullcontext():
+    with writing_into(store) if problem.workers.is_first else contextlib.nullcontext():
         yield ToDisk(starts, first, problem, store, resumes)
 
 
 class ToDisk:
     """Writes the draws of this process's chains into a store, which all processes share.
 
-    Rank 0 creates the store.  It makes draws visible to readers when all ranks have reported that
-    they are written.
+    Rank 0 creates the store.  It makes draws visible to readers when all processes have reported
+    that they are written.
 
     Args:
         starts: model and facts of the run, with the chains' starts as draws.
@@ -115,14 +115,14 @@ class ToDisk:
         self._starts, self._problem, self.none = starts, problem, first[:, :0]
         self._parts: list[PartToDisk] = []
         self._transformed = _transformed(starts)
-        if not resumes and problem.ranks.is_first:
+        if not resumes and problem.workers.is_first:
             values, num_chains = self._values(first), starts.num_chains
             width = sum(v[0, 0].numel() * v.element_size() for v in values.values())
             pending = max(1, BUFFERING.waiting_bytes // (num_chains * width))
             fields = {name: _field(starts, name, value) for name, value in values.items()}
             chunk, run = min(pending, BUFFERING.draws_of_file(width)), secrets.token_hex(8)
             DrawStore.create(path, fields, num_chains, chunk, run)
-        problem.ranks.of_first(None, "the making of a store")
+        problem.workers.broadcast(None, "the making of a store")
         self.store = DrawStore.open(path)
 
     def begin(self, parts: Sequence[Part]) -> list[PartToDisk]:
@@ -132,18 +132,18 @@ class ToDisk:
         Raises:
             FileError: the store is of another run, or lacks draws that its parts have written.
         """
-        ranks = self._problem.ranks
+        workers = self._problem.workers
         self._parts = [PartToDisk(self, part.chains) for part in parts]
         for part, sink in zip(parts, self._parts, strict=True):
             state = None if part.last is None else part.last.sink
             if part.last is not None and state is not None:
                 self._check_holds(part.chains, part.last.run_state.alive, state)
             sink.go_on_from(state)
-        ranks.least(self._written_by_all)
-        counts = ranks.of_all(self._written_by_all, "the draws that there are")
-        if ranks.is_first:
+        workers.least(self._written_by_all)
+        counts = workers.gather(self._written_by_all, "the draws that there are")
+        if workers.is_first:
             self.store.truncate(min(self.store.count, *counts))
-        ranks.of_first(None, "the draws that readers see")  # before they are written again
+        workers.broadcast(None, "the draws that readers see")  # before they are written again
         for sink in self._parts:
             self.drop(sink.chains, sink.written)
         return self._parts
@@ -159,12 +159,12 @@ class ToDisk:
         Returns:
             The error that occurred on any rank while writing; None if there was none.
         """
-        ranks, store = self._problem.ranks, self.store
+        workers, store = self._problem.workers, self.store
         counts = [
             (part.written, bool(chains)) for part, chains in zip(self._parts, finished, strict=True)
         ]
-        of_ranks = ranks.of_all(counts, "the last draws")
-        of_parts = [count for of_rank in of_ranks for count in of_rank]
+        by_worker = workers.gather(counts, "the last draws")
+        of_parts = [count for of_rank in by_worker for count in of_rank]
         count = min([n for n, has_ended in of_parts if has_ended] or [n for n, _ in of_parts])
         error = None
         try:
@@ -172,13 +172,13 @@ class ToDisk:
                 part.end_at(count)
         except FileError as raised:
             error = raised
-        error = next(filter(None, ranks.of_all(error, "the end of their files")), None)
-        if ranks.is_first and error is None and count != store.count:
+        error = next(filter(None, workers.gather(error, "the end of their files")), None)
+        if workers.is_first and error is None and count != store.count:
             try:
                 (store.show if count > store.count else store.truncate)(count)
             except FileError as raised:
                 error = raised
-        store.count, error = ranks.of_first((store.count, error), "the draws that readers see")
+        store.count, error = workers.broadcast((store.count, error), "the draws that readers see")
         return error
 
     def positions(self, draws: Draws) -> StoredPositions:
@@ -194,7 +194,7 @@ class ToDisk:
         Raises:
             FileError: the disk cannot be written.
         """
-        if self._problem.ranks.is_first:
+        if self._problem.workers.is_first:
             assert isinstance(result.positions, StoredPositions)
             attrs = attributes(result.attrs)
             self.store.put("sample_stats", result.sample_stats, result.positions.chains, attrs)
@@ -228,8 +228,8 @@ class ToDisk:
         Raises:
             FileError: the store cannot be written.
         """
-        count = self._problem.ranks.least(self._written_by_all)
-        if self._problem.ranks.is_first and count > self.store.count:
+        count = self._problem.workers.least(self._written_by_all)
+        if self._problem.workers.is_first and count > self.store.count:
             self.store.show(count)
 
     @property

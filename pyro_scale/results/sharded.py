@@ -136,8 +136,8 @@ class ShardedPosterior(Posterior):
                 )
         arguments = self.problem.log_posterior.bind(args, kwargs)
         check_tensors(arguments)
-        ranks, log_posterior = self.problem.ranks, self.problem.log_posterior
-        assert ranks.rows is not None
+        workers, log_posterior = self.problem.workers, self.problem.log_posterior
+        assert workers.rows is not None
         if not rows.count(arguments):
             raise DataError("predict: the arguments have no rows")
         info = log_posterior.model_info
@@ -149,14 +149,14 @@ class ShardedPosterior(Posterior):
                     f"return_sites: for a sharded network, pass sites with a value for each row: "
                     f"{sorted(axes)}"
                 )
-        device = torch.device(ranks.rows.device)
-        part = part_of(ranks.rows, to_device(arguments, device))
+        device = torch.device(workers.rows.device)
+        part = part_of(workers.rows, to_device(arguments, device))
         has_none = not rows.count(part)
         if has_none:  # the rank has to call the network with the others
             part = rows.take(arguments, slice(0, 1))
-        seed = ranks.of_first(choose_seed(None), "the choice of a seed")
+        seed = workers.broadcast(choose_seed(None), "the choice of a seed")
         kept: dict[str, list[Tensor]] = {name: [] for name in names}
-        with own_generator(derived_seed(seed, ranks.rank, Purpose.INIT)), torch.no_grad():
+        with own_generator(derived_seed(seed, workers.rank, Purpose.INIT)), torch.no_grad():
             for position in self._positions(num_samples):
                 params = self.layout.unflatten(position.to(self.problem.positions.device))
                 drawn = log_posterior.simulate(params, part).sites
@@ -164,7 +164,7 @@ class ShardedPosterior(Posterior):
                     by_row = drawn[name].value.movedim(axes[name], 0)
                     kept[name].append(by_row[: 0 if has_none else None].cpu())
         predicted = {name: torch.stack(values) for name, values in kept.items()}
-        by_rank = ranks.of_all(predicted, "predictions")
+        by_rank = workers.gather(predicted, "predictions")
         return {
             name: torch.cat([of_rank[name] for of_rank in by_rank], 1).movedim(1, axes[name])
             for name in names

@@ -10,7 +10,6 @@ from typing import Any
 
 from pyro_scale.core.validation import as_count
 from pyro_scale.curvature.control_variates import ControlVariates
-from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError
 from pyro_scale.run.problem import Problem
 
@@ -30,7 +29,6 @@ class Budget:
         max_seconds: seconds from the start of the run; None for no limit.
         deadline: the end of these seconds on the monotonic clock.
         spent: gradients of rows that have been taken so far.
-        ranks: the processes of the run.
     """
 
     max_rows: int | None
@@ -38,12 +36,9 @@ class Budget:
     max_seconds: float | None
     deadline: float
     spent: int = 0
-    ranks: Ranks = ALONE
 
     @classmethod
-    def from_arguments(
-        cls, max_rows: Any, num_samples: int, max_seconds: Any, ranks: Ranks = ALONE
-    ) -> Budget:
+    def from_arguments(cls, max_rows: Any, num_samples: int, max_seconds: Any) -> Budget:
         """The budget of a run with these arguments; starts the clock.
 
         Raises:
@@ -52,27 +47,25 @@ class Budget:
         if max_rows is not None:
             max_rows = as_count("max_rows", max_rows)
         if max_seconds is None:
-            return cls(max_rows, num_samples, None, math.inf, ranks=ranks)
+            return cls(max_rows, num_samples, None, math.inf)
         is_number = isinstance(max_seconds, int | float) and not isinstance(max_seconds, bool)
         if not is_number or not max_seconds > 0:
             raise ArgumentError(f"max_seconds={max_seconds!r}: pass a number of seconds above 0")
         deadline = time.monotonic() + max_seconds
-        return cls(max_rows, num_samples, float(max_seconds), deadline, ranks=ranks)
+        return cls(max_rows, num_samples, float(max_seconds), deadline)
 
     @property
     def is_over(self) -> bool:
         """Whether the time is over, on this process's clock."""
         return time.monotonic() > self.deadline
 
-    @property
-    def is_over_for_all(self) -> bool:
-        """Whether the time is over, on rank 0's clock.  All ranks have to call this together."""
-        if self.max_seconds is None:
-            return False
-        return self.ranks.of_first(self.is_over, "the clock")
+    def is_over_for(self, problem: Problem) -> bool:
+        """Whether the time is over, in all processes of a problem, which call this together."""
+        return self.max_seconds is not None and problem.broadcast(self.is_over, "the clock")
 
     def check(self, passes: float) -> None:
-        """Ends a search for a mode when the time is over.
+        """Ends a search for a mode when the time is over, on this process's clock: the searches of
+        several processes differ in length.
 
         Args:
             passes: through the data, that the search has taken.
@@ -80,7 +73,7 @@ class Budget:
         Raises:
             ArgumentError: the time is over.
         """
-        if self.is_over_for_all:
+        if self.is_over:
             raise ArgumentError(
                 f"max_seconds={self.max_seconds:g} were over after {passes:.3g} passes through the "
                 "data, before a mode of the posterior was found to start from: pass more, or say "

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batches
 from pyro_scale.data.stream import StreamData
-from pyro_scale.distributed.ranks import RankFailure, Ranks
+from pyro_scale.distributed.workers import RankFailure, Workers
 from pyro_scale.engine.checkpoint import differences
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, PyroScaleWarning, RankError
@@ -32,7 +32,7 @@ def gather(draws: Draws, problem: Problem) -> Draws:
     """
     if not problem.is_split:
         return draws
-    parts = problem.ranks.of_all((problem.chains, draws), "the draws")
+    parts = problem.workers.gather((problem.chains, draws), "the draws")
     return join(parts, range(len(problem.positions)))
 
 
@@ -42,8 +42,8 @@ def gather_trajectory(trajectory: Trajectory) -> Trajectory:
     plan, problem, _, draws = trajectory
     if not problem.is_split:
         return trajectory
-    ranks, num_chains = problem.ranks, len(problem.positions)
-    collect = ranks.of_all if ranks.keeps_all else ranks.at_first
+    workers, num_chains = problem.workers, len(problem.positions)
+    collect = workers.gather if workers.keeps_all else workers.gather_at_first
     parts = collect((problem.chains, draws), "the draws")
     if parts is None:
         return trajectory
@@ -77,12 +77,12 @@ def align(trajectory: Trajectory) -> Trajectory:
     """The trajectory up to the last step that all ranks have reached; if an error ended one rank,
     all ranks have it. A rank whose chains have all stopped does not limit the others.
     """
-    draws, ranks = trajectory.draws, trajectory.problem.ranks
-    if ranks.is_alone:
+    draws, workers = trajectory.draws, trajectory.problem.workers
+    if workers.is_alone:
         return trajectory
     failure = None if draws.error is None else RankFailure.from_error(draws.error)
     state = draws.num_steps, bool(draws.finished), failure
-    states = ranks.of_all(state, "the end of its steps")
+    states = workers.gather(state, "the end of its steps")
     reached = [steps for steps, is_alive, _ in states if is_alive] or [s for s, _, _ in states]
     failed = [(rank, failure) for rank, (_, _, failure) in enumerate(states) if failure is not None]
     if failed and draws.error is None:
@@ -94,19 +94,19 @@ def align(trajectory: Trajectory) -> Trajectory:
 
 
 def check_same_call(
-    ranks: Ranks, arguments: Mapping[str, Any], what: str = "the beginning of a run"
+    workers: Workers, arguments: Mapping[str, Any], what: str = "the beginning of a run"
 ) -> None:
     """Checks that all ranks have made the same call.
 
     Args:
-        ranks: the processes.
+        workers: the processes.
         arguments: of this rank's call.
         what: was called, in words.
 
     Raises:
         ArgumentError: it names the first rank whose arguments differ from rank 0's, and these.
     """
-    calls = ranks.of_all(dict(arguments), what)
+    calls = workers.gather(dict(arguments), what)
     for rank, call in enumerate(calls):
         lines = differences(calls[0], call)
         if lines:
@@ -116,17 +116,17 @@ def check_same_call(
             )
 
 
-def check_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
+def check_same(workers: Workers, facts: Mapping[str, Any]) -> None:
     """Checks that all ranks have the same model, data and arguments.
 
     Args:
-        ranks: the processes.
+        workers: the processes.
         facts: of the run, as this rank sees it (`identity_of`).
 
     Raises:
         RankError: it names the first rank whose facts differ from rank 0's, and these.
     """
-    by_rank = ranks.of_all(dict(facts), "the facts of the run")
+    by_rank = workers.gather(dict(facts), "the facts of the run")
     for rank, facts_of_rank in enumerate(by_rank):
         lines = differences_of_runs(by_rank[0], facts_of_rank)
         if lines:
@@ -144,7 +144,7 @@ def warn_of_reading(problem: Problem) -> None:
     Warns:
         PyroScaleWarning: it does.
     """
-    world = problem.ranks.world
+    world = problem.workers.world
     if world > 1 and isinstance(problem.data, StreamData) and problem.has_all_rows:
         warn(
             PyroScaleWarning,

@@ -46,7 +46,7 @@ def execute(
     Raises:
         ArgumentError: the time was over before the first draw.
     """
-    ranks, parts = plan.problem.ranks, journal.parts(plan.problem)
+    problem, parts = plan.problem, journal.parts(plan.problem)
     for halvings in range(journal.halvings):
         plan = plan.halved(halvings + 1)
     halvings = journal.halvings
@@ -75,18 +75,18 @@ def execute(
                     )
                 )
         trajectory = align(join_parts(trajectories, parts))
-        diverged = any(ranks.of_all(trajectory.diverged, "whether chains diverged"))
+        diverged = not problem.agree(not trajectory.diverged, "whether chains diverged")
         if not retries or not diverged or trajectory.draws.error is not None:
             break
         halvings += 1
         plan = plan.halved(halvings)
-    journal.tidy(parts)
+    journal.tidy(problem, parts)
     trajectory = cut_short(trajectory)
     draws = trajectory.draws
     if sinks is not None:
         error = sinks.end([of_part.draws.finished for of_part in trajectories])
         draws.error = draws.error or error
-    if budget.is_over_for_all and draws.error is None and not draws.log_joint.shape[1]:
+    if budget.is_over_for(problem) and draws.error is None and not draws.log_joint.shape[1]:
         raise ArgumentError(
             f"max_seconds={budget.max_seconds:g} were over before the first draw was kept: pass "
             "more"
@@ -98,10 +98,11 @@ def execute(
 
 def _extend_while_dependent(trajectory: Trajectory, title: str, budget: Budget) -> Trajectory:
     """Doubles the thinning until draws are independent enough or the budget is spent."""
-    most_steps = budget.steps(trajectory.problem)
+    problem = trajectory.problem
+    most_steps = budget.steps(problem)
     for _ in range(1, _MOST_CHECKS):
-        longer = 2 * trajectory.plan.steps.total
-        if trajectory.draws.error is not None or longer > most_steps or budget.is_over_for_all:
+        longer, error = 2 * trajectory.plan.steps.total, trajectory.draws.error
+        if error is not None or longer > most_steps or budget.is_over_for(problem):
             break
         if is_enough(trajectory):
             break

@@ -35,14 +35,13 @@ def is_enough(trajectory: Trajectory) -> bool:
     chosen = evenly(latents, _MOST_ELEMENTS)
     kept = draws.positions[finished][..., chosen].double()
     if trajectory.problem.is_split:
-        ranks = trajectory.problem.ranks
-        parts = ranks.at_first(kept, "draws to check")
-        return ranks.of_first(parts is not None and _are_enough(torch.cat(parts)), "a decision")
-    return _are_enough(kept)
+        return trajectory.problem.reduce(_are_enough, kept, "draws to check")
+    return _are_enough([kept])
 
 
-def _are_enough(kept: Tensor) -> bool:
+def _are_enough(of_processes: list[Tensor]) -> bool:
     """Whether draws `[chains, draws, elements]` are independent enough, and chains agree."""
+    kept = torch.cat(of_processes)
     squares = (kept - kept.mean((0, 1))).square()
     time = max(float(autocorrelation_time(values).max()) for values in (kept, squares))
     r_hat = float(split_r_hat(kept).max()) if len(kept) > 1 else 1.0

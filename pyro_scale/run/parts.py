@@ -2,7 +2,7 @@
 
 A part is a group of chains with checkpoints of its own; chains are independent.  A run of one
 process has one part, of all chains, in its directory.  Of several processes, each writes its parts
-into subdirectories, `part-<generation>.<rank>.<number>`.  A run resumes each chain from its
+into subdirectories, `part-<generation>.<process>.<number>`.  A run resumes each chain from its
 furthest state, on any number of processes.
 """
 
@@ -107,7 +107,7 @@ def generation(path: Path) -> int:
 
 
 def parts_of(
-    chains: Sequence[int], saved: Sequence[Part], path: Path, rank: int, number: int
+    chains: Sequence[int], saved: Sequence[Part], path: Path, process: int, number: int
 ) -> list[Part]:
     """The parts of a process's chains, each resumed from its furthest saved state.
 
@@ -118,7 +118,7 @@ def parts_of(
         chains: the process's.
         saved: the parts in the run's directory.
         path: the run's directory.
-        rank: of this process.
+        process: the number of this one.
         number: the generation of new parts.
     """
     furthest = dict.fromkeys(chains) | {
@@ -130,7 +130,7 @@ def parts_of(
     parts = []
     for i, place in enumerate(dict.fromkeys(furthest.values())):
         members = tuple(chain for chain in chains if furthest[chain] == place)
-        new = path / f"part-{number}.{rank}.{i}"
+        new = path / f"part-{number}.{process}.{i}"
         if place is None:
             parts.append(Part(new, members, None))
             continue

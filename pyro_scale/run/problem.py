@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from pyro_scale.data.features import FeatureData
 from pyro_scale.data.loaders import to_device
 from pyro_scale.data.row_sampler import RowIndices, Sampling
 from pyro_scale.data.sources import Data, OwnSubsamples, TensorData
-from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.distributed.shards import Shard
+from pyro_scale.distributed.workers import ALONE, Workers
 from pyro_scale.engine.draws import Draws
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelWarning
@@ -35,6 +35,9 @@ from pyro_scale.model.other_batches import check_batches, check_supports
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.initialize import init_of, initialize
 from pyro_scale.run.understood import Understood
+
+Item = TypeVar("Item")
+T = TypeVar("T")
 
 #: Batches besides the first on which the rules of minibatch scaling are checked before a run.
 OTHER_BATCHES = 2
@@ -53,7 +56,7 @@ class Problem:
         features: inputs of the engine's density in place of `data`, after a frozen base was run.
         base: how a network's frozen base is run, in words.
         chooses_batches: whether the library chooses the batch size.
-        ranks: the processes among which chains, or rows of batches, are shared out.
+        workers: the processes among which chains, or rows of batches, are shared out.
         understood: an earlier preflight of the same model and data, which this run reuses.
         shards: this rank's parts of weights, by site, if a network is sharded over ranks.
     """
@@ -66,7 +69,7 @@ class Problem:
     features: TensorData | FeatureData | None = None
     base: str = "none"
     chooses_batches: bool = False
-    ranks: Ranks = ALONE
+    workers: Workers = ALONE
     understood: Understood | None = None
     shards: Mapping[str, Shard] = field(default_factory=dict)
 
@@ -77,7 +80,12 @@ class Problem:
         All of them if the model has points: these move by the mean gradient of all chains.
         """
         num_chains = len(self.positions)
-        return range(num_chains) if self.engine.has_points else self.ranks.chains(num_chains)
+        return range(num_chains) if self.engine.has_points else self.workers.chains(num_chains)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one process does the whole run."""
+        return self.workers.is_alone
 
     @property
     def is_split(self) -> bool:
@@ -92,19 +100,43 @@ class Problem:
     def is_writer(self) -> bool:
         """Whether this process writes checkpoints, among those that move the same chains."""
         if not self.is_split:
-            return self.ranks.is_first
-        return self.ranks.rows is None or self.ranks.rows.rank == 0
+            return self.workers.is_first
+        return self.workers.rows is None or self.workers.rows.rank == 0
 
     @property
     def has_all_rows(self) -> bool:
         """Whether this process was called with all rows."""
-        return self.ranks.rows is None or self.ranks.rows.share is None
+        return self.workers.has_all_rows
 
     @property
     def part(self) -> slice:
         """This process's rows of every batch."""
-        shared = self.ranks.rows
+        shared = self.workers.rows
         return slice(None) if shared is None else shared.of(self.batch_size)
+
+    def map(self, function: Callable[[Item], T], items: Iterable[Item], what: str) -> list[T]:
+        """The function's values for the items, in their order, on every process; the items are
+        shared out.
+
+        Args:
+            function: returns a pytree of tensors.
+            items: the same on all processes.
+            what: the values' name in error messages.
+        """
+        return self.workers.map(function, items, what, self.positions.device)
+
+    def agree(self, holds: bool, what: str) -> bool:
+        """Whether a condition, called `what` in error messages, holds on all processes."""
+        return self.workers.agree(holds, what)
+
+    def broadcast(self, value: T, what: str) -> T:
+        """One process's value, called `what` in error messages, on all processes."""
+        return self.workers.broadcast(value, what)
+
+    def reduce(self, function: Callable[[list[Item]], T], value: Item, what: str) -> T:
+        """A function of the values of all processes, called `what` in error messages; computed by
+        one of them for all."""
+        return self.workers.reduce(function, value, what)
 
     @property
     def batch_size(self) -> int:
@@ -134,7 +166,7 @@ class Problem:
             chains: numbers of the chains that batches are returned of; by default all.
         """
         source, chains = self.features or self.data, chains or range(num_chains)
-        seed, shared = self.seed, self.ranks.rows
+        seed, shared = self.seed, self.workers.rows
         # otherwise ranks would draw the same places
         if shared is not None and not self.has_all_rows:
             seed = derived_seed(seed, shared.rank, Purpose.BATCHES)
@@ -329,7 +361,7 @@ def check_rows_can_be_shared(problem: Problem) -> None:
     Raises:
         ArgumentError: the model subsamples by itself, or the mesh is of another device.
     """
-    shared, device = problem.ranks.rows, problem.positions.device.type
+    shared, device = problem.workers.rows, problem.positions.device.type
     if shared is not None and shared.device != device:
         raise ArgumentError(
             f"mesh: it is of {shared.device} devices, and the model is on {device}: pass "

@@ -21,7 +21,6 @@ from pyro_scale.core.layout import dtype_name
 from pyro_scale.core.rows import Arguments
 from pyro_scale.data.sources import Data, IndexedData, OwnSubsamples, TensorData
 from pyro_scale.data.stream import StreamData
-from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.engine.checkpoint import (
     Checkpoint,
     Checkpoints,
@@ -55,13 +54,11 @@ class Journal:
         path: the directory; None if the run is not written.
         every: seconds from one checkpoint to the next.
         saved: the checkpoints to continue from, one for each part; empty for a new run.
-        ranks: the processes of the run.
     """
 
     path: Path | None
     every: float
     saved: tuple[Part, ...] = ()
-    ranks: Ranks = ALONE
 
     @classmethod
     def open(
@@ -69,7 +66,6 @@ class Journal:
         checkpoint: FilePath | None,
         every: float,
         resume: FilePath | None,
-        ranks: Ranks = ALONE,
     ) -> Journal:
         """The journal of a run with these arguments.
 
@@ -79,7 +75,6 @@ class Journal:
             checkpoint: as `run` takes it.
             every: seconds from one checkpoint to the next.
             resume: as `run` takes it.
-            ranks: the processes of the run.
 
         Raises:
             ArgumentError: not a path, a negative time, two directories, or one with another run.
@@ -87,7 +82,7 @@ class Journal:
         """
         path, resumes = choose_directory(checkpoint, every, resume)
         saved = tuple(read_parts(path)) if path is not None and resumes else ()
-        return cls(path, every, saved, ranks)
+        return cls(path, every, saved)
 
     @property
     def last(self) -> Checkpoint | None:
@@ -99,26 +94,28 @@ class Journal:
         """The parts of this process's chains: where each is written, and its checkpoint to continue
         from."""
         chains, num_chains = tuple(problem.chains), len(problem.positions)
+        workers = problem.workers
         if self.path is None:
             return [Part(None, chains, None)]
         is_one = len(self.saved) == 1 and len(self.saved[0].chains) == num_chains
-        if self.ranks.is_alone and (is_one or not self.saved):
+        if workers.is_alone and (is_one or not self.saved):
             return [Part(self.path, chains, self.last)]
         with contextlib.suppress(OSError):  # the first write raises the error
             self.path.mkdir(exist_ok=True)
-        number = self.ranks.of_first(generation(self.path), "where checkpoints go")
-        if not problem.is_split and not self.ranks.is_first:  # rank 0 writes for all
+        number = workers.broadcast(generation(self.path), "where checkpoints go")
+        if not problem.is_split and not workers.is_first:  # rank 0 writes for all
             return [Part(None, chains, self.last)]
-        parts = parts_of(chains, self.saved, self.path, self.ranks.rank, number)
+        parts = parts_of(chains, self.saved, self.path, workers.rank, number)
         return parts if problem.is_writer else [part._replace(path=None) for part in parts]
 
-    def tidy(self, parts: Sequence[Part]) -> None:
+    def tidy(self, problem: Problem, parts: Sequence[Part]) -> None:
         """Removes parts of earlier runs, once the parts that replace them are written."""
-        if self.path is None or (self.ranks.is_alone and not self.saved):
+        workers = problem.workers
+        if self.path is None or (workers.is_alone and not self.saved):
             return
         names = [part.path.name for part in parts if part.path is not None]
-        by_rank = self.ranks.of_all(names, "where checkpoints are")
-        if self.ranks.is_first:
+        by_rank = workers.gather(names, "where checkpoints are")
+        if workers.is_first:
             drop_others(self.path, [name for names in by_rank for name in names])
 
     def seed(self, seed: int | None) -> int | None:
@@ -317,8 +314,8 @@ def _densities_at_start(problem: Problem) -> dict[str, float]:
     log_posterior, data = problem.log_posterior, problem.data
     params = problem.engine.layout.unflatten(problem.positions[0])
     if problem.shards:  # no rank has the density of a whole weight
-        assert problem.ranks.rows is not None
-        part = rows.take(data.first(), problem.ranks.rows.part_of(problem.batch_size))
+        assert problem.workers.rows is not None
+        part = rows.take(data.first(), problem.workers.rows.part_of(problem.batch_size))
         evaluation = problem.engine.density.plain_grad(params, part)[1]
         return {"log joint where it starts": float(evaluation.log_joint)}
     start = model_fingerprint(

@@ -135,8 +135,8 @@ class RunPlan:
             how: the state to continue from, and where draws go; see `simulate`.
         """
         problem = with_frozen_features(self.problem)
-        ranks, num_chains = problem.ranks, len(problem.positions)
-        if ranks.rows is not None:
+        workers, num_chains = problem.workers, len(problem.positions)
+        if workers.rows is not None:
             how["stop"] = None  # ranks that sum their gradients have to take the same steps
         chains = problem.chains if chains is None else chains
         batches = problem.batches(num_chains, self.sampling, self.share_batches, chains)
@@ -159,10 +159,10 @@ class RunPlan:
                 noise=noise,
                 numbers=chains,
                 num_chains=num_chains,
-                agree=None if ranks.rows is None else ranks.rows.agree,
+                agree=None if workers.rows is None else workers.rows.agree,
             )
             draws = simulate(plan, shown, inspect=_inspection(problem), **how)
-        if ranks.rows is not None and problem.data.batch_size is None:
+        if workers.rows is not None and problem.data.batch_size is None:
             # temperatures are measured on all rows: a part of them is no random sample
             problem = dataclasses.replace(self.problem, base=problem.base)
             part = WholeData(problem.data.first())
@@ -172,7 +172,7 @@ class RunPlan:
 def on_own_rows(problem: Problem, batches: Batches) -> tuple[Engine, Batches]:
     """(The engine that moves chains, their batches): on this process's rows of every batch, if
     batches are shared out."""
-    rows, engine = problem.ranks.rows, problem.engine
+    rows, engine = problem.workers.rows, problem.engine
     if rows is None:
         return engine, batches
     density = DataParallel(engine.density, rows.weight(problem.batch_size), rows.group)
@@ -190,7 +190,7 @@ def _inspection(problem: Problem) -> Callable[[Tensor, Batch], None] | None:
     log_posterior, layout = problem.log_posterior, problem.engine.layout
     if problem.features is not None or not is_checked(log_posterior.model_info):
         return None
-    if problem.ranks.rows is not None:  # others would wait for a rank that raises
+    if problem.workers.rows is not None:  # others would wait for a rank that raises
         return None
 
     first, calls = problem.data.first(), itertools.count()

@@ -97,7 +97,7 @@ def choose(
     def limit(least: int, reserve: int = 0) -> Limit:
         """Half of the steps that are left for warm-up."""
         steps = (steps_left(budget.of_tuning) - budget.of_tuning.num_samples - reserve) // 2
-        return Limit(max(least, steps), lambda: budget.is_over_for_all)
+        return Limit(max(least, steps), lambda: budget.is_over_for(problem))
 
     left = budget.after(sum(passes.values()), num_data)
     _check_budget(left, problem, num_samples, chooses_lr)

@@ -43,8 +43,8 @@ def find_diagonal_modes(
     Raises:
         ArgumentError: L-BFGS fails from every start.
     """
-    search, device = partial(_search, density, limits.passes), starts.device
-    results, passes = run_searches(search, list(starts), limits, device)
+    search = partial(_search, density, limits.passes)
+    results, passes = run_searches(search, list(starts), limits)
     ends = [(number, end) for number, end in enumerate(results) if end is not None]
     if not ends:
         raise ArgumentError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
@@ -16,7 +17,6 @@ from pyro_scale.curvature.gauss_newton import anchored
 from pyro_scale.curvature.modes import lbfgs
 from pyro_scale.curvature.precision import CurvatureSpec
 from pyro_scale.curvature.row_gaussians import kronecker_at
-from pyro_scale.distributed.ranks import ALONE
 from pyro_scale.errors import ArgumentError
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.budget import Budget
@@ -25,7 +25,7 @@ from pyro_scale.tuning.choice import Precondition, Settings
 from pyro_scale.tuning.diagonal_modes import find_diagonal_modes
 from pyro_scale.tuning.low_rank import with_axes
 from pyro_scale.tuning.many_rows import find_modes_of_many_rows
-from pyro_scale.tuning.modes import Modes, SearchLimits, find_modes
+from pyro_scale.tuning.modes import Mode, Modes, SearchLimits, find_modes
 from pyro_scale.tuning.policy import GEOMETRY, SEARCH
 from pyro_scale.tuning.search_starts import search_starts
 
@@ -99,23 +99,22 @@ def _find_modes(
         density: log density of all rows, or of rows that represent them.
         budget: of the run.
     """
-    like, ranks, num_data = problem.positions, problem.ranks, problem.log_posterior.num_data
+    like, num_data = problem.positions, problem.log_posterior.num_data
     temperature = float(problem.engine.kernel.values(0)["temperature"])
     starts = search_starts(problem, density) if chooses_starts else like[: SEARCH.most]
     passes = SEARCH.fraction * budget.most_rows(problem) / num_data / len(starts)
-    # each rank looks at its own clock, as searches differ in length
-    limits = SearchLimits(passes, dataclasses.replace(budget, ranks=ALONE).check, ranks)
+    limits = SearchLimits(passes, budget.check, partial(problem.map, what="searches for modes"))
     if form == "dense":
         find = find_modes if density is full_data else find_modes_of_many_rows
         return find(full_data, starts, temperature, problem.seed, limits)
     modes = find_diagonal_modes(density, starts, temperature, limits)
     if density is full_data:
         return modes
-    means = [
-        lbfgs(full_data, mode.gaussian.mean.to(like), "").position.double()
-        for mode in ranks.share.of(modes.modes)
-    ]
-    means = ranks.in_turn(means, "modes given all rows", like.device)
+
+    def mean_given_all(mode: Mode) -> Tensor:
+        return lbfgs(full_data, mode.gaussian.mean.to(like), "").position.double()
+
+    means = problem.map(mean_given_all, modes.modes, "modes given all rows")
     refined = [
         mode._replace(gaussian=Diagonal(mean, mode.gaussian.sd))
         for mode, mean in zip(modes.modes, means, strict=True)

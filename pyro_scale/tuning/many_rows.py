@@ -90,13 +90,13 @@ def find_modes_of_many_rows(
             ascent = ascend(density, position, near, _STAGE_STEPS, check)
             return ascent, passes + density.passes * share * len(ascent.path)
 
-        ascents, passes = run_searches(follow, followed, limits, starts.device, passes)
+        ascents, passes = run_searches(follow, followed, limits, passes)
         if not any(ascent.is_mode for ascent in ascents):
             # the search paths lead into a funnel, and their ends do not represent the posterior
             before = torch.stack([mode.gaussian.mean.to(starts) for mode in followed])
             places = torch.cat([before, places_on_the_way(ascents)])
             passes += len(places) * density.passes * num_rows / num_data
-            stand_in = best_on_the_way(density, places, temperature, seed, limits.ranks)
+            stand_in = best_on_the_way(density, places, temperature, seed, limits.map)
             if stand_in is not None:
                 searches = tuple(search for mode in followed for search in mode.searches)
                 followed = [stand_in.as_mode(searches)]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Dense, Gaussian, triangular
 from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.curvature.newton import MOST_STEPS, Ascent, ascend
-from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.errors import ArgumentError
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.no_start import what_to_try
@@ -29,20 +28,35 @@ def _never_ends(passes: float) -> None:
     """A check that lets all searches go on."""
 
 
+class Map(Protocol):
+    """Computes a function of items, in this process or in several."""
+
+    def __call__(
+        self, function: Callable[[Item], Result], items: Sequence[Item], /
+    ) -> list[Result]:
+        """The function's values, in the items' order."""
+        ...
+
+
+def map_here(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """The function's values for the items, computed one after another in this process."""
+    return [function(item) for item in items]
+
+
 @dataclass(frozen=True)
 class SearchLimits:
-    """Limits of searches for modes, and the processes that share them out.
+    """Limits of searches for modes, and how the searches are run.
 
     Attributes:
         passes: most passes through the data of each search.  If the log joint rises without end,
             the path up to this limit is enough for a Gaussian along it.
         check: called with the passes of all searches so far; ends the searches by raising.
-        ranks: the processes.
+        map: runs the searches; `map_here`, or one that shares them out among processes.
     """
 
     passes: float = math.inf
     check: Callable[[float], None] = _never_ends
-    ranks: Ranks = ALONE
+    map: Map = map_here
 
     def after(self, passes: float, share: float = 1.0) -> SearchLimits:
         """Limits of a search that counts its passes from here on.
@@ -152,8 +166,8 @@ def find_modes(
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
     """
-    search, device = partial(_search, density, limits.passes), starts.device
-    ascents, passes = run_searches(search, list(starts), limits, device)
+    search = partial(_search, density, limits.passes)
+    ascents, passes = run_searches(search, list(starts), limits)
     evaluations = int(passes)
     modes = merge([mode_at(end, temperature, (i,)) for i, end in enumerate(ascents) if end.is_mode])
     gap, stand_in = math.inf, None
@@ -165,7 +179,7 @@ def find_modes(
     if not gap <= SEARCH.gap_nats * starts.shape[1] + 1:  # also if it is NaN
         places = places_on_the_way(ascents)
         evaluations += len(places) * density.passes
-        stand_in = best_on_the_way(density, places, temperature, seed, limits.ranks)
+        stand_in = best_on_the_way(density, places, temperature, seed, limits.map)
     if stand_in is None and not modes:
         raise ArgumentError(
             f"no Gaussian fits the posterior along the search paths from {len(starts)} starts"
@@ -183,42 +197,42 @@ def run_searches(
     search: Callable[[Item, SearchLimits], tuple[Result, float]],
     items: Sequence[Item],
     limits: SearchLimits,
-    device: torch.device,
     spent: float = 0,
 ) -> tuple[list[Result], float]:
-    """Runs searches, shared out among ranks.
+    """Runs searches, which may be shared out (`limits.map`).
 
-    Each rank checks the passes of its own searches; afterwards all ranks check those of all, as one
-    process does.
+    Their passes are checked during each search, counted from the first one in the same process;
+    and after the last search, counted from the first one of all.
 
     Args:
         search: (item, limits of one search) -> a pytree of tensors, and the passes that it took.
         items: where searches begin.
         limits: of the searches.
-        device: device of the results.
         spent: passes so far.
 
     Returns:
-        The results, in the order of `items`, on every rank; the passes so far.
+        The results, in the order of `items`; the passes so far.
     """
-    ranks, done, passes = limits.ranks, list[tuple[Result, float, float]](), spent
-    for item in ranks.share.of(items):
-        checked = [0.0]
+    passes = spent
 
-        def check(more: float, passes: float = passes, checked: list[float] = checked) -> None:
+    def run(item: Item) -> tuple[Result, float, float, float]:
+        nonlocal passes
+        before, checked = passes, [0.0]
+
+        def check(more: float) -> None:
             checked.append(more)
-            limits.check(passes + more)
+            limits.check(before + more)
 
         result, cost = search(item, dataclasses.replace(limits, check=check))
-        done.append((result, cost, max(checked)))
         passes += cost
-    if ranks.is_alone:
-        return [result for result, _, _ in done], passes
-    done, passes = ranks.in_turn(done, "searches for modes", device), spent
-    for _, cost, most in done:
-        limits.check(passes + most)
+        return result, cost, max(checked), before
+
+    done, passes = limits.map(run, items), spent
+    for _, cost, most, before in done:
+        if passes > before:  # otherwise the search itself has checked this
+            limits.check(passes + most)
         passes += cost
-    return [result for result, _, _ in done], passes
+    return [result for result, *_ in done], passes
 
 
 def _search(
@@ -347,7 +361,11 @@ def places_on_the_way(ascents: Sequence[Ascent]) -> Tensor:
 
 
 def best_on_the_way(
-    density: FullDataDensity, places: Tensor, temperature: float, seed: int, ranks: Ranks = ALONE
+    density: FullDataDensity,
+    places: Tensor,
+    temperature: float,
+    seed: int,
+    map: Map = map_here,
 ) -> StandIn | None:
     """The Gaussian with the best evidence lower bound, of the curvatures at some places
     `[places, D]`; None if no bound is finite."""
@@ -360,6 +378,6 @@ def best_on_the_way(
         bound, evidence = _bound(density, gaussian, temperature, seed)
         return StandIn(bound, gaussian.mean, gaussian.scale_tril, evidence), 0
 
-    fits, _ = run_searches(fit, list(places), SearchLimits(ranks=ranks), places.device)
+    fits, _ = run_searches(fit, list(places), SearchLimits(map=map))
     finite = [one for one in fits if one is not None and math.isfinite(one.bound)]
     return max(finite, key=lambda one: one.bound, default=None)

@@ -155,9 +155,9 @@ def _optimize(
     most = min(TRAINING.most_looks * stopping.window, max(1, budget.steps(learner) // 2))
 
     def stop(draws: Draws) -> bool:
-        if budget.is_over_for_all:
+        if budget.is_over_for(learner):
             return True
-        return all(learner.ranks.of_all(stopping.reached(draws), "whether training is over"))
+        return learner.agree(stopping.reached(draws), "whether training is over")
 
     kernel, seed = learner.engine.kernel, derived_seed(learner.seed, 0, Purpose.SEARCH)
     draws = simulate(

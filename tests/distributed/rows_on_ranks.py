@@ -3,6 +3,7 @@ FOLDER`; also called by a test."""
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_scale as ps
 from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.data.open import open_data
-from pyro_scale.distributed.ranks import Ranks
+from pyro_scale.distributed.workers import Workers
 from pyro_scale.kernels import SGLD
 from pyro_scale.run.problem import as_log_posterior, prepare
 from pyro_scale.tuning import diagonal_modes, modes
@@ -197,7 +198,7 @@ def wells(x):
 def searches():
     """How many each rank does; what they find, and when they are too dear."""
     counted, search = [], modes._search
-    with Ranks.from_group("auto").together():
+    with Workers.from_group("auto").together():
         opened = open_data((X,), None, None, None)
         log_posterior = as_log_posterior(wells, opened.num_data)
         problem = prepare(log_posterior, opened, SGLD(lr=1.0), None, 7, 0)
@@ -208,9 +209,10 @@ def searches():
             if most is not None and passes > most:
                 raise ps.errors.ArgumentError("too dear")
 
-        ranks = Ranks.from_group("auto")
-        with ranks.together():
-            limits = modes.SearchLimits(check=check, ranks=ranks)
+        workers = Workers.from_group("auto")
+        with workers.together():
+            share_out = partial(workers.map, what="searches", device=torch.device("cpu"))
+            limits = modes.SearchLimits(check=check, map=share_out)
             return find(density, problem.positions, 1.0, **more, limits=limits)
 
     def count(*args):

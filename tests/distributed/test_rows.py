@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_ranks import needs_gloo, results
+from test_workers import needs_gloo, results
 
 pytestmark = [needs_gloo, pytest.mark.slow]
 

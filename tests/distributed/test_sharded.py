@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from repetitions import long_but
-from test_ranks import needs_gloo
+from test_workers import needs_gloo
 
 from pyro_scale.rng.seeds import Purpose
 from pyro_scale.rng.streams import NoiseStream, ShardNoise

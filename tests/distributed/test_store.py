@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 import xarray
-from test_ranks import killed, needs_gloo, results
+from test_workers import killed, needs_gloo, results
 
 pytest.importorskip("zarr")
-#: Seconds to start and compile, for what `test_ranks` and the store's own tests say in part.
+#: Seconds to start and compile, for what `test_workers` and the store's own tests say in part.
 pytestmark = [needs_gloo, pytest.mark.slow, pytest.mark.long]
 
 

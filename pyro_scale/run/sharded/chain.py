@@ -22,9 +22,9 @@ from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batch, Batches, batches_from
 from pyro_scale.data.loaders import to_device
 from pyro_scale.data.sources import Data
-from pyro_scale.distributed.ranks import Ranks
 from pyro_scale.distributed.shards import common_mesh
 from pyro_scale.distributed.shares import Rows
+from pyro_scale.distributed.workers import Workers
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.step import Engine
@@ -94,7 +94,7 @@ def prepare_sharded(
     init_strategy: Any,
     seed: int,
     network: ShardedModule,
-    ranks: Ranks,
+    workers: Workers,
 ) -> Problem:
     """The problem of one chain that all ranks move, after the model's preflight.
 
@@ -105,18 +105,18 @@ def prepare_sharded(
         init_strategy: the user's.
         seed: of the run, the same on all ranks.
         network: the first sharded network that the model calls.
-        ranks: the processes that have its parts.
+        workers: the processes that have its parts.
 
     Raises:
         ModelError, SiteError, PlateError: what is wrong with the model.
         ArgumentError: starts of weights, or a model that takes its rows by itself.
     """
-    assert ranks.rows is not None
-    first = _largest_batch(ranks, data.first())
+    assert workers.rows is not None
+    first = _largest_batch(workers, data.first())
     init = init_of(log_posterior, _check_starts(init_strategy, network), 0, 1)
     log_posterior.prepare(first, init, seed)
     info = log_posterior.model_info
-    if ranks.is_first:
+    if workers.is_first:
         for warning in model_warnings(info):
             warn(ModelWarning, warning)
     if info.own_plate is not None:
@@ -132,16 +132,16 @@ def prepare_sharded(
     values = latents | {name: point.unconstrained for name, point in log_posterior.points.items()}
     device = latents[next(iter(shards))].device
     others = {name: value.cpu() for name, value in values.items() if name not in shards}
-    for name, value in ranks.of_first(others, "the start").items():
+    for name, value in workers.broadcast(others, "the start").items():
         values[name] = value.to(device)
     layout = Layout.from_tensors(values)
     counts = {
-        name: torch.full_like(value, 1 / (copies if name in shards else ranks.world))
+        name: torch.full_like(value, 1 / (copies if name in shards else workers.world))
         for name, value in values.items()
     }
     density = ShardedDensity(
         log_posterior,
-        ranks.rows,
+        workers.rows,
         weights,
         copies,
         layout.flatten(counts).double(),
@@ -149,8 +149,8 @@ def prepare_sharded(
     )
     kernel, num_latents = with_all_sites(kernel, layout), Layout.from_tensors(latents).size
     engine = Engine(kernel, density, layout, num_latents, vectorized=False)
-    position = layout.flatten(values)
-    return Problem(log_posterior, data, engine, position[None], seed, ranks=ranks, shards=shards)
+    start = layout.flatten(values)[None]
+    return Problem(log_posterior, data, engine, start, seed, workers=workers, shards=shards)
 
 
 def check_other_batches(problem: Problem) -> None:
@@ -256,7 +256,7 @@ def run_chain(
     Raises:
         NonFiniteError: the state became NaN or infinite.
     """
-    assert problem.ranks.rows is not None
+    assert problem.workers.rows is not None
     draws = Draws.allocate(problem.positions, steps)
     chain = ShardedChain(problem, {name: column[0] for name, column in columns.items()})
     if checkpoints is not None:
@@ -265,7 +265,7 @@ def run_chain(
     while chain.count < steps.total:
         step = chain.count
         (batch,) = batches_from(batches, step, 1)
-        arguments = part_of(problem.ranks.rows, batch.of_chain(0)[0])
+        arguments = part_of(problem.workers.rows, batch.of_chain(0)[0])
         log_joint = chain.step(arguments, {n: column[step] for n, column in columns.items()})
         place = steps.kept_before(step)
         if int(steps.kept[place]) == step:
@@ -276,7 +276,7 @@ def run_chain(
         if checkpoints is not None and (checkpoints.due or chain.count == steps.total):
             checkpoints.write(chain, batches, draws, steps.kept_before(chain.count))
     draws.state, draws.num_steps = chain.state, chain.count
-    if not problem.ranks.rows.agree(bool(torch.isfinite(chain.state.position).all())):
+    if not problem.workers.rows.agree(bool(torch.isfinite(chain.state.position).all())):
         raise NonFiniteError("the state became NaN or infinite at the last step: lower lr")
     return draws
 
@@ -293,17 +293,17 @@ def part_of(rank_rows: Rows, batch: Arguments) -> Arguments:
     return rows.take(batch, rank_rows.part_of(count))
 
 
-def _largest_batch(ranks: Ranks, batch: Arguments) -> Arguments:
+def _largest_batch(workers: Workers, batch: Arguments) -> Arguments:
     """The batch of the first rank that has most rows, on all ranks."""
-    assert ranks.rows is not None
+    assert workers.rows is not None
     count = rows.count(batch)
-    counts = ranks.of_all(-1 if count is None else count, "the number of rows")
+    counts = workers.gather(-1 if count is None else count, "the number of rows")
     if min(counts) < 0 or not any(counts):
         raise DataError(_NO_ROWS)
     place = counts.index(max(counts))
-    mine = to_device(batch, torch.device("cpu")) if ranks.rank == place else ()
-    largest = ranks.of_all(mine, "the first batch")[place]
-    return to_device(largest, torch.device(ranks.rows.device))
+    mine = to_device(batch, torch.device("cpu")) if workers.rank == place else ()
+    largest = workers.gather(mine, "the first batch")[place]
+    return to_device(largest, torch.device(workers.rows.device))
 
 
 def _check_starts(init_strategy: Any, network: ShardedModule) -> Any:

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batches
-from pyro_scale.distributed.ranks import Ranks
+from pyro_scale.distributed.workers import Workers
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import FileError, PyroScaleWarning
 from pyro_scale.run.problem import Problem
@@ -45,21 +45,21 @@ class ShardedCheckpoints:
     Args:
         path: the directory, which all ranks can read and write.
         every: seconds from one checkpoint to the next.
-        ranks: the processes.
+        workers: the processes.
         resumes: whether the run continues from the latest checkpoint in the directory.
 
     Raises:
         FileError: there is no intact checkpoint to continue from, or the directory cannot be made.
     """
 
-    def __init__(self, path: Path, every: float, ranks: Ranks, resumes: bool):
-        self.directory, self._every, self._ranks = path, every, ranks
+    def __init__(self, path: Path, every: float, workers: Workers, resumes: bool):
+        self.directory, self._every, self._workers = path, every, workers
         self._facts: dict[str, Any] = {}
         self._hashes: dict[str, str] = {}
         self._parts: list[tuple[str, int]] = []
         self._kept, self._written = 0, time.monotonic()
-        latest: Any = self._open(resumes) if ranks.is_first else None
-        latest = ranks.of_first(latest, "a checkpoint")
+        latest: Any = self._open(resumes) if workers.is_first else None
+        latest = workers.broadcast(latest, "a checkpoint")
         if isinstance(latest, FileError):
             raise latest
         self._number, self.last = latest
@@ -112,8 +112,8 @@ class ShardedCheckpoints:
     def due(self) -> bool:
         """Whether it is time for the next one, by rank 0's clock."""
         is_due = time.monotonic() - self._written >= self._every
-        assert self._ranks.rows is not None
-        return bool(self._ranks.rows.sum(torch.tensor(int(is_due and self._ranks.is_first))))
+        assert self._workers.rows is not None
+        return bool(self._workers.rows.sum(torch.tensor(int(is_due and self._workers.is_first))))
 
     # ------------------------------------------------------------------ on all ranks together
 
@@ -152,7 +152,7 @@ class ShardedCheckpoints:
             self._parts, self._kept = [*self._parts, (name, kept - self._kept)], kept
         self._save(state, problem, pytree.tree_leaves(chain.state))
         self._hash_all([*(name for name, _ in self._parts), state])
-        if self._ranks.is_first:
+        if self._workers.is_first:
             held = {
                 "facts": self._facts,
                 "step": chain.count,
@@ -163,33 +163,33 @@ class ShardedCheckpoints:
             }
             files.write(self.directory / state / _FACTS, held, "checkpoint")
             self._tidy()
-        self._ranks.of_first(None, "the end of a checkpoint")
+        self._workers.broadcast(None, "the end of a checkpoint")
         self._number, self._written = self._number + 1, time.monotonic()
 
     def _save(self, name: str, problem: Problem, tensors: list[Tensor]) -> None:
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        assert self._ranks.rows is not None
+        assert self._workers.rows is not None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of its own deprecations
             save(
                 _to_named(problem, tensors),
                 checkpoint_id=self.directory / name,
-                process_group=self._ranks.rows.group,
+                process_group=self._workers.rows.group,
             )
 
     def _load(self, name: str, problem: Problem, like: list[Tensor]) -> list[Tensor]:
         """This rank's parts of saved tensors, of the shapes and on the devices of others."""
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        assert self._ranks.rows is not None
+        assert self._workers.rows is not None
         named = _to_named(problem, [tensor.clone() for tensor in like])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             load(
                 named,
                 checkpoint_id=self.directory / name,
-                process_group=self._ranks.rows.group,
+                process_group=self._workers.rows.group,
             )
         loaded = [_from_named(problem, named, str(place)) for place in range(len(like))]
         return [new.to(old.device) for new, old in zip(loaded, like, strict=True)]
@@ -209,9 +209,9 @@ class ShardedCheckpoints:
         )
         mine = {
             name: self._hashes.get(name) or _hash(self.directory / name)
-            for name in self._ranks.share.of(written)
+            for name in self._workers.share.of(written)
         }
-        by_rank = self._ranks.of_all(mine, "hashes of files")
+        by_rank = self._workers.gather(mine, "hashes of files")
         self._hashes = {name: value for part in by_rank for name, value in part.items()}
 
     def _check_hashes(self, hashes: Mapping[str, str]) -> None:

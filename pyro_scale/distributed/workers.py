@@ -13,7 +13,7 @@ import pickle
 import secrets
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("pyro_scale")
 
 T = TypeVar("T")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 #: Values of the argument `distributed=`.
 Distributed = Literal["auto", "all", False]
@@ -74,7 +76,7 @@ class RankFailure(NamedTuple):
         return RankError(f"rank {rank}{otherwise}: {self.kind.__name__}: {self.message}")
 
 
-class Ranks:
+class Workers:
     """The processes of a run, numbered from 0; a process's number is its rank.
 
     All of them have to call the same methods in the same order.  An error that one of them raises
@@ -107,15 +109,15 @@ class Ranks:
         self._calls, self._is_over = 0, False
         self._name = secrets.token_hex(8)
         if not self.is_alone:
-            self._name = self.of_first(self._name, "the beginning of a run")
-            if len(set(self.of_all(keeps_all, "who keeps draws"))) > 1:
+            self._name = self.broadcast(self._name, "the beginning of a run")
+            if len(set(self.gather(keeps_all, "who keeps draws"))) > 1:
                 self._is_over = True  # on all ranks
                 raise ArgumentError(
                     "distributed='all' on some ranks and 'auto' on others: pass the same on all"
                 )
 
     @classmethod
-    def from_group(cls, distributed: Distributed, mesh: DeviceMesh | None = None) -> Ranks:
+    def from_group(cls, distributed: Distributed, mesh: DeviceMesh | None = None) -> Workers:
         """The ranks of torch's process group, if there is one or if torchrun started this process;
         otherwise `ALONE`.
 
@@ -162,6 +164,11 @@ class Ranks:
         part = Rows(place, mesh.size(1), group, mesh.device_type)
         return cls(rank, world, keeps_all, teams, part if part.world > 1 else None)
 
+    @classmethod
+    def that_are_left(cls) -> Workers:
+        """The processes of a run after it, as long as their group exists; afterwards `ALONE`."""
+        return cls.from_group("all") if dist.is_available() and dist.is_initialized() else ALONE
+
     @property
     def is_alone(self) -> bool:
         """Whether there is one process only."""
@@ -177,7 +184,7 @@ class Ranks:
         """Whether this rank keeps all draws."""
         return self.keeps_all or self.is_first
 
-    def own_rows(self, count: int, num_data: int | None, digest: str) -> int:
+    def use_rows_by_rank(self, count: int, num_data: int | None, digest: str) -> int:
         """Makes every rank's data its own rows (`rows_by_rank=True`) and returns N.
 
         Args:
@@ -195,7 +202,7 @@ class Ranks:
                 "only: pass mesh= with two or more ranks along 'data', which sum their gradients"
             )
         weight = count if num_data is None else 1
-        facts = self.of_all((self.rows.rank, weight, digest), "the number of rows")
+        facts = self.gather((self.rows.rank, weight, digest), "the number of rows")
         first: dict[int, Any] = {}
         for rank, (place, *rows) in enumerate(facts):
             other_rank, other_rows = first.setdefault(place, (rank, rows))
@@ -211,13 +218,19 @@ class Ranks:
         return num_data or total
 
     @property
-    def if_there(self) -> Ranks:
-        """These ranks as long as their process group exists; afterwards `ALONE`."""
-        return self if not self.is_alone and dist.is_initialized() else ALONE
+    def read_together(self) -> bool:
+        """Whether several processes each keep all draws and have all rows, so that they read rows
+        together after the run."""
+        return self.keeps_all and self.has_all_rows and not self.is_alone
+
+    @property
+    def has_all_rows(self) -> bool:
+        """Whether this process was called with all rows."""
+        return self.rows is None or self.rows.share is None
 
     @property
     def share(self) -> Share:
-        """This rank's share of items that ranks process one by one."""
+        """This process's share of items that are processed one by one."""
         return Share(self.rank, self.world)
 
     def chains(self, count: int) -> range:
@@ -239,7 +252,7 @@ class Ranks:
 
     # ------------------------------------------------------------------ messages
 
-    def of_all(self, value: T, what: str) -> list[T]:
+    def gather(self, value: T, what: str) -> list[T]:
         """Every rank's value, in the order of ranks, on every rank.
 
         Args:
@@ -256,7 +269,7 @@ class Ranks:
         self._call(what, lambda: dist.all_gather_object(values, value, group=self._group))
         return values
 
-    def at_first(self, value: T, what: str) -> list[T] | None:
+    def gather_at_first(self, value: T, what: str) -> list[T] | None:
         """Every rank's value, in the order of ranks, on rank 0; None on the others.
 
         Raises:
@@ -269,7 +282,7 @@ class Ranks:
         self._call(what, lambda: dist.gather_object(value, values, self._root, self._group))
         return values
 
-    def of_first(self, value: T, what: str) -> T:
+    def broadcast(self, value: T, what: str) -> T:
         """Rank 0's value, on every rank.
 
         Raises:
@@ -278,13 +291,30 @@ class Ranks:
         if self.is_alone:
             return value
         self._meet(what)
-        return self.tell(value, what)
+        return self.broadcast_unchecked(value, what)
 
-    def in_turn(self, items: Sequence[T], what: str, device: torch.device) -> list[T]:
-        """The items of all ranks in their original order, from each rank's `share` of them.
+    def map(
+        self, function: Callable[[Item], T], items: Iterable[Item], what: str, device: torch.device
+    ) -> list[T]:
+        """The function's values for all items, in their order, on every process; each process
+        computes those of its share.
 
         Args:
-            items: this rank's items, pytrees of tensors.
+            function: returns a pytree of tensors.
+            items: the same on all processes.
+            what: the values' name in error messages.
+            device: of the returned tensors.
+
+        Raises:
+            RankError: another rank has failed, or makes another call.
+        """
+        return self.gather_shares([function(item) for item in self.share.of(items)], what, device)
+
+    def gather_shares(self, items: Sequence[T], what: str, device: torch.device) -> list[T]:
+        """The items of all processes in their original order, from each one's `share` of them.
+
+        Args:
+            items: of this process, pytrees of tensors.
             what: their name in error messages.
             device: of the returned tensors.
 
@@ -293,10 +323,27 @@ class Ranks:
         """
         if self.is_alone:
             return list(items)
-        by_rank = self.of_all(_to_device(list(items), torch.device("cpu")), what)
+        by_rank = self.gather(_to_device(list(items), torch.device("cpu")), what)
         rounds = range(max(map(len, by_rank)))
         ordered = [part[turn] for turn in rounds for part in by_rank if turn < len(part)]
         return [_to_device(item, device) for item in ordered]
+
+    def agree(self, holds: bool, what: str) -> bool:
+        """Whether a condition holds on all processes.
+
+        Raises:
+            RankError: another rank has failed, or makes another call.
+        """
+        return all(self.gather(holds, what))
+
+    def reduce(self, function: Callable[[list[T]], Result], value: T, what: str) -> Result:
+        """A function of all processes' values, in the order of ranks.  Rank 0 computes it for all.
+
+        Raises:
+            RankError: another rank has failed, or makes another call.
+        """
+        values = self.gather_at_first(value, what)
+        return self.broadcast(None if values is None else function(values), what)  # type: ignore[return-value]
 
     # messages without a check that all ranks are well, for ranks that serve rank 0 (sums.py)
 
@@ -305,13 +352,13 @@ class Ranks:
         """Whether a rank has failed, so that ranks exchange no more messages."""
         return self._is_over
 
-    def tell(self, value: T, what: str) -> T:
-        """Rank 0's value, on every rank; like `of_first`, but a failed rank is not detected."""
+    def broadcast_unchecked(self, value: T, what: str) -> T:
+        """Rank 0's value, on every rank; like `broadcast`, but a failed rank is not detected."""
         values = [value]
         self._call(what, lambda: dist.broadcast_object_list(values, self._root, self._group))
         return values[0]
 
-    def add_up(self, vector: Tensor, what: str) -> Tensor:
+    def sum(self, vector: Tensor, what: str) -> Tensor:
         """The sum of a CPU tensor over ranks, bitwise the same on all; overwrites the tensor."""
         self._call(what, lambda: dist.all_reduce(vector, group=self._group))
         return vector
@@ -399,7 +446,7 @@ class Ranks:
 
 
 #: A process by itself.
-ALONE = Ranks()
+ALONE = Workers()
 
 
 @contextlib.contextmanager

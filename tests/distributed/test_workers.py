@@ -19,8 +19,8 @@ from repetitions import long_but
 from torch import distributed as dist
 
 import pyro_scale as ps
-from pyro_scale.distributed.ranks import ALONE, Ranks
 from pyro_scale.distributed.shares import Rows
+from pyro_scale.distributed.workers import ALONE, Workers
 from pyro_scale.run.problem import check_rows_can_be_shared
 from pyro_scale.run.resume import Journal
 
@@ -368,7 +368,7 @@ def test_nonsense_is_refused(value):
     with pytest.raises(
         ps.errors.ArgumentError, match=r"distributed=.*: pass 'auto', 'all' or False"
     ):
-        Ranks.from_group(value)
+        Workers.from_group(value)
 
 
 def test_a_group_that_passes_no_tensors_of_processors_on_is_refused():
@@ -379,8 +379,8 @@ def test_a_group_that_passes_no_tensors_of_processors_on_is_refused():
         with pytest.raises(
             ps.errors.ArgumentError, match=r"the process group's backend is.*cpu:gloo,cuda:nccl"
         ):
-            Ranks.from_group("auto")
-        assert Ranks.from_group(False).is_alone
+            Workers.from_group("auto")
+        assert Workers.from_group(False).is_alone
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
@@ -390,7 +390,7 @@ def test_a_mesh_of_another_device_is_refused():
     def problem(device):
         rows = Rows(rank=0, world=2, group=None, device=device)
         return SimpleNamespace(
-            ranks=SimpleNamespace(rows=rows),
+            workers=SimpleNamespace(rows=rows),
             positions=torch.zeros(1, 2),
             data=None,
             log_posterior=SimpleNamespace(model_info=SimpleNamespace(own_plate=None)),
@@ -415,10 +415,10 @@ def test_every_row_belongs_to_one_rank(world, size):
 
 
 def test_a_process_by_itself_talks_to_nobody():
-    assert ALONE.of_all(3, "") == ALONE.at_first(3, "") == [3]
-    assert ALONE.of_first(3, "") == 3
+    assert ALONE.gather(3, "") == ALONE.gather_at_first(3, "") == [3]
+    assert ALONE.broadcast(3, "") == 3
     assert list(ALONE.chains(4)) == [0, 1, 2, 3]
-    assert Ranks.from_group("auto") is ALONE
+    assert Workers.from_group("auto") is ALONE
 
 
 @pytest.mark.long
