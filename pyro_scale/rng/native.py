@@ -28,19 +28,20 @@ _SOURCE = """
 #include <cstdint>
 #include <cstring>
 #include <utility>
-
-// products of lower halves: one instruction, which g++ does not choose; its header, immintrin.h,
-// would take longer to compile than all of this file
 #if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+// products of lower halves, which g++ does not know to be one instruction
 #if defined(__AVX512F__)
 typedef uint64_t Lanes __attribute__((vector_size(64)));
-#else
-typedef uint64_t Lanes __attribute__((vector_size(32)));
-#endif
 static inline Lanes product(Lanes x, Lanes y) {
-    Lanes xy;
-    asm("vpmuludq %%2, %%1, %%0" : "=v"(xy) : "v"(x), "v"(y));
-    return xy;
+    return (Lanes)_mm512_mul_epu32((__m512i)x, (__m512i)y);
+}
+#elif defined(__AVX2__)
+typedef uint64_t Lanes __attribute__((vector_size(32)));
+static inline Lanes product(Lanes x, Lanes y) {
+    return (Lanes)_mm256_mul_epu32((__m256i)x, (__m256i)y);
 }
 #else
 typedef uint64_t Lanes __attribute__((vector_size(16)));

@@ -33,7 +33,7 @@ CODE_LINES = {
     "model": 4106,
     "posterior": 2356,
     "results": 875,
-    "rng": 642,
+    "rng": 643,
     "run": 2081,
     "storage": 567,
     "tuning": 2650,
@@ -46,9 +46,9 @@ MOST = {
     "functions of more than 50 code lines": 10,
     "most imports of a file": 33,
     "numeric constants of modules": 274,
-    "numeric defaults of fields": 219,
-    "isinstance, hasattr and case": 495,
-    "Any and object": 1273,
+    "numeric defaults of fields": 227,
+    "isinstance, hasattr and case": 496,
+    "Any and object": 1280,
 }
 _NO_CODE = {
     tokenize.COMMENT,
