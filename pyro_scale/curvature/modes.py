@@ -182,8 +182,7 @@ def newton_refine(
         factor, failed = torch.linalg.cholesky_ex(precision(position))
         if bool(failed):
             break
-        step = torch.zeros_like(position)
-        step[places] = _solve(factor, slope[places])
+        step = torch.zeros_like(position).index_put((places,), _solve(factor, slope[places]))
         distance = num_data * float(slope @ step)
         next_value, next_slope = density.grad(position + step)
         left = num_data * float(next_slope[places] @ _solve(factor, next_slope[places]))

@@ -117,8 +117,7 @@ def _expand_by_hessian(density: FullDataDensity, spec: CurvatureSpec, dense: boo
     num_data, places = density.log_posterior.num_data, density.layout.places(spec.sites)
     if dense:
         value, slope, matrix = density.derivatives(spec.position)
-        precision = matrix[places[:, None], places].neg_().mul_(num_data)
-        return Expansion(value, slope[places], precision)
+        return Expansion(value, slope[places], matrix[places[:, None], places].mul_(-num_data))
     value, slope = density.grad(spec.position)
     diagonal = density.hessian_diagonal(spec.position)
     return Expansion(value, slope[places], -diagonal[places] * num_data)
