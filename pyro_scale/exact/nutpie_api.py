@@ -339,7 +339,7 @@ def _translate(error: BaseException) -> Exception:
 @functools.cache
 def takes_pointers() -> bool:
     """Whether machine code may be handed to nutpie: its version is known, and `check_pointers`
-    passed in another process, on this machine.
+    passed in another process, now or earlier.
 
     Raises:
         ArgumentError: nutpie is not installed.
