@@ -43,7 +43,7 @@ class Campaign:
 
     Attributes:
         truth: source of true params and data sets.
-        stack: a stack with the first data set, and the rows that all data sets share.
+        stack: the first data set, the rows that all data sets share, and how steps are executed.
         fitter: way to fit the method to data sets.
         quantities: functions of (sites, data), by name, ranked besides latents and the log
             likelihood.

@@ -125,7 +125,8 @@ class SBC:
         return self.data_of(number)
 
     def summary(self, var_names: Sequence[str] | None = None) -> Any:
-        """A DataFrame with a row for each element of a quantity.
+        """A DataFrame of statistics of ranks and draws, with a row for each scalar element of a
+        quantity.
 
         | column | what | of exact draws |
         |---|---|---|
@@ -153,7 +154,8 @@ class SBC:
 
     @cached_property
     def verdict(self) -> Literal["calibrated", "miscalibrated", "unknown"]:
-        """Whether ranks are uniform, at 5% by Holm's method over all elements of all quantities.
+        """Whether ranks are uniform ("calibrated") or not ("miscalibrated"), at a level of 5% by
+        Holm's method over all elements of all quantities.
 
         If more than 1% of the simulations failed or were slow, the verdict is "miscalibrated" if
         it does not depend on the ranks of these simulations, and "unknown" otherwise.
@@ -167,7 +169,8 @@ class SBC:
         return "miscalibrated" if bool((holm(p_values) <= SIGNIFICANT).any()) else "unknown"
 
     def plot(self, var_names: Sequence[str] | None = None, level: float = 0.95) -> Figure:
-        """ECDF differences, a panel for each element, with the simultaneous band of uniform ranks.
+        """A figure of the ranks' ECDFs minus the uniform one, with a panel for each element, and
+        the simultaneous band in which uniform ranks lie.
 
         A line that leaves its band is drawn in another color.  If a line is above 0 on the left and
         below 0 on the right, ranks pile up at both ends: draws are too narrow.  Of more than 20
@@ -194,7 +197,7 @@ class SBC:
         return plot_ecdf_differences(rows, level, note)
 
     def to_datatree(self) -> Any:
-        """ArviZ's DataTree, or InferenceData before ArviZ 1, with the group `prior_sbc`.
+        """The ranks as ArviZ's DataTree (InferenceData before ArviZ 1), in the group `prior_sbc`.
 
         As in simuk, the dimensions of a variable are one chain, a draw for each simulation, and the
         variable's shape.  Values are PITs, (rank + 1/2) / (L + 1), in (0, 1):
@@ -343,17 +346,28 @@ class SBCComparison(Mapping[str, SBC]):
         return len(self._results)
 
     def summary(self, var_names: Sequence[str] | None = None) -> Any:
-        """A DataFrame with the rows of every `SBC.summary`, indexed by (setting, element)."""
+        """A DataFrame with the rows of every result's `SBC.summary`, indexed by (setting, element).
+
+        Args:
+            var_names: quantities to show; None for all.
+
+        Raises:
+            ArgumentError: an unknown quantity.
+        """
         import pandas
 
         tables = {setting: sbc.summary(var_names) for setting, sbc in self.items()}
         return pandas.concat(tables, names=["setting", "element"])
 
     def plot(self, var_names: Sequence[str] | None = None, level: float = 0.95) -> Figure:
-        """ECDF differences as in `SBC.plot`, with a row for each setting and a column for each
-        element.
+        """A figure of ECDF differences as in `SBC.plot`, with a row of panels for each setting and
+        a column for each element.
 
         Of more than 6 elements, those with the smallest p-values in any setting are shown.
+
+        Args:
+            var_names: quantities to show; None for all.
+            level: probability of the band of each panel.
         """
         table = self.summary(var_names)
         least = table.p_value.groupby(level="element", sort=False).min()

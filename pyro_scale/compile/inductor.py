@@ -50,7 +50,7 @@ class CppKernel:
         self._built: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """Calls the kernel on tensors."""
+        """Calls the kernel on tensors and numbers; builds the kernel first if necessary."""
         return self.built()(*args)
 
     def built(self) -> Callable[..., Any]:

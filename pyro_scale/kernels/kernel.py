@@ -88,8 +88,8 @@ class Kernel(Hyperparameters):
 
     @classmethod
     def from_sgd(cls, lr: Hyper, momentum: float) -> dict[str, Hyper]:
-        """Hyperparameters with which the method at temperature 0 equals `torch.optim.SGD`, step for
-        step, on the negative log joint over N.
+        """A dict of hyperparameters with which the sampler at temperature 0 equals
+        `torch.optim.SGD`, step for step, on the negative log joint over N.
 
         Args:
             lr: SGD's learning rate, a float or a schedule.

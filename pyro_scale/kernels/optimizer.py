@@ -42,10 +42,12 @@ class Optimizer(Protocol):
 
 
 class TorchOptim:
-    """An optimizer of torch.optim as a pure function of gradients and its state.
+    """An optimizer of torch.optim with TorchOpt's functional interface: `update` returns changes
+    and the next state, and writes nothing in place.
 
     Args:
-        factory: params -> an optimizer, such as `lambda params: torch.optim.SGD(params, lr=0.1)`.
+        factory: function from params to an optimizer, such as `lambda params:
+            torch.optim.SGD(params, lr=0.1)`.
     """
 
     def __init__(self, factory: Callable[[list[Tensor]], torch.optim.Optimizer]):

@@ -13,11 +13,11 @@ from pyro_scale.metrics import checks
 
 
 class Interval(NamedTuple):
-    """An interval for each observation, which contains both ends; tensors of one shape.
+    """Closed intervals, one for each observation, by two tensors of one shape.
 
     Attributes:
-        lower: the lower end.
-        upper: the upper end.
+        lower: the lower ends.
+        upper: the upper ends.
     """
 
     lower: Tensor

@@ -186,7 +186,7 @@ def epochs(
 
 
 def _high(product: Tensor) -> Tensor:
-    """The upper 32 of 64 bits."""
+    """The upper 32 of the 64 bits of int64 numbers."""
     return (product >> 32) & _MASK
 
 
