@@ -111,7 +111,8 @@ class StackedChains:
         noise_class: type[RefinedNoise] | None = None,
         last: Callable[[StackedBatches], Checkpoint] | None = None,
     ) -> Draws:
-        """Moves all chains from their positions, and returns their draws.
+        """Moves all chains from their positions, and returns their draws, in the chains' own
+        coordinates.
 
         Args:
             steps: how many steps to take, and which draws to keep.

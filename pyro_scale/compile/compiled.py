@@ -102,6 +102,6 @@ def why_not(error: Exception) -> str:
 
 
 def section_on(reason: str) -> Code:
-    """The code of the section of the documentation's page of symptoms on a reason from
-    `why_not`."""
+    """A code for the section of the documentation's troubleshooting page: "no-compiler" if the
+    reason, a line from `why_not`, is that there is no C++ compiler; otherwise "not-compiled"."""
     return "no-compiler" if reason.startswith(_NO_COMPILER) else "not-compiled"

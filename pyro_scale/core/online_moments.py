@@ -211,7 +211,8 @@ class OnlineMoments:
             draws = draws[:, most:]
 
     def sketch_of(self, chain: int) -> QuantileSketch:
-        """The quantile sketch of the chain with this index."""
+        """The quantile sketch of the draws of the chain with this index, one stream for each
+        element."""
         size = self._shape[1]
         return self._sketch.streams(slice(chain * size, (chain + 1) * size))
 

@@ -95,8 +95,8 @@ def tables_as_tensors(arguments: Arguments) -> Arguments:
 
 
 def call(model: Callable[..., Any], arguments: Arguments) -> Any:
-    """Calls the model with its arguments, by position or by name, and returns what the model
-    returns."""
+    """Calls the model with its arguments, a tuple (by position) or a dict (by name). Returns what
+    the model returns."""
     if isinstance(arguments, dict):
         return model(**arguments)
     return model(*arguments)
@@ -109,8 +109,13 @@ def map_rows(function: Callable[[Tensor], Tensor], arguments: Arguments) -> Argu
 
 
 def take(arguments: Arguments, index: Any) -> Arguments:
-    """The model's arguments with the rows at `index` alone (a slice, or a tensor of indices of any
-    shape)."""
+    """The model's arguments with only the rows at `index` of every tensor; other objects are
+    unchanged.
+
+    Args:
+        arguments: the model's arguments.
+        index: a slice, or a tensor of row numbers of any shape, which replaces the first dimension.
+    """
     return map_rows(lambda rows: rows[index], arguments)
 
 

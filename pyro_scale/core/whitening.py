@@ -69,7 +69,8 @@ class Whitening(Protocol):
 
 
 class _OfTensors:
-    """Base of maps whose fields are all tensors."""
+    """Base of linear maps whose fields are all tensors: implements `tensors`, `with_tensors` and
+    `double` of `Whitening`."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -85,11 +86,11 @@ class _OfTensors:
 
 @dataclass(frozen=True)
 class DiagonalWhitening(_OfTensors):
-    """Whitening by the sds alone: S is diagonal.
+    """Whitening by the sds alone: params = center + S z with a diagonal S.
 
     Attributes:
         center: mean of the params, `[d]`.
-        scale: diagonal of S, `[d]`.
+        scale: diagonal of S, `[d]`: posterior sds times sqrt(N).
     """
 
     center: Tensor
@@ -113,7 +114,7 @@ class DiagonalWhitening(_OfTensors):
 
 @dataclass(frozen=True)
 class DenseWhitening(_OfTensors):
-    """Whitening by the whole covariance: S is a lower triangular matrix.
+    """Whitening by the whole covariance: params = center + S z with a lower triangular matrix S.
 
     Attributes:
         center: mean of the params, `[d]`.
@@ -143,7 +144,8 @@ class DenseWhitening(_OfTensors):
 
 @dataclass(frozen=True)
 class LowRankWhitening(_OfTensors):
-    """Whitening by sds and k further directions: S = diag(scale) (I + U diag(stretch - 1) U').
+    """Whitening by sds and k further directions: params = center + S z with S = diag(scale) (I + U
+    diag(stretch - 1) U').
 
     Attributes:
         center: mean of the params, `[d]`.
@@ -183,9 +185,10 @@ class LowRankWhitening(_OfTensors):
 
 @dataclass(frozen=True)
 class KroneckerWhitening(_OfTensors):
-    """Whitening by Kronecker-factored covariances, for the weight matrices of networks: S = Q
-    diag(scale), Q orthogonal.  Elements that form a matrix `[m, n]` are rotated by a basis of its
-    rows and one of its columns.  Whitened coordinates are at the places of their elements.
+    """Whitening by Kronecker-factored covariances, for the weight matrices of networks: params =
+    center + S z with S = Q diag(scale), Q orthogonal.  Elements that form a matrix `[m, n]` are
+    rotated by a basis of its rows and one of its columns.  Whitened coordinates are at the places
+    of their elements.
 
     Attributes:
         center: mean of the params, `[d]`.

@@ -197,8 +197,8 @@ class Theory(Protocol):
                 in units in which the stationary preconditioner (`metric`) is 1; 0-d.
             gradient: root mean square of the gradient of the log joint over N at the start, in
                 these units; 0-d.
-            scale: root mean square of the units themselves: lengths in params that are 1 in them;
-                0-d.
+            scale: root mean square, over elements, of the change in params that has length 1 in
+                these units; 0-d.
         """
         return torch.zeros_like(distance)
 

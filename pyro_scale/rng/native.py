@@ -346,22 +346,26 @@ class Native:
         self._epochs.restype = number
 
     def normals(self, streams: Streams, first: int, out: Tensor) -> None:
-        """Fills `out` with standard normal numbers, as `philox.normals` does."""
+        """Fills `out`, contiguous `[chains, n]` in main memory, float32 or float64, with the
+        standard normal numbers at places first, first + 1, ... of each chain's stream."""
         self._normals[out.dtype](_as_structure(streams), first, out.shape[1], out.data_ptr())
 
     def integers(self, streams: Streams, first: int, bound: int, out: Tensor) -> None:
-        """Fills `out` with integers below a bound, as `philox.integers` does."""
+        """Fills `out`, contiguous int64 `[chains, n]` in main memory, with integers from 0 to bound
+        - 1, at places first, first + 1, ... of each chain's stream."""
         self._integers(_as_structure(streams), first, out.shape[1], bound, out.data_ptr())
 
     def permutations(self, streams: Streams, index: int, out: Tensor) -> None:
-        """Fills `out` with permutations, as `philox.permutations` does."""
+        """Fills `out`, contiguous int32 `[chains, size]` in main memory, with permutation number
+        `index` of 0, ..., size - 1, one from each chain's stream."""
         self._permutations(_as_structure(streams), index, out.shape[1], out.data_ptr())
 
     def epochs(
         self, streams: Streams, first: int, mirrored: int, held: int, orders: Tensor, out: Tensor
     ) -> int:
-        """Fills `out` with indices of rows of data, and returns an epoch's number, as
-        `philox.epochs` does."""
+        """Fills `out`, contiguous int64 `[chains, n]` in main memory, with indices of rows of data,
+        for epochs that visit all rows in random order. Arguments and result are those of
+        `philox.epochs`."""
         counts = out.shape[1], orders.shape[1], mirrored, held
         pointers = orders.data_ptr(), out.data_ptr()
         return int(self._epochs(_as_structure(streams), first, *counts, *pointers))
