@@ -72,7 +72,9 @@ class StackedDensity:
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Any]:
-        """As `grad`, by `torch.autograd`, for models that `torch.func` does not support."""
+        """(Gradient of a chain's log joint with respect to the whitened coordinates z, by site; the
+        log joint's evaluation), as `grad`, but by `torch.autograd`, for models that `torch.func`
+        does not support."""
         return self._grad_of_z(self.log_posterior.plain_grad, params, batch)
 
     def row_gradients(

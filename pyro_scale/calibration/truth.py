@@ -34,8 +34,12 @@ class FromPrior:
 
     @classmethod
     def from_models(cls, fitted: Generator, drawn_by: Generator) -> FromPrior:
-        """The source of simulations for a fitted model and the model to draw from; checks that both
-        have the same sites.
+        """The source of simulations that fits one model to data of the same or another model;
+        checks that both have the same sites.
+
+        Args:
+            fitted: model to fit, with data like those that it draws.
+            drawn_by: model that latents and data are drawn from.
 
         Raises:
             ArgumentError: a site is in only one of the models, or has different shapes or supports.

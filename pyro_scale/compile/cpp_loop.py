@@ -315,8 +315,9 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
 
 
 def _in_buffer(plan: Plan, view: View) -> View:
-    """A view of an output in one of the step's buffers.  An input that is returned unchanged, such
-    as the old position or a step's noise, is copied to a buffer before its pointer moves on."""
+    """An output's view, with its memory in one of the step's buffers.  An input that is returned
+    unchanged, such as the old position or a step's noise, is copied to a new buffer before its
+    pointer moves on."""
     if view.root in plan.buffers:
         return view
     root = f"buffer{len(plan.buffers)}"

@@ -190,11 +190,16 @@ def _sum(transition: Tensor, start: Tensor) -> Tensor:
 
 
 def _sum_of_pairs(transition: Tensor, start: Tensor) -> Tensor:
-    """As `_sum`, for states of a position and a momentum (k = 2), in closed form: large networks
-    have hundreds of thousands of modes.
+    """The sum over t >= 0 of A^t Q A^t', `[modes, 2, 2]`, for states of a position and a momentum,
+    in closed form: large networks have hundreds of thousands of modes. NaN where there is no
+    solution.
 
-    By Cayley and Hamilton S is a combination of Q, B Q + Q B' and B Q B', with B = 1 - A and Q the
-    start.  The formula is accurate for short steps, where B is small.
+    By Cayley and Hamilton the sum is a combination of Q, B Q + Q B' and B Q B', with B = 1 - A.
+    The formula is accurate for short steps, where B is small.
+
+    Args:
+        transition: A, `[modes, 2, 2]`.
+        start: Q, symmetric, `[modes, 2, 2]`.
     """
     (a, b), (c, d) = _entries(torch.eye(2, dtype=transition.dtype) - transition)
     (p, q), (r, s) = _entries(start)

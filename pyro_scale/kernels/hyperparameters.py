@@ -105,7 +105,8 @@ class Hyperparameters:
 
     @staticmethod
     def per_datum(values: Values, num_data: int) -> dict[str, Tensor]:
-        """A copy of a dict of hyperparameters, with the temperature divided by N."""
+        """A copy of a dict from names of hyperparameters to tensors, in which `temperature` is
+        divided by N, the number of rows of data."""
         return {k: v / num_data if k == "temperature" else v for k, v in values.items()}
 
     def values(self, step: int) -> dict[str, Tensor]:

@@ -40,8 +40,13 @@ class SVGD(Optimizing):
     settings: ClassVar[tuple[str, ...]] = ("optimizer",)
 
     def init(self, position: Tensor, values: Values, noise: Tensor) -> MAPState:
-        """The state of one particle that starts at a position `[D]`. Other arguments as for
-        `Kernel.init`."""
+        """The state of one particle that starts at a position.
+
+        Args:
+            position: unconstrained parameters where the particle starts, `[D]`.
+            values: hyperparameters at step 0 by name.
+            noise: not used.
+        """
         return MAPState(position, init_optimizer(self.optimizer_at(values), [position]))
 
     def couple(self, positions: Tensor, gradients: Tensor, values: Values) -> Tensor:

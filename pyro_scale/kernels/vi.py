@@ -97,8 +97,12 @@ class VI(Optimizing):
         return VIState(mean, spread, optimizer_state), evaluation._replace(log_joint=bound)
 
     def init_spread(self, position: Tensor) -> Tensor:
-        """The log sds, or the factor with log diagonal, at the start (see `VIState.spread`), for a
-        mean `[D]`."""
+        """The spread of the Gaussian at the start: log sds `[D]`, or the covariance's factor `[D,
+        D]` with log diagonal; all sds are `init_scale`.
+
+        Args:
+            position: mean of the Gaussian, `[D]`.
+        """
         raise NotImplementedError
 
     def displace(self, spread: Tensor, eps: Tensor) -> Tensor:
@@ -120,13 +124,23 @@ class VI(Optimizing):
         raise NotImplementedError
 
     def pull_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
-        """The gradient with respect to the spread, of the spread's shape, by the chain rule from
-        the gradient `[D]` with respect to the draw theta that `eps` `[D]` gives."""
+        """The gradient of the bound with respect to the spread, of the spread's shape, by the chain
+        rule.
+
+        Args:
+            spread: log sds, or the factor with log diagonal (see `VIState`).
+            gradient: gradient with respect to the draw theta, `[D]`.
+            eps: standard normal numbers that theta was drawn from, `[D]`.
+        """
         raise NotImplementedError
 
     def from_log_sds(self, values: Tensor, spread: Tensor) -> Tensor:
-        """The gradient with respect to the spread, of the spread's shape, from the gradient
-        `values` `[D]` with respect to the log sds (see `log_sds`)."""
+        """The gradient of the bound with respect to the spread, of the spread's shape.
+
+        Args:
+            values: gradient with respect to the log sds (see `log_sds`), `[D]`.
+            spread: log sds, or the factor with log diagonal (see `VIState`).
+        """
         raise NotImplementedError
 
     def log_sds(self, spread: Tensor) -> Tensor:

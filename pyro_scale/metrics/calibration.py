@@ -125,11 +125,11 @@ def _at(ordered: Tensor, position: Tensor) -> Tensor:
 
 
 def _check(draws: Tensor, y: Tensor) -> None:
-    """Raises an error unless draws and observations are tensors of matching shapes with finite
-    numbers.
+    """Raises an error unless draws `[draws, ...]` and observations `[...]` are tensors of matching
+    shapes, not empty, with finite numbers.
 
     Raises:
-        ArgumentError: see `pit`.
+        ArgumentError: shapes do not match, a tensor is empty, or a number is not finite.
     """
     checks.floating(draws=draws)
     if not isinstance(y, Tensor) or draws.dim() < 2 or draws.shape[1:] != y.shape:

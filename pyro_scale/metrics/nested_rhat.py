@@ -82,7 +82,12 @@ def nested_r_hat(draws: Tensor, superchains: int) -> Tensor:
 
 def split_variance(draws: Tensor, superchains: int) -> Variances:
     """The variance of draws, split into parts between superchains, between chains and within
-    chains, `[...]` each; arguments as for `nested_r_hat`."""
+    chains, `[...]` each.
+
+    Args:
+        draws: draws, `[chains, draws, ...]`, with the chains of a superchain next to each other.
+        superchains: number of superchains, groups of as many chains each with the same start.
+    """
     chains, count = len(draws) // superchains, draws.shape[1]
     grouped = draws.unflatten(0, (superchains, chains))
     means = grouped.mean(2)

@@ -28,8 +28,13 @@ class Reliability(NamedTuple):
 
 
 def reliability(probs: Tensor, labels: Tensor, bins: int) -> Reliability:
-    """Accuracy and mean confidence of the rows in the bins ((b - 1)/bins, b/bins] of confidence,
-    for b = 1, ..., bins; arguments as for `ece`.
+    """Accuracy and mean confidence (probability of the most probable class) of the rows in bins of
+    confidence, ((b - 1)/bins, b/bins] for b = 1, ..., bins.
+
+    Args:
+        probs: posterior predictive probabilities, the mean over draws, `[rows, classes]`.
+        labels: class numbers from 0, integers `[rows]`.
+        bins: number of bins of equal width.
 
     Raises:
         ArgumentError: as `accuracy`; or no bins.

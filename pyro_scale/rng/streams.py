@@ -60,10 +60,21 @@ def fill_permutations(streams: Streams, index: int, out: Tensor) -> None:
 def fill_epochs(
     streams: Streams, first: int, mirrored: int, held: int, orders: Tensor, out: Tensor
 ) -> int:
-    """Fills `out`, int64 `[chains, n]`, with indices of rows of data, for epochs that visit all
-    rows in random order.
+    """Fills `out`, int64 `[chains, n]` on any device, with indices of rows of data: numbers first,
+    first + 1, ... of an endless sequence of epochs, each of which visits all rows in random order.
 
-    Arguments and result are those of `philox.epochs`; `out` may be on any device.
+    Args:
+        streams: a stream for each chain.
+        first: place in the sequence of the first index.
+        mirrored: 0; or a batch size: an epoch then consists of its permutation's whole batches
+            alone, forwards and then backwards.
+        held: number of the epoch whose permutations `orders` contains; -1 for none.
+        orders: memory for the permutations of one epoch, int32 `[chains, rows]` in main memory; is
+            written over.
+        out: tensor to write over.
+
+    Returns:
+        The number of the epoch whose permutations `orders` now contains, that of the last index.
     """
     if out.device.type == "cpu":
         return _source(out).epochs(streams, first, mirrored, held, orders, out)
