@@ -1,4 +1,4 @@
-"""Runs all simulations of a calibration in blocks, and continues interrupted ones."""
+"""Runs all simulations of a calibration in blocks, and continues interrupted runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pyro_scale.run.resume import digest_of
 from pyro_scale.tuning.groups import Lengths
 from pyro_scale.tuning.policy import SIMULATIONS
 
-#: Memory of a simulation: copies of its data set, and copies of its draws in float64.
+#: Memory that a simulation needs, in copies of its data set, and copies of its draws in float64.
 _COPIES_OF_DATA, _COPIES_OF_DRAWS = 4, 3
 #: Relative difference that rounding on another machine may cause.
 _MACHINE_TOLERANCE = 1e-4
@@ -38,18 +38,20 @@ _MACHINE_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Campaign:
-    """The simulations of a call of `sbc`.
+    """The simulations of one call of `sbc`: draws true params and data sets, fits the method,
+    ranks.
 
     Attributes:
-        truth: draws true params and data sets.
-        stack: the first data set, and rows that all data sets share.
-        fitter: fits the method to data sets.
-        quantities: functions of (sites, data), ranked besides latents and the log likelihood.
-        predict_at: rows whose observations are ranked among predictions; None for none.
+        truth: source of true params and data sets.
+        stack: the first data set, the rows that all data sets share, and how steps are executed.
+        fitter: way to fit the method to data sets.
+        quantities: functions of (sites, data), by name, ranked besides latents and the log
+            likelihood.
+        predict_at: rows of data whose observations are ranked among predictions; None for none.
         count: number of simulations.
-        seed: seeds of all simulations are derived from it.
+        seed: seed from which the seeds of all simulations follow.
         title: title of the progress bar.
-        progress: whether to show the bar.
+        progress: whether to show the progress bar.
         memory_budget: bytes for data sets and draws; None for half of the machine's memory.
         attrs: settings of the call, which the result keeps.
     """
@@ -67,7 +69,15 @@ class Campaign:
     attrs: Mapping[str, Any]
 
     def run(self, earlier: SBC | None = None) -> SBC:
-        """Runs all simulations, or those that are missing in an interrupted call's result.
+        """Runs all simulations, or those that an interrupted call's result lacks, and returns the
+        result.
+
+        Args:
+            earlier: result of the interrupted call; None to run all.
+
+        Raises:
+            ArgumentError: `earlier` is the result of another call.
+            NonFiniteError: all simulations of the first block broke.
 
         Warns:
             PyroScaleWarning: the run was interrupted; the result has the simulations until then.
@@ -121,7 +131,14 @@ class Campaign:
     def _fit(
         self, params: Mapping[str, Tensor], start: int, stop: int, lengths: Lengths | None
     ) -> tuple[Sampled, Ranked]:
-        """Draws and ranks of simulations start ... stop - 1."""
+        """(Posterior draws, ranks) of simulations start ... stop - 1.
+
+        Args:
+            params: true params of all simulations, by site, `[count, ...]`.
+            start: number of the first simulation.
+            stop: one more than the number of the last simulation.
+            lengths: lengths of warm-up and thinning; None to determine them on these simulations.
+        """
         stack, true = self._simulate(params, start, stop)
         sampled = self.fitter.fit(stack, lengths)
         seed = derived_seed(self.seed, start, Purpose.SIMULATION, 3)
@@ -131,8 +148,8 @@ class Campaign:
     def _simulate(
         self, params: Mapping[str, Tensor], start: int, stop: int
     ) -> tuple[Stack, Tensor]:
-        """Data sets start ... stop - 1, and the params that they were drawn from,
-        `[data sets, D]`."""
+        """(Data sets start ... stop - 1; the true params that they were drawn from, `[data sets,
+        D]`), from true params of all simulations, by site."""
         observed = self.truth.observed(params, start, stop, self.seed)
         seeds = [simulation_seed(self.seed, number) for number in range(start, stop)]
         stack = self.stack.with_data(observed, seeds)
@@ -143,10 +160,15 @@ class Campaign:
         return stack, torch.stack(true)
 
     def _check_same(self, earlier: SBC, params: Mapping[str, Tensor]) -> None:
-        """Checks that an earlier result is of this call.
+        """Raises an error if an earlier result is not one of this call: other settings, quantities,
+        covariates, model or simulator.
+
+        Args:
+            earlier: result of an interrupted call.
+            params: true params of all simulations, by site, `[count, ...]`.
 
         Raises:
-            ArgumentError: what differs.
+            ArgumentError: the calls differ; the message says in what.
         """
         for name, value in self.attrs.items():
             if earlier.attrs.get(name) != value:
@@ -172,8 +194,13 @@ class Campaign:
         raise ArgumentError(f"resume: {differs}: pass the arguments of the interrupted call")
 
     def _quantity_that_differs(self, earlier: SBC, params: Mapping[str, Tensor]) -> str | None:
-        """A quantity whose true values in the first simulations are not those of an earlier
-        result; None if all agree."""
+        """The name of a quantity whose true values in the first simulations differ from those of an
+        earlier result; None if all agree.
+
+        Args:
+            earlier: result of an interrupted call.
+            params: true params of all simulations, by site, `[count, ...]`.
+        """
         count = min(earlier.num_simulations, AT_ONCE)
         stack, true = self._simulate(params, 0, count)
         twice = true[:, None].expand(-1, 2, -1)
@@ -189,13 +216,15 @@ class Campaign:
 
     @cached_property
     def _rows(self) -> str:
-        """Digests of the rows that all data sets share, and of the rows of predictions."""
+        """Digests of the rows that all data sets share, and of the rows of predictions, to tell
+        whether an earlier result had the same."""
         parts = [self.stack.shared, self.predict_at]
         return ", ".join("none" if part is None else digest_of(part) for part in parts)
 
     @cached_property
     def _log_densities(self) -> dict[str, float]:
-        """Log densities of the first simulation, which another model, simulator or rows change."""
+        """Log densities of the first simulation by name, in nats, to tell whether an earlier result
+        had the same model, simulator and rows."""
         params = self.truth.params(1, self.seed)
         stack = self._simulate(params, 0, 1)[0]
         first = {name: value[0] for name, value in params.items()}
@@ -203,8 +232,9 @@ class Campaign:
         return model_fingerprint(stack.log_posterior, first, rows, where=where)
 
     def _spans(self, done: int) -> list[tuple[int, int]]:
-        """The blocks after `done` simulations, as (first, one after the last).  The first block is
-        small, to show how long simulations take; others are as large as memory allows."""
+        """The blocks of simulations that remain after the first `done` ones, as (first, one after
+        the last). The first block is small, to show how long simulations take; others are as large
+        as memory allows."""
         bytes_of_data = sum(table[0].nbytes for table in self.stack.tables.values())
         bytes_of_draws = SIMULATIONS.draws * self.stack.layout.size * 8
         bytes_of_one = _COPIES_OF_DATA * bytes_of_data + _COPIES_OF_DRAWS * bytes_of_draws
@@ -239,7 +269,7 @@ class Campaign:
         )
 
     def _data(self, number: int) -> Any:
-        """The data of one simulation, as the fitted model takes them."""
+        """The data of one simulation, as the fitted model's arguments."""
         params = self.truth.params(self.count, self.seed)
         observed = self.truth.observed(params, number, number + 1, self.seed)
         model = self.truth.fitted
@@ -248,13 +278,13 @@ class Campaign:
 
 @dataclass(frozen=True)
 class _Block:
-    """Simulations that were run together.
+    """Results of simulations that were run together.
 
     Attributes:
-        ess: effective draws, `[simulations]`.
+        ess: effective draws of each simulation, `[simulations]`.
         slow: numbers of simulations with too few effective draws.
-        failed: what went wrong in failed simulations, by number.
-        ranked: ranks and moments.
+        failed: reasons of failure, by the simulation's number.
+        ranked: ranks, true values and moments, by quantity.
     """
 
     ess: Tensor
@@ -264,7 +294,7 @@ class _Block:
 
     @classmethod
     def from_fit(cls, sampled: Sampled, ranked: Ranked, start: int) -> _Block:
-        """The block whose first simulation has number `start`."""
+        """The block of simulations start, start + 1, ..., from their draws and ranks."""
         failed = {start + number: why for number, why in sampled.failed.items()}
         slow = (start + torch.nonzero(sampled.ess < sampled.enough)[:, 0]).tolist()
         slow = [number for number in slow if number not in failed]
@@ -272,11 +302,11 @@ class _Block:
 
     @classmethod
     def from_result(cls, sbc: SBC) -> _Block:
-        """All simulations of an earlier result."""
+        """A block with all simulations of an earlier result."""
         ranked = Ranked(dict(sbc.ranks), dict(sbc.true), dict(sbc.mean), dict(sbc.sd))
         return cls(torch.as_tensor(sbc.ess), sbc.slow, dict(sbc.failed), ranked)
 
 
 def simulation_seed(seed: int, number: int) -> int:
-    """The seed of one simulation's fit."""
+    """The seed of one simulation's fit, from the seed of the call and the simulation's number."""
     return derived_seed(seed, number, Purpose.SIMULATION, 2)

@@ -39,17 +39,18 @@ from pyro_scale.tuning.windows import NoStableStep, warm_up
 
 @dataclass(frozen=True)
 class Sampled:
-    """Ranked draws of all data sets, and how they were made.
+    """Draws from the posteriors of many data sets, one chain each, and how they were made.
 
     Attributes:
-        positions: params of the ranked draws, `[data sets, draws, D]`; NaN after a chain broke.
-        ess: effective draws before thinning, of the slowest element, `[data sets]`.
-        enough: effective draws that are enough.
-        failed: what went wrong in failed simulations, by number.
-        lengths: lengths of the stages.
-        steps: steps of each chain, by stage.
+        positions: unconstrained parameters of the draws to rank, `[data sets, draws, D]`; NaN after
+            a chain broke.
+        ess: effective draws of each chain's slowest element, before thinning, `[data sets]`.
+        enough: number of effective draws below which a simulation counts as slow.
+        failed: reasons of failure, by number of the data set.
+        lengths: lengths of warm-up, pilots and thinning, for further data sets.
+        steps: number of steps of each chain, by stage.
         facts: further facts for the result's `attrs`.
-        program: how steps were executed, in words.
+        program: phrase that says how steps were executed, such as whether they were compiled.
     """
 
     positions: Tensor
@@ -64,16 +65,16 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Stacked:
-    """A sampler with its settings: the chains of all data sets are moved by one program.
+    """Fits a sampler to many data sets: one chain on each, moved by the same compiled steps.
 
     Attributes:
-        kernel: with placeholders for values that are chosen.
-        lr: whether the step size is chosen; chains are whitened then.
-        friction: whether the friction is chosen.
-        kind: the form of the coordinates; None if chains move in params.
-        warmup_steps: steps before the first draw; None to choose them.
-        thinning: steps from one draw to the next; None to choose them.
-        init: one of Pyro's init functions; None for the library's.
+        kernel: sampler, with placeholders for hyperparameters that are tuned.
+        lr: whether the step size is tuned; chains are whitened then.
+        friction: whether the friction is tuned.
+        kind: how coordinates are whitened, "dense" or "diag"; None if chains move in params.
+        warmup_steps: steps before the first draw; None to tune them.
+        thinning: steps from one draw to the next; None to tune them.
+        init: one of Pyro's init functions, for the starts; None for the library's.
     """
 
     kernel: Kernel
@@ -93,7 +94,8 @@ class Stacked:
 
     @property
     def chooses_acceptance(self) -> bool:
-        """Whether the step size is chosen by the acceptance rate."""
+        """Whether the step size is tuned by the acceptance rate: for samplers that accept and
+        reject."""
         return self.lr and self.kernel.adjusted
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
@@ -137,8 +139,17 @@ class Stacked:
 def _tune(
     chains: StackedChains, method: Stacked, lengths: Lengths | None
 ) -> tuple[StackedChains, Lengths, int]:
-    """Runs windows and pilots.  Returns the chains after them, the lengths of all stages, and the
-    steps of each chain."""
+    """Warms chains up and tunes their step sizes.
+
+    Args:
+        chains: chains at their starts.
+        method: sampler and settings.
+        lengths: lengths of the stages; None to determine them on these chains.
+
+    Returns:
+        (The chains afterwards, the lengths of all stages, the number of steps that each chain
+            took).
+    """
     limit, used, total, time = Limit(math.inf, lambda: False, lengths), Lengths(), 0, 1.0
     if method.kind is not None or method.warmup_steps is None:
         with contextlib.suppress(NoStableStep):  # the run tells which chains break
@@ -166,9 +177,19 @@ def _tune(
 def _extend_slow(
     chains: StackedChains, method: Stacked, thinning: int, draws: Draws, allowed: float
 ) -> tuple[StackedChains, Draws]:
-    """Doubles the thinning of chains with too few effective draws, until at most `allowed` chains
-    have too few or the work is too much.  Returns the chains with the step sizes of their runs, and
-    the draws of all chains."""
+    """Doubles the thinning of chains with too few effective draws, and continues them, until at
+    most `allowed` chains have too few or the work is too much.
+
+    Args:
+        chains: chains before the run.
+        method: sampler and settings.
+        thinning: steps from one draw to the next in the run so far.
+        draws: draws of all chains in the run so far.
+        allowed: number of chains that may have too few effective draws.
+
+    Returns:
+        (The chains with the step sizes of their runs, the draws of all chains).
+    """
     stack = chains.stack
     passes = draws.num_steps * stack.share_of_rows * stack.num_chains
     for _ in range(SIMULATIONS.doublings):
@@ -193,9 +214,19 @@ def _run_until_sound(
     thinning: int,
     last: Callable[[StackedBatches], Checkpoint] | None = None,
 ) -> tuple[StackedChains, Draws]:
-    """Runs the chains.  If step sizes are chosen, chains that break or leave the posterior are run
-    again from the center at half their step size.  Returns the chains with the step sizes of their
-    runs, and the draws."""
+    """Runs the chains.  If step sizes are tuned, chains that break or leave the posterior are run
+    again from the center of their coordinates at half their step size, up to a few times.
+
+    Args:
+        chains: chains before the run.
+        method: sampler and settings.
+        thinning: steps from one draw to the next.
+        last: function from the chains' batches to a checkpoint to continue from; None to start
+            anew.
+
+    Returns:
+        (The chains with the step sizes of their runs, the draws).
+    """
     draws = _run(chains, method, thinning, last)
     for _ in range(WARM_UP.halvings if method.lr else 0):
         broken = torch.nonzero(~chains.are_sound(draws))[:, 0]
@@ -220,7 +251,14 @@ def _run(
 
 
 def _replace_draws(draws: Draws, chains: Tensor, new: Draws) -> Draws:
-    """The draws of all chains, with new ones for these chains."""
+    """A copy of the draws of all chains, in which those of the chains with these numbers are
+    replaced.
+
+    Args:
+        draws: draws of all chains.
+        chains: numbers of the chains to replace, int64 `[n]`.
+        new: draws of these n chains, in this order.
+    """
 
     def put(table: Tensor, entries: Tensor) -> Tensor:
         return table.index_copy(0, chains, entries)
@@ -239,7 +277,7 @@ def _replace_draws(draws: Draws, chains: Tensor, new: Draws) -> Draws:
 
 
 def _select_draws(draws: Draws, chains: Tensor) -> Draws:
-    """The draws of these chains, none of which has failed."""
+    """The draws of the chains with these numbers (int64 `[n]`), none of which may have failed."""
     return dataclasses.replace(
         draws,
         positions=draws.positions[chains],
@@ -250,16 +288,20 @@ def _select_draws(draws: Draws, chains: Tensor) -> Draws:
 
 
 def _effective_draws(draws: Draws) -> Tensor:
-    """Effective number of draws of each chain, `[chains]`; at most 1 for a chain that does not
-    move."""
+    """Effective number of draws of each chain, the least over elements and the log joint,
+    `[chains]`; at most 1 for a chain of which an element does not move."""
     ess = effective_size(torch.cat([draws.positions.double(), draws.log_joint[..., None]], -1))
     moves = (draws.positions != draws.positions[:, :1]).any(1).all(-1)
     return torch.where(moves, ess, ess.clamp(max=1.0))
 
 
 def effective_size(series: Tensor) -> Tensor:
-    """Effective number of draws of each chain's slowest element, `[chains]`; 0 for chains that
-    broke.  `series` is `[chains, draws, elements]`."""
+    """Effective number of draws of each chain's slowest element, `[chains]`; 0 for chains with NaN
+    or infinite numbers.
+
+    Args:
+        series: draws, `[chains, draws, elements]`.
+    """
     sound = series.isfinite().all(-1).all(-1)
     series = torch.where(sound[:, None, None], series, 0.0)
     times = by_group(autocorrelation_time, series[:, None]).amax(1)
@@ -267,6 +309,7 @@ def effective_size(series: Tensor) -> Tensor:
 
 
 def _in_words(lr: Tensor) -> str:
-    """The range of the chains' step sizes, for users."""
+    """The range of the chains' step sizes as text, such as "0.1 to 0.3"; one number if all are
+    equal."""
     least, most = float(lr.min()), float(lr.max())
     return f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"

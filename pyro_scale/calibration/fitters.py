@@ -1,8 +1,9 @@
-"""Ways to fit a method to many data sets: all by one compiled program, or one by one.
+"""Ways to fit a method to many data sets: to all in the same compiled steps, or one after another.
 
 A fitter's `fit(stack, lengths)` draws from the posterior of each data set.  If `lengths` is None,
-these data sets determine the lengths of the stages.  `has_lengths` tells whether there are any.
-`most_at_once` is the number of data sets that are fitted together, and lost by an interrupt.
+these data sets determine the lengths of warm-up and thinning.  `has_lengths` tells whether the
+method has such lengths.  `most_at_once` is the number of data sets that are fitted together, and
+lost by an interrupt.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.tuning.groups import Lengths
 from pyro_scale.tuning.policy import SIMULATIONS
 
-#: Length of a failure's message.
+#: Largest length of a failure's message, in characters.
 _MOST_LETTERS = 200
 
 
 @dataclass(frozen=True)
 class StackedNUTS:
-    """NUTS: one compiled log density is called with the data of each chain.
+    """Fits NUTS to many data sets: one compiled log density is called with the data of each chain.
 
     Attributes:
         warmup_steps, max_depth, target_accept, low_rank: nutpie's settings of each chain.
-        temperature: divides the log joint.
+        temperature: number that divides the log joint.
         compiled: whether to compile the log density.
-        init: one of Pyro's init functions; None for the library's.
+        init: one of Pyro's init functions, for the starts; None for the library's.
     """
 
     warmup_steps: int
@@ -101,12 +102,14 @@ class StackedNUTS:
 
 @dataclass(frozen=True)
 class StackedFit:
-    """VI or IVON: an optimizer on each data set, by one program, which ends at a Gaussian.
+    """Fits VI or IVON to many data sets, in the same compiled steps: each fit is a Gaussian, of
+    which independent draws are ranked.
 
     Attributes:
-        kernel: the method.
-        num_steps: steps on each data set.
-        fit_of: (last state, last hyperparameter values, seed) of a data set -> its fit.
+        kernel: the method, VI or IVON.
+        num_steps: number of optimization steps on each data set.
+        fit_of: function (last state, last hyperparameters by name, seed) -> Gaussian fit of a data
+            set.
         init: one of Pyro's init functions, for the means; None for the library's.
     """
 
@@ -144,12 +147,13 @@ class StackedFit:
 
 @dataclass(frozen=True)
 class OneByOne:
-    """Any other method, run on one data set after another.
+    """Fits any other method, to one data set after another.
 
     Attributes:
-        run: (the model's arguments, a seed, the mode by site or None) -> draws
-            `[chains, draws, D]`, and whether they are independent of each other.
-        takes_modes: whether the method starts at a mode; modes are found for all data sets at once.
+        run: function (the model's arguments, a seed, the mode by site or None) -> (draws `[chains,
+            draws, D]`, whether the draws are independent).
+        takes_modes: whether the method starts at a mode; modes are then found for all data sets at
+            once.
     """
 
     run: Callable[[Arguments, int, Mapping[str, Tensor] | None], tuple[Tensor, bool]]
@@ -187,7 +191,9 @@ class OneByOne:
         )
 
     def _modes(self, stack: Stack) -> list[dict[str, Tensor] | None]:
-        """The mode of each data set, constrained, by site; None if its search found none."""
+        """For each data set, a dict from the names of its latent sites to constrained values at the
+        posterior's mode; None for a data set whose search found no mode, or if the method takes
+        none."""
         if not (self.takes_modes and stack.vectorized):
             return [None] * stack.num_chains
         modes = find_modes(stack, find_starts(stack, None))

@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_scale.calibration.stack import Stack, take_one
 from pyro_scale.core.warn import without_vmap_warnings
 
-#: Steps of a search, at most.
+#: Largest number of steps of a search.
 _MOST_STEPS = 60
 #: A search ends where a Newton step promises less than this, in nats.
 _NEAR_NATS = 1e-4
@@ -21,11 +21,13 @@ _SLOPE_CURVATURE = 1e-2
 
 
 class FoundModes(NamedTuple):
-    """Ends of the searches.
+    """Where searches for the modes of many data sets' posteriors ended.
 
     Attributes:
-        mean: the mode, or where the search ended without one, `[data sets, D]`.
-        precision: minus the Hessian there, in nats and float64, `[data sets, D, D]`.
+        mean: unconstrained parameters at the mode, or where the search ended without one, `[data
+            sets, D]`.
+        precision: minus the Hessian of the log joint there, in nats and float64, `[data sets, D,
+            D]`.
         value: log joint there, in nats, `[data sets]`.
         is_mode: whether the search ended at a mode, `[data sets]`.
     """
@@ -37,11 +39,12 @@ class FoundModes(NamedTuple):
 
 
 def find_modes(stack: Stack, starts: Tensor) -> FoundModes:
-    """Finds modes by Levenberg and Marquardt's method, in units of each element's curvature.
+    """Searches for the mode of each data set's posterior, by Levenberg and Marquardt's method, in
+    units of each element's curvature.
 
     Args:
-        stack: the data sets.
-        starts: where searches begin, `[data sets, D]`.
+        stack: data sets of one model.
+        starts: unconstrained parameters at which the searches begin, `[data sets, D]`.
     """
     position = starts.clone()
     damping = torch.full((stack.num_chains,), _DAMPING, dtype=torch.float64)
@@ -75,16 +78,17 @@ def find_modes(stack: Stack, starts: Tensor) -> FoundModes:
 
 
 def evaluate(stack: Stack, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log joint, gradient and curvature of each data set at its position.
+    """The log joint of each data set at its own params, with gradient and curvature.
 
     Args:
-        stack: the data sets.
-        positions: params of each, `[data sets, D]`.
+        stack: data sets of one model.
+        positions: unconstrained parameters for each data set, `[data sets, D]`.
 
     Returns:
-        The log joint `[data sets]`, its gradient `[data sets, D]`, minus its Hessian
-        `[data sets, D, D]`, in nats and float64.  If any of them is not finite, the log joint is
-        minus infinity.
+        (The log joint, `[data sets]`; its gradient, `[data sets, D]`; minus its Hessian, `[data
+            sets,
+        D, D]`), in nats and float64.  If any of them is not finite, the log joint is -infinity, the
+        gradient 0 and the Hessian's negative the identity.
     """
 
     def evaluate_one(number: Tensor) -> tuple[Tensor, Tensor, Tensor]:

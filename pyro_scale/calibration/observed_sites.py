@@ -1,4 +1,4 @@
-"""Where the observations of a site are, in the site's value and among the model's arguments."""
+"""Where the observations of a site are: in the site's value, and among the model's arguments."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from pyro_scale.model.sites import Site
 
 @dataclass(frozen=True)
 class ObservedSite:
-    """Converts the observations of a site: between its value, a table of rows, and an argument.
+    """Converts the observations of a site between three forms: the site's value in the model, a
+    table of rows `[rows, ...]`, and the tensor among the model's arguments (a "leaf") that contains
+    them.
 
     Attributes:
-        axis: axis of the rows in the site's value; None for an observation without rows, which a
-            table repeats in each row.
-        leaf: number of the leaf of the model's arguments that holds the observations; None if no
-            leaf does.
-        dtype: of that leaf, or of the observations.
+        axis: axis of the site's value that runs over rows of data; None for an observation without
+            rows, which a table repeats in each row.
+        leaf: place, among the flattened arguments of the model, of the tensor that contains the
+            observations; None if there is none.
+        dtype: dtype of that tensor, or of the observations.
         missing: mask of the observations that are missing, NaN; None if none are.
-        part: places of the observations in the flattened leaf, if it holds more than them.
+        part: indices of the observations in that tensor, flattened, if it contains other numbers,
+            too; otherwise None.
     """
 
     axis: int | None
@@ -34,12 +37,13 @@ class ObservedSite:
 
     @classmethod
     def from_site(cls, site: Site, from_right: int | None, leaves: list[Any]) -> ObservedSite:
-        """Finds the observations of a site.
+        """Finds the observations of a site among the model's arguments.
 
         Args:
-            site: after the model was run on its arguments.
-            from_right: axis of the rows, counted from the right and negative; None without rows.
-            leaves: of the model's arguments.
+            site: observed site, recorded when the model was run on its arguments.
+            from_right: axis of the rows of data, counted from the right and negative; None without
+                rows.
+            leaves: flattened arguments of the model.
         """
         value = site.value
         axis = None if from_right is None else value.dim() + from_right
@@ -55,7 +59,7 @@ class ObservedSite:
         return cls(axis, leaf, dtype, missing if bool(missing.any()) else None, part)
 
     def to_table(self, value: Tensor, num_rows: int) -> Tensor:
-        """The site's value as a table, `[rows, ...]`, with NaN where observations are missing."""
+        """The site's value as a table `[rows, ...]`, with NaN where observations are missing."""
         if self.missing is not None:
             value = torch.where(self.missing, torch.nan, value)
         if self.axis is None:
@@ -63,24 +67,26 @@ class ObservedSite:
         return value.movedim(self.axis, 0)
 
     def to_value(self, table: Tensor) -> Tensor:
-        """The site's value from a table, `[rows, ...]`."""
+        """The site's value in the model, from a table `[rows, ...]`."""
         return table[0] if self.axis is None else table.movedim(0, self.axis)
 
     def to_leaf(self, value: Tensor) -> Tensor:
-        """The site's value as the leaf holds it, where classes and counts may have another
-        dtype."""
+        """The site's value in the dtype of the model's argument, as classes and counts may be
+        integers there; unchanged if both are floating-point."""
         both_real = self.dtype.is_floating_point and value.is_floating_point()
         return value if both_real else value.to(self.dtype)
 
     def fill_leaf(self, leaf: Tensor, table: Tensor) -> Tensor:
-        """The leaf with its observations replaced by those of a table."""
+        """A copy of the model's argument `leaf`, in which the observations are replaced by those of
+        a table `[rows, ...]`."""
         value = self.to_value(table).to(self.dtype)
         if self.part is None:
             return value
         return leaf.flatten().scatter(0, self.part.flatten(), value.flatten()).view(leaf.shape)
 
     def with_rows_twice(self, leaf: Tensor | None) -> ObservedSite:
-        """The site of a model that takes every row twice."""
+        """The converter for a model whose data have every row twice; `leaf` is the argument with
+        the observations before that, None if there is none."""
         part = self.part
         if part is not None and leaf is not None and self.axis is not None:
             part = torch.cat([part, part + leaf.numel()], self.axis)
@@ -88,7 +94,8 @@ class ObservedSite:
 
 
 def _is_view(value: Tensor, leaf: Any) -> bool:
-    """Whether a value is a view of a leaf."""
+    """Whether a tensor shares memory with `leaf` and lies inside of it; False unless `leaf` is a
+    contiguous tensor of the same dtype."""
     if not isinstance(leaf, Tensor) or not leaf.is_contiguous() or leaf.dtype != value.dtype:
         return False
     if leaf.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
@@ -100,7 +107,8 @@ def _is_view(value: Tensor, leaf: Any) -> bool:
 
 
 def _places_of_view(view: Tensor, leaf: Tensor) -> Tensor:
-    """Places of a view's elements in a flattened contiguous leaf, in the view's shape."""
+    """Indices of a view's elements in the flattened contiguous tensor `leaf`, int64, of the view's
+    shape."""
     places = torch.full(view.shape, int(view.storage_offset() - leaf.storage_offset()))
     for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
         along = torch.arange(size) * stride
@@ -109,7 +117,8 @@ def _places_of_view(view: Tensor, leaf: Tensor) -> Tensor:
 
 
 def _is_equal(leaf: Any, value: Tensor) -> bool:
-    """Whether a leaf is a tensor with the values of `value`, perhaps of another dtype."""
+    """Whether `leaf` is a tensor with the shape and the numbers of `value`, perhaps of another
+    dtype; NaN equals NaN."""
     if not isinstance(leaf, Tensor) or leaf.shape != value.shape:
         return False
     return torch.allclose(leaf.to(value), value, rtol=0, atol=0, equal_nan=True)

@@ -25,7 +25,8 @@ _INSIDE, _OUTSIDE, _BAND = "#0072B2", "#D55E00", "0.85"
 
 
 class Panel(NamedTuple):
-    """A panel: the ranks of one element, `[S]`, among `num_draws` draws."""
+    """One panel of a figure: its title, the ranks `[S]` of one element over S simulations, and the
+    number of draws that each rank is among."""
 
     title: str
     ranks: Tensor
@@ -33,12 +34,12 @@ class Panel(NamedTuple):
 
 
 def choose_labels(p_values: Any, most: int) -> tuple[list[str], str]:
-    """Labels of the elements with the smallest p-values, in the given order, and a note for the
-    figure if elements are left out.
+    """(Labels of the `most` elements with the smallest p-values, in the order of `p_values`; a note
+    for the figure, which is empty if no elements are left out).
 
     Args:
-        p_values: a pandas Series, indexed by label.
-        most: number of labels at most.
+        p_values: p-values, a pandas Series indexed by label.
+        most: largest number of labels.
     """
     labels = list(p_values.index)
     if len(labels) <= most:
@@ -55,9 +56,9 @@ def plot_ecdf_differences(
     simultaneous band.
 
     Args:
-        rows: panels by row, all rows of the same length; None for an empty place.
+        rows: panels by row of the figure, all rows of the same length; None for an empty place.
         level: probability that the whole ECDF of uniform ranks is inside of the band.
-        note: a line below the panels.
+        note: a line below the panels; none if empty.
     """
     import matplotlib.pyplot as plt
 
@@ -92,7 +93,8 @@ def plot_ecdf_differences(
 
 
 def _draw(ax: Axes, panel: Panel, lower: Tensor, upper: Tensor) -> None:
-    """Draws a panel; the band's bounds are `[L]`."""
+    """Draws the ECDF difference of a panel's ranks on `ax`, with the band between `lower` and
+    `upper`, ECDFs at the ranks 1 to L, `[L]`."""
     size, num_draws = len(panel.ranks), panel.num_draws
     z = torch.arange(num_draws + 2).double() / (num_draws + 1)
     ecdf = ecdf_counts(panel.ranks, num_draws).double() / size
@@ -109,5 +111,5 @@ def _draw(ax: Axes, panel: Panel, lower: Tensor, upper: Tensor) -> None:
 
 
 def _with_ends(fractions: Tensor) -> Tensor:
-    """The fractions with a 0 before and a 1 after them."""
+    """The fractions `[L]` with a 0 before and a 1 after them, `[L + 2]`."""
     return torch.cat([fractions.new_zeros(1), fractions, fractions.new_ones(1)])

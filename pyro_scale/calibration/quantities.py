@@ -18,20 +18,20 @@ from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import terms_of
 from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
 
-#: A function of (values of a draw's sites, the data as the model takes them).
+#: A function of (constrained values of a draw by site, the data as the model's arguments).
 Quantity = Callable[..., Any]
 #: Name of the log likelihood, which is always ranked.
 LOGLIK = "loglik"
 
 
 class Ranked(NamedTuple):
-    """Ranks of true values among posterior draws, by quantity.
+    """Ranks of true values among posterior draws; dicts from the name of a quantity to a tensor.
 
     Attributes:
         ranks: number of draws below the true value, int64 `[data sets, ...]`.
-        true: the true value, `[data sets, ...]`.
-        mean: mean of the draws, `[data sets, ...]`.
-        sd: standard deviation of the draws, `[data sets, ...]`.
+        true: true values, `[data sets, ...]`.
+        mean: means of the draws, `[data sets, ...]`.
+        sd: standard deviations of the draws, `[data sets, ...]`.
     """
 
     ranks: dict[str, Tensor]
@@ -41,7 +41,12 @@ class Ranked(NamedTuple):
 
 
 def check_quantities(quantities: Mapping[str, Quantity], latents: tuple[str, ...]) -> None:
-    """Checks that quantities can be called, and that their names are not those of latent sites.
+    """Raises an error unless the user's quantities are callable and have other names than latent
+    sites.
+
+    Args:
+        quantities: functions of (sites, data), by name.
+        latents: names of the latent sites.
 
     Raises:
         ArgumentError: a quantity cannot be called, or has the name of a latent site.
@@ -65,14 +70,15 @@ def check_values(
     predict_at: Arguments | None,
     seed: int,
 ) -> None:
-    """Computes quantities and predictions of the first data set once, before the work starts.
+    """Computes quantities and predictions of the first data set once, to raise their errors before
+    the work starts.
 
     Args:
-        truth: draws the true params.
-        stack: the first data set.
-        quantities: functions of (sites, data).
-        predict_at: rows whose observations are predicted; None for none.
-        seed: of the true params, and of what is drawn.
+        truth: source of the true params.
+        stack: data sets of the model, of which the first is used.
+        quantities: functions of (sites, data), by name.
+        predict_at: rows of data whose observations are predicted; None for none.
+        seed: seed of the true params and of all random numbers.
 
     Raises:
         ArgumentError: a quantity or the prediction fails.
@@ -110,16 +116,20 @@ def rank(
     predict_at: Arguments | None = None,
     seed: int = 0,
 ) -> Ranked:
-    """Ranks true values among draws, and equal values in random order.
+    """Ranks of true values among posterior draws: of latents, the log likelihood ("loglik"),
+    quantities, and predicted observations.  A true value that equals draws is ranked among them at
+    random.
 
     Args:
-        model: the fitted model.
-        stack: the data sets.
-        true: params that they were drawn from, `[data sets, D]`.
-        draws: params, `[data sets, draws, D]`; NaN for draws of a chain that broke.
-        quantities: functions of (sites, data).
-        predict_at: rows whose observations are predicted by every draw; None for none.
-        seed: of the predictions, and of the order of equal values.
+        model: fitted model.
+        stack: data sets.
+        true: params that the data sets were drawn from, `[data sets, D]`.
+        draws: posterior draws, unconstrained, `[data sets, draws, D]`; NaN for draws of a chain
+            that broke.
+        quantities: functions of (sites, data), by name.
+        predict_at: rows of data whose observations are predicted by every draw and by the true
+            params; None for none.
+        seed: seed of the predictions, and of the order of equal values.
     """
     count, observed = draws.shape[1] + 1, set(model.places)
     positions = torch.cat([draws, true[:, None].to(draws)], 1).flatten(0, 1)
@@ -162,6 +172,7 @@ def rank(
 
 
 def _values_for_users(sites: Mapping[str, Site], model: Generator) -> dict[str, Tensor]:
-    """Values of latent and observed sites, as quantities take them."""
+    """A dict from the names of latent and observed sites to their values, for the user's
+    quantities."""
     names = {*model.latents, *model.places}
     return {name: site.value for name, site in sites.items() if name in names}

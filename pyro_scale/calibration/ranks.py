@@ -1,4 +1,4 @@
-"""Scores of ranks, for `SBC.summary`, and descriptions of their shape, for the report."""
+"""Statistics of ranks, for `SBC.summary`, and descriptions of their shape, for the report."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _CLEAR = 3.0
 def scores(
     ranks: Tensor, num_draws: int, true: Tensor, mean: Tensor, sd: Tensor, is_of_data: Tensor
 ) -> dict[str, Tensor]:
-    """The columns of `SBC.summary`, `[elements]` each.
+    """A dict from the columns of `SBC.summary` to their numbers, `[elements]` each.
 
     Args:
-        ranks: of the true values, integers `[S, elements]`.
-        num_draws: L, the number of draws that each rank is among.
+        ranks: ranks of the true values among draws, integers `[S, elements]` for S simulations.
+        num_draws: L, the number of draws of a simulation; ranks are 0 to L.
         true: values that data were simulated from, `[S, elements]`.
         mean: posterior means, `[S, elements]`.
         sd: posterior standard deviations, `[S, elements]`.
-        is_of_data: which elements are functions of the data, `[elements]`.
+        is_of_data: which elements are functions of the data, `[elements]`; their contraction is
+            NaN.
     """
     uniform = torch.arange(1, num_draws + 1).double()[:, None] / (num_draws + 1)
     ecdf = ecdf_counts(ranks, num_draws).double() / len(ranks)
@@ -46,15 +47,15 @@ def scores(
 
 
 def describe_ranks(ranks: Tensor, num_draws: int) -> str:
-    """Where ranks pile up, in words, and what that says about the draws.
+    """A phrase that says where ranks pile up, and what that means for the draws.
 
     The mean and the variance of the ranks are compared with those of uniform ranks.  The one that
     is more standard errors away is described.  Ranks pile up at both ends if true values lie
     outside of their draws too often (Talts et al. 2018, section 4.2).
 
     Args:
-        ranks: integers in 0 to `num_draws`, `[S]`.
-        num_draws: L, the number of draws that each rank is among.
+        ranks: ranks of one element, integers in 0 to `num_draws`, `[S]` for S simulations.
+        num_draws: L, the number of draws of a simulation.
 
     Examples:
         >>> import torch
@@ -77,8 +78,8 @@ def describe_ranks(ranks: Tensor, num_draws: int) -> str:
 
 
 def _standard_errors(values: Tensor, uniform: Tensor) -> float:
-    """Distance of the mean of `values` from the mean of equally likely values, in standard
-    errors."""
+    """Distance of the mean of `values` from the mean of `uniform`, in standard errors of a mean of
+    that many draws from equally likely `uniform`; 0 if these are all equal."""
     error = float(uniform.std(correction=0)) / len(values) ** 0.5
     return float(values.mean() - uniform.mean()) / error if error else 0.0
 

@@ -43,11 +43,12 @@ class SBC:
     The test is that of Saeilynoja, Buerkner and Vehtari (2022), without simulation.
 
     Attributes:
-        ranks: by quantity, the number of draws below the true value, int64 `[S, *shape]`.
+        ranks: number of draws below the true value, by name of the quantity, int64 `[S, *shape]`
+            for S simulations.
         num_draws: L, the number of draws of each simulation; ranks are 0 to L.
-        true: by quantity, the values that the data were simulated from, `[S, *shape]`.
-        mean: by quantity, the means of the draws, `[S, *shape]`.
-        sd: by quantity, the standard deviations of the draws, `[S, *shape]`.
+        true: values that the data were simulated from, by quantity, `[S, *shape]`.
+        mean: means of the draws, by quantity, `[S, *shape]`.
+        sd: standard deviations of the draws, by quantity, `[S, *shape]`.
         ess: the least effective sample size of each simulation, before draws were thinned to L,
             `[S]`.
         failed: reasons of failure, by the simulation's number.  Ranks among the draws of failed
@@ -57,7 +58,8 @@ class SBC:
         attrs: method, settings, seconds.
         of_data: names of quantities that depend on the data, such as the log likelihood; they have
             no prior variance.
-        data_of: a simulation's number -> its data, as the model takes them.
+        data_of: function from a simulation's number to its data, as the model's arguments; None if
+            the data cannot be drawn again.
 
     Examples:
         `mu ~ N(0, 1)` and one observation `y ~ N(mu, 1)`, so that the posterior is N(y / 2, 1 / 2);
@@ -100,14 +102,18 @@ class SBC:
 
     @cached_property
     def elements(self) -> dict[str, Tensor]:
-        """The ranks of each element by its label in the table, `[S]`."""
+        """A dict from the label of each scalar element, such as `w[0, 1]`, to its ranks over
+        simulations, `[S]`."""
         return dict(zip(self._of_label, self._flat(self.ranks).unbind(1), strict=True))
 
     def data(self, number: int) -> Any:
-        """The data of one simulation, as the model takes them, to fit them again.
+        """The data of one simulation, as the model's arguments, to fit them again.
 
         A method whose settings are all numbers gives the draws that were ranked, if it is run with
         `seed=sbc.seeds[number]` and one chain.
+
+        Args:
+            number: number of the simulation, from 0.
 
         Raises:
             ArgumentError: there is no such simulation, or this is not the result of `ps.sbc`.
@@ -119,7 +125,8 @@ class SBC:
         return self.data_of(number)
 
     def summary(self, var_names: Sequence[str] | None = None) -> Any:
-        """A DataFrame with a row for each element of a quantity.
+        """A DataFrame of statistics of ranks and draws, with a row for each scalar element of a
+        quantity.
 
         | column | what | of exact draws |
         |---|---|---|
@@ -147,7 +154,8 @@ class SBC:
 
     @cached_property
     def verdict(self) -> Literal["calibrated", "miscalibrated", "unknown"]:
-        """Whether ranks are uniform, at 5% by Holm's method over all elements of all quantities.
+        """Whether ranks are uniform ("calibrated") or not ("miscalibrated"), at a level of 5% by
+        Holm's method over all elements of all quantities.
 
         If more than 1% of the simulations failed or were slow, the verdict is "miscalibrated" if
         it does not depend on the ranks of these simulations, and "unknown" otherwise.
@@ -161,7 +169,8 @@ class SBC:
         return "miscalibrated" if bool((holm(p_values) <= SIGNIFICANT).any()) else "unknown"
 
     def plot(self, var_names: Sequence[str] | None = None, level: float = 0.95) -> Figure:
-        """ECDF differences, a panel for each element, with the simultaneous band of uniform ranks.
+        """A figure of the ranks' ECDFs minus the uniform one, with a panel for each element, and
+        the simultaneous band in which uniform ranks lie.
 
         A line that leaves its band is drawn in another color.  If a line is above 0 on the left and
         below 0 on the right, ranks pile up at both ends: draws are too narrow.  Of more than 20
@@ -188,7 +197,7 @@ class SBC:
         return plot_ecdf_differences(rows, level, note)
 
     def to_datatree(self) -> Any:
-        """ArviZ's DataTree, or InferenceData before ArviZ 1, with the group `prior_sbc`.
+        """The ranks as ArviZ's DataTree (InferenceData before ArviZ 1), in the group `prior_sbc`.
 
         As in simuk, the dimensions of a variable are one chain, a draw for each simulation, and the
         variable's shape.  Values are PITs, (rank + 1/2) / (L + 1), in (0, 1):
@@ -224,7 +233,8 @@ class SBC:
 
     @property
     def headline(self) -> str:
-        """The verdict in one line."""
+        """One line with the verdict, the number of elements and simulations, and the least
+        p-value."""
         table = self._table
         simulations = f"{self.num_simulations:,} simulations of {self.num_draws:,} draws"
         least = f"least p-value {float(table.p_holm.min()):.2g} by Holm's method"
@@ -240,7 +250,8 @@ class SBC:
         return f"MISCALIBRATED: {count:,} of {elements} in {simulations}; {least}"
 
     def _shapes(self) -> list[str]:
-        """Lines of the report on elements whose ranks are not uniform."""
+        """Lines of the report that describe the ranks of elements whose ranks are not uniform;
+        empty if there are none."""
         off = self._table[self._table.p_holm <= SIGNIFICANT].sort_values("p_holm", kind="stable")
         lines = []
         for label, row in off[:_MOST_NAMED].iterrows():
@@ -252,7 +263,8 @@ class SBC:
         return [*lines, f"and {_count_elements(more)} more"] if more else lines
 
     def _troubles(self) -> list[str]:
-        """Lines of the report on simulations that failed or were slow."""
+        """Lines of the report on simulations that failed or had too few effective draws; empty if
+        there are none."""
         lines, total = [], f"of {self.num_simulations:,} simulations"
         if self.failed:
             by_reason: dict[str, list[str]] = {}
@@ -267,12 +279,12 @@ class SBC:
 
     @property
     def _doubtful(self) -> list[int]:
-        """Numbers of the simulations that failed or were slow."""
+        """Sorted numbers of the simulations that failed or had too few effective draws."""
         return sorted({*self.failed, *self.slow})
 
     @cached_property
     def _table(self) -> Any:
-        """The DataFrame of `summary`, of all quantities."""
+        """The DataFrame that `summary` returns, with all quantities."""
         import pandas
 
         true, mean, sd = (self._flat(x).double() for x in (self.true, self.mean, self.sd))
@@ -285,7 +297,8 @@ class SBC:
 
     @cached_property
     def _of_label(self) -> dict[str, str]:
-        """Name of the quantity of each element, by the element's label, in the order of `_flat`."""
+        """A dict from the label of each scalar element, such as `w[0, 1]`, to the name of its
+        quantity, in the order of `_flat`."""
         names = {}
         for name, ranks in self.ranks.items():
             for index in np.ndindex(*ranks.shape[1:]):
@@ -293,12 +306,17 @@ class SBC:
         return names
 
     def _flat(self, values: Mapping[str, Tensor]) -> Tensor:
-        """All elements of all quantities, `[S, elements]`."""
+        """The numbers of all scalar elements side by side, `[S, elements]`, from a dict by quantity
+        of tensors `[S, *shape]`."""
         parts = [values[name].cpu().reshape(self.num_simulations, -1) for name in self.ranks]
         return torch.cat(parts, 1)
 
     def _names(self, var_names: Sequence[str] | None) -> Sequence[str]:
-        """Names of the quantities to show, checked."""
+        """Names of the quantities to show: `var_names`, or all for None.
+
+        Raises:
+            ArgumentError: `var_names` is a string, or names an unknown quantity.
+        """
         names = list(self.ranks) if var_names is None else var_names
         if isinstance(names, str):
             raise ArgumentError(f"var_names={var_names!r}: pass a list, [{var_names!r}]")
@@ -312,7 +330,7 @@ class SBCComparison(Mapping[str, SBC]):
     """A mapping from names of methods or settings to their `SBC`.
 
     Args:
-        results: by name; p-values are adjusted within each.
+        results: results by name; p-values are adjusted within each result.
     """
 
     def __init__(self, results: Mapping[str, SBC]) -> None:
@@ -328,17 +346,28 @@ class SBCComparison(Mapping[str, SBC]):
         return len(self._results)
 
     def summary(self, var_names: Sequence[str] | None = None) -> Any:
-        """A DataFrame with the rows of every `SBC.summary`, indexed by (setting, element)."""
+        """A DataFrame with the rows of every result's `SBC.summary`, indexed by (setting, element).
+
+        Args:
+            var_names: quantities to show; None for all.
+
+        Raises:
+            ArgumentError: an unknown quantity.
+        """
         import pandas
 
         tables = {setting: sbc.summary(var_names) for setting, sbc in self.items()}
         return pandas.concat(tables, names=["setting", "element"])
 
     def plot(self, var_names: Sequence[str] | None = None, level: float = 0.95) -> Figure:
-        """ECDF differences as in `SBC.plot`, with a row for each setting and a column for each
-        element.
+        """A figure of ECDF differences as in `SBC.plot`, with a row of panels for each setting and
+        a column for each element.
 
         Of more than 6 elements, those with the smallest p-values in any setting are shown.
+
+        Args:
+            var_names: quantities to show; None for all.
+            level: probability of the band of each panel.
         """
         table = self.summary(var_names)
         least = table.p_value.groupby(level="element", sort=False).min()

@@ -27,20 +27,21 @@ from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
 from pyro_scale.posterior.row_batches import data_axes
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
-#: Data sets that are drawn with one seed: a data set does not depend on how many there are.
+#: Number of data sets that are drawn with one seed, always: so a data set does not depend on how
+#: many are drawn.
 AT_ONCE = 20
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A model, and data like those that it draws.
+    """A model from which data sets are drawn, and data like those that the model draws.
 
     Attributes:
-        log_posterior: of the model, after its preflight on the data.
-        arguments: the data, as the model takes them.
-        places: where the observations of each observed site are.
-        covariates: leaves of the arguments whose rows are drawn anew for each data set, with
-            replacement, by name; empty if all data sets share them.
+        log_posterior: log posterior of the model, after its checks on the data.
+        arguments: the data, as the model's arguments.
+        places: where the observations of each observed site are, by site.
+        covariates: places, among the flattened arguments, of tensors whose rows are drawn anew for
+            each data set, with replacement, by name; empty if all data sets share them.
     """
 
     log_posterior: LogPosterior
@@ -50,7 +51,11 @@ class Generator:
 
     @classmethod
     def from_model(cls, log_posterior: LogPosterior, arguments: Arguments) -> Generator:
-        """Checks that data sets can be drawn from the model.
+        """The generator for a model; checks that data sets can be drawn from the model.
+
+        Args:
+            log_posterior: log posterior of the model.
+            arguments: the data, as the model's arguments.
 
         Raises:
             SiteError: a site cannot be drawn.
@@ -78,7 +83,7 @@ class Generator:
         return generator
 
     def with_resampled_covariates(self) -> Generator:
-        """The generator that draws the rows of covariates anew for each data set.
+        """A copy that draws the rows of covariates anew for each data set, with replacement.
 
         Raises:
             ArgumentError: observations and covariates are in one tensor.
@@ -95,7 +100,7 @@ class Generator:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the data; 1 if the model takes no rows."""
+        """Number of rows of the data; 1 if the model's arguments contain no rows."""
         return rows.count(self.arguments) or 1
 
     @property
@@ -104,8 +109,8 @@ class Generator:
         return self.log_posterior.latents
 
     def stacked_model(self) -> Callable[..., Any]:
-        """The model as a function of (arguments that all data sets share, tables of one data set
-        by site)."""
+        """The model as a function of two arguments: what all data sets share (`shared_arguments`),
+        and one data set's observations and covariates by name, `[rows, ...]`."""
         run, places, covariates = self.log_posterior.model, self.places, self.covariates
 
         def simulated(shared: Arguments, tables: Mapping[str, Tensor]) -> Any:
@@ -122,7 +127,8 @@ class Generator:
         return simulated
 
     def shared_arguments(self) -> Arguments:
-        """The arguments that all data sets share, with None in place of the others."""
+        """The model's arguments that all data sets share, with None in place of those that
+        differ."""
         varying = {place.leaf for place in self.places.values() if place.part is None}
         varying |= set(self.covariates.values())
         leaves, structure = pytree.tree_flatten(self.arguments)
@@ -130,7 +136,8 @@ class Generator:
         return pytree.tree_unflatten(kept, structure)
 
     def fill_arguments(self, tables: Mapping[str, Tensor]) -> Arguments:
-        """The model's arguments, as a user passes them, with the tables of one data set."""
+        """The model's arguments, as a user passes them, for one data set; `tables` are its
+        observations and covariates by name, `[rows, ...]`."""
         leaves, structure = pytree.tree_flatten(self.arguments)
         for name, place in self.places.items():
             if place.leaf is not None:
@@ -140,7 +147,7 @@ class Generator:
         return pytree.tree_unflatten(leaves, structure)
 
     def prior_draws(self, count: int, seed: int) -> dict[str, Tensor]:
-        """Unconstrained latents from their priors, by site, `[count, ...]`."""
+        """Draws of the unconstrained latents from their priors, by site, `[count, ...]`."""
         numbers = range(-(-count // AT_ONCE))
         seeds = [derived_seed(seed, 0, Purpose.SIMULATION, number) for number in numbers]
         parts = [self.log_posterior.prior_draws(self.arguments, AT_ONCE, s) for s in seeds]
@@ -149,13 +156,14 @@ class Generator:
     def draw(
         self, params: Mapping[str, Tensor], seed: int, start: int = 0, stop: int | None = None
     ) -> dict[str, Tensor]:
-        """Tables of data sets start ... stop - 1, by site, `[data sets, rows, ...]`.
+        """Draws data sets start ... stop - 1 at their latents: observations by site, and covariates
+        by name, `[data sets, rows, ...]`.
 
         Args:
             params: unconstrained latents of all data sets, by site, `[count, ...]`.
-            seed: seeds of the data sets are derived from it.
+            seed: seed from which the seeds of data sets follow.
             start: number of the first data set.
-            stop: one more than the number of the last; all by default.
+            stop: one more than the number of the last; None for all of `params`.
         """
         count, parts = len(next(iter(params.values()))), []
         stop, first = count if stop is None else stop, start // AT_ONCE
@@ -168,12 +176,12 @@ class Generator:
         return {name: torch.cat([part[name] for part in parts])[kept] for name in parts[0]}
 
     def observations(self) -> dict[str, Tensor]:
-        """Observations of the data as tables, by site, `[rows, ...]`."""
+        """Observations of the generator's own data, by site, `[rows, ...]`."""
         sites = self.log_posterior.model_info.sites
         return {n: p.to_table(sites[n].value, self.num_rows) for n, p in self.places.items()}
 
     def with_rows_twice(self) -> Generator:
-        """The generator on data that have every row twice."""
+        """A copy whose data have every row twice."""
         twice = rows.map_rows(lambda leaf: torch.cat([leaf, leaf]), self.arguments)
         leaves = pytree.tree_leaves(self.arguments)
         places = {
@@ -185,15 +193,15 @@ class Generator:
     def check_support(
         self, params: Mapping[str, Tensor], tables: Mapping[str, Tensor], start: int
     ) -> None:
-        """Checks that the model can draw the observations of data sets at their latents.
+        """Raises an error if data sets contain observations that the model cannot draw.
 
         Args:
             params: unconstrained latents, by site, `[data sets, ...]`.
             tables: observations, by site, `[data sets, rows, ...]`.
-            start: number of the first data set.
+            start: number of the first data set, for the message.
 
         Raises:
-            SiteError: observations outside of a site's support.
+            SiteError: observations are outside of a site's support.
         """
         numbers = torch.arange(len(next(iter(tables.values()))))
 
@@ -218,7 +226,8 @@ class Generator:
                 )
 
     def _draw_block(self, params: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-        """Tables of data sets at latents `[data sets, ...]`, all with one seed."""
+        """Draws one data set at each of the latents `[data sets, ...]`, all with one seed:
+        observations by site, and covariates by name, `[data sets, rows, ...]`."""
         count, num_rows = len(next(iter(params.values()))), self.num_rows
         leaves, structure = pytree.tree_flatten(self.arguments)
         with own_generator(seed), torch.no_grad(), without_vmap_warnings():
@@ -256,11 +265,12 @@ class Generator:
         return observed | covariates
 
     def _check_order_of_draws(self) -> None:
-        """Checks that no observation depends on other observations, as in an autoregression: as
-        sites are drawn given the data, they would not be a draw of the model.
+        """Raises an error if observations depend on other observations, as in an autoregression: as
+        sites are drawn with the other observations as they are in the data, they would not be a
+        draw of the model.
 
         Raises:
-            SiteError: a site whose distribution depends on observations.
+            SiteError: the distribution of a site depends on observations.
         """
         params = self.prior_draws(AT_ONCE, 0)
         tables, others = self.draw(params, 0), self.draw(params, 1)
@@ -276,7 +286,7 @@ class Generator:
 
 
 def _check_model(log_posterior: LogPosterior) -> None:
-    """Checks that all sites of a model can be drawn.
+    """Raises an error if data sets cannot be drawn from a model.
 
     Raises:
         ModelError: the model has params, which have no prior, or takes subsamples by itself.
@@ -309,7 +319,8 @@ def _check_model(log_posterior: LogPosterior) -> None:
 
 
 def _can_be_drawn(site: Site) -> bool:
-    """Whether a site's distribution has draws, and finite ones if it is latent."""
+    """Whether a site's distribution can be sampled, and, if the site is latent, gives a finite
+    draw."""
     if site.kind == "observed" and isinstance(site.fn, Delta):
         return True
     try:

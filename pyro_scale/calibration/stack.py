@@ -1,4 +1,4 @@
-"""Many data sets of one model, and the density that a compiled program evaluates on all."""
+"""Many data sets of one model, and the density that a compiled step evaluates on all of them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StackedDensity:
-    """The log posterior of every chain's own data set, as the engine evaluates it.
+    """The log posteriors of many data sets, one for each chain, as a step evaluates them.
 
-    Batches are those of `StackedBatches`.  Their constants are the tensors of the chain's
-    whitening, then a factor on its step size.  The density is a function of z; params are m + S z.
+    Batches are those of `StackedBatches`.  They contain constants: the tensors of the chain's
+    whitening, then a factor on the chain's step size.  The density is a function of whitened
+    coordinates z, with params = center + S z.
 
     Attributes:
-        log_posterior: of the model of (shared rows, a data set's own rows).
-        layout: of a position.
-        whitening: the form of the whitenings, whose tensors come with the batches; None where
-            chains move in params.
-        in_batches: whether a step takes some of the rows.  If it takes all, tables of shared rows
-            are transposed, `[columns, N]`.
+        log_posterior: log posterior of a model whose arguments are (rows that all data sets share,
+            a data set's own rows).
+        layout: sites, shapes and offsets of a position `[D]`.
+        whitening: a map of the structure of the chains' whitenings, whose tensors come with the
+            batches; None if chains move in params.
+        in_batches: whether a step uses some of the rows of data.  If a step uses all, tables of
+            shared rows are stored transposed, `[columns, N]`.
     """
 
     log_posterior: LogPosterior
@@ -51,29 +53,40 @@ class StackedDensity:
 
     @property
     def num_data(self) -> int:
-        """N, the rows of each data set."""
+        """N, the number of rows of each data set."""
         return self.log_posterior.num_data
 
     def grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Any]:
-        """(Gradient of a chain's log joint with respect to z, by site; the evaluation)."""
+        """(Gradient of a chain's log joint with respect to the whitened coordinates z, by site; the
+        log joint's evaluation).
+
+        Args:
+            params: the chain's coordinates z, by site.
+            batch: batch of the chain's data set, from `StackedBatches`.
+            indices: not used.
+        """
         return self._grad_of_z(self.log_posterior.grad, params, batch)
 
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Any]:
-        """The same by plain autograd, for models that functorch refuses."""
+        """(Gradient of a chain's log joint with respect to the whitened coordinates z, by site; the
+        log joint's evaluation), as `grad`, but by `torch.autograd`, for models that `torch.func`
+        does not support."""
         return self._grad_of_z(self.log_posterior.plain_grad, params, batch)
 
     def row_gradients(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Raises an error: a calibration does not need gradients of rows."""
+        """Always raises NotImplementedError: a calibration does not need gradients of single rows
+        of data."""
         raise NotImplementedError
 
     def own_values(self, values: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
-        """Hyperparameter values of one chain: lr is multiplied by the chain's factor."""
+        """The hyperparameters of one chain by name: a copy of `values` in which lr is multiplied by
+        the chain's factor, if its batch has one."""
         constants, _, _ = batch
         if not constants:
             return dict(values)
@@ -100,18 +113,19 @@ class Stack:
     """Data sets of one model that differ in their observations.
 
     Attributes:
-        log_posterior: of the model of (shared rows, a data set's own rows), after its preflight.
-        layout: of a position.
-        shared: rows that all data sets have in common.
-        tables: rows of each data set, by site, `[data sets, N, ...]`.
+        log_posterior: log posterior of a model whose arguments are (rows that all data sets share,
+            a data set's own rows), after its checks.
+        layout: sites, shapes and offsets of a position `[D]`.
+        shared: rows of data that all data sets have in common.
+        tables: observations of all data sets, by site, `[data sets, N, ...]`.
         seeds: a seed for each data set.
-        batch_size: rows of a step; None for all.
-        sampling: how rows are drawn.
+        batch_size: number of rows of data in a step; None for all.
+        sampling: how the rows of a batch are drawn.
         compile: whether steps are compiled.
-        earlier: programs compiled for other data sets of the same model.
-        bar: shows the progress.
-        vectorized: whether the model can be vmapped.
-        columns: shared rows with transposed tables, for steps on all rows.
+        earlier: steps compiled for other data sets of the same model, to be used again.
+        bar: progress bar.
+        vectorized: whether the model can be vmapped over data sets.
+        columns: shared rows with transposed tables, for steps on all rows; derived if not passed.
     """
 
     log_posterior: LogPosterior
@@ -134,28 +148,32 @@ class Stack:
 
     @property
     def num_chains(self) -> int:
-        """Number of data sets, each of which has one chain."""
+        """Number of data sets; each has one chain."""
         return len(self.seeds)
 
     @property
     def num_data(self) -> int:
-        """N, the rows of each data set."""
+        """N, the number of rows of each data set."""
         return self.log_posterior.num_data
 
     @property
     def share_of_rows(self) -> float:
-        """Fraction of the rows that a step takes."""
+        """Fraction of a data set's rows that one step uses: 1 without batches."""
         return 1.0 if self.batch_size is None else self.batch_size / self.num_data
 
     def arguments(self, number: Tensor) -> tuple[Arguments, dict[str, Tensor]]:
-        """The model's arguments for one data set: shared rows, and its own; `number` is 0-d."""
+        """The model's arguments for one data set: (shared rows, the data set's own rows by site).
+
+        Args:
+            number: number of the data set, a 0-d integer tensor, also under vmap.
+        """
         return self.shared, {name: take_one(table, number) for name, table in self.tables.items()}
 
     def batches(self, seeds: Sequence[int], constants: Sequence[Tensor]) -> StackedBatches:
-        """Batches of all chains.
+        """An endless source of batches for all chains.
 
         Args:
-            seeds: by which each chain draws rows.
+            seeds: a seed for each chain, from which its batches follow.
             constants: tensors that come with every batch of a chain, `[chains, ...]`.
         """
         num_rows = rows.count(self.arguments(torch.tensor(0))) or 1
@@ -166,19 +184,29 @@ class Stack:
         return StackedBatches(self.shared, dict(self.tables), num_rows, constants, indices)
 
     def map(self, function: Callable[[Tensor], T]) -> T:
-        """The values of a function of a data set's number for all data sets, `[data sets, ...]`,
-        as many at a time as memory allows."""
+        """Evaluates a function for all data sets under vmap, as many at a time as memory allows.
+        Returns its results stacked, `[data sets, ...]`.
+
+        Args:
+            function: function of the number of a data set, a 0-d tensor, that returns a pytree of
+                tensors.
+        """
         parts: list[T] = list(vmap_in_chunks(function, [torch.arange(self.num_chains)]))
         return pytree.tree_map(lambda *leaves: torch.cat(leaves), *parts)
 
     def log_joint(self, position: Tensor, number: Tensor) -> Tensor:
-        """The log joint of one data set at params [D], in nats."""
+        """The log joint of one data set, in nats, 0-d.
+
+        Args:
+            position: unconstrained parameters, `[D]`.
+            number: number of the data set, a 0-d integer tensor.
+        """
         params = self.layout.unflatten(position)
         return self.log_posterior(params, self.arguments(number)).log_joint
 
     def log_joints(self, positions: Tensor) -> Tensor:
-        """The log joint of each data set at its params, `[data sets]`; positions are
-        `[data sets, D]`."""
+        """The log joint of each data set at its own unconstrained parameters `[data sets, D]`, in
+        nats, `[data sets]`."""
 
         def log_joint(number: Tensor) -> Tensor:
             return self.log_joint(take_one(positions, number), number)
@@ -186,32 +214,41 @@ class Stack:
         return self.map(log_joint)
 
     def select(self, chains: Tensor) -> Stack:
-        """The stack of these data sets only."""
+        """A copy with these data sets only; `chains` are their numbers, int64 `[n]`."""
         tables = {name: table[chains] for name, table in self.tables.items()}
         return self.with_data(tables, [self.seeds[chain] for chain in chains.tolist()])
 
     def with_data(self, tables: Mapping[str, Tensor], seeds: Sequence[int]) -> Stack:
-        """The stack of other data sets of the same model."""
+        """A copy with other data sets of the same model.
+
+        Args:
+            tables: observations of the data sets, by site, `[data sets, N, ...]`.
+            seeds: a seed for each data set.
+        """
         return dataclasses.replace(self, tables=tables, seeds=seeds)
 
 
 def take_one(table: Tensor, number: Tensor) -> Tensor:
-    """The entry of a table at a number, 0-d, also under vmap."""
+    """The entry `table[number]`, of shape `table.shape[1:]`; works under vmap, where indexing does
+    not. `number` is a 0-d integer tensor."""
     return table.index_select(0, number[None])[0]
 
 
 def transpose_tables(shared: Arguments) -> Arguments:
-    """Rows with transposed tables: sums over rows then run along contiguous memory."""
+    """The arguments with their two-dimensional tensors transposed: sums over rows of data then run
+    along contiguous memory."""
     return rows.map_rows(lambda table: table.mT if table.dim() == 2 else table, shared)
 
 
 def find_starts(stack: Stack, init: InitFunction | None) -> Tensor:
-    """Starts of the chains, params `[chains, D]`: those of runs with the same seeds.
+    """Unconstrained parameters at which the chains start, `[chains, D]`: those of single runs with
+    the same seeds.
 
-    A chain whose log joint is finite at no start breaks at once, and counts as failed.
+    A chain whose log joint is finite at none of several starts breaks at once, and counts as
+    failed.
 
     Args:
-        stack: the data sets.
+        stack: data sets of one model.
         init: one of Pyro's init functions; None for the library's.
 
     Raises:

@@ -1,4 +1,5 @@
-"""A chain on each of many data sets: one-chain groups for the warm-up and pilots of `tuning/`."""
+"""One chain on each of many data sets, as groups of one chain for the warm-up and pilots of
+`tuning/`."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from pyro_scale.tuning.modes import gaussian_at
 from pyro_scale.tuning.policy import GEOMETRY
 from pyro_scale.tuning.windows import learn
 
-#: Coordinates whitened by a matrix, or by a scale for each element.
+#: How coordinates are whitened: by a matrix ("dense"), or by a scale for each element ("diag").
 Kind = Literal["dense", "diag"]
 
 
@@ -38,11 +39,13 @@ class StackedChains:
     """One chain on each data set of a stack.
 
     Attributes:
-        stack: the data sets.
-        kernel: the sampler, with the longest step size.
-        positions: of each chain in its coordinates, `[chains, D]`.
-        whitening: maps of all chains, with tensors `[chains, ...]`; None if chains move in params.
-        learned_lr: step size of each chain, `[chains]`, float64; None if the kernel's is set.
+        stack: data sets of one model.
+        kernel: sampler, with the longest step size that a chain may have.
+        positions: position of each chain, in the chain's coordinates, `[chains, D]`.
+        whitening: maps from the chains' coordinates to params, as one map with tensors `[chains,
+            ...]`; None if chains move in params.
+        learned_lr: step size of each chain, `[chains]`, float64; None if the user set the step
+            size.
     """
 
     stack: Stack
@@ -67,7 +70,8 @@ class StackedChains:
 
     @property
     def lr_factor(self) -> Tensor:
-        """Factor on the kernel's step size for each chain, `[chains]`."""
+        """Factor by which each chain's step size differs from the sampler's, `[chains]`; 1 if the
+        user set the step size."""
         if self.learned_lr is None:
             return self.positions.new_ones(len(self.positions))
         return (self.learned_lr / float(self.kernel.lr)).to(self.positions)
@@ -76,7 +80,11 @@ class StackedChains:
         return dataclasses.replace(self, learned_lr=lr)
 
     def select(self, chains: Tensor) -> StackedChains:
-        """These chains only."""
+        """A copy with these chains only, and their data sets.
+
+        Args:
+            chains: numbers of the chains to keep, int64 `[n]`.
+        """
         whitening, lr = self.whitening, self.learned_lr
         if whitening is not None:
             whitening = whitening.with_tensors([tensor[chains] for tensor in whitening.tensors])
@@ -89,7 +97,8 @@ class StackedChains:
         )
 
     def to_params(self, positions: Tensor) -> Tensor:
-        """Positions `[chains, ..., D]` in each chain's coordinates as params."""
+        """Unconstrained parameters `[chains, ..., D]` at positions `[chains, ..., D]`, which are in
+        each chain's own coordinates."""
         if self.whitening is None:
             return positions
         return map_vectors(self.whitening, "to_params", positions)
@@ -102,17 +111,21 @@ class StackedChains:
         noise_class: type[RefinedNoise] | None = None,
         last: Callable[[StackedBatches], Checkpoint] | None = None,
     ) -> Draws:
-        """Moves all chains from their positions and returns their draws.
+        """Moves all chains from their positions, and returns their draws, in the chains' own
+        coordinates.
 
         Args:
             steps: how many steps to take, and which draws to keep.
-            seeds: of each chain; by default those of the stack.
-            columns: hyperparameter values, step by step; by default those of the kernel.
-            noise_class: class of the noise, called with seeds; by default the engine's noise.
-            last: checkpoint to continue from, given the batches.
+            seeds: seed of each chain; None for those of the stack.
+            columns: hyperparameters at all steps, by name, `[steps, ...]`; None for those of the
+                sampler.
+            noise_class: class that draws the standard normal numbers of the steps; None for the
+                usual one.
+            last: function from the chains' batches to a checkpoint from which to continue; None to
+                start at the positions.
 
         Raises:
-            Exception: what ended the steps before their time.
+            Exception: whatever ended the run before its last step.
         """
         stack, kernel, positions = self.stack, self.kernel, self.positions
         seeds, numbers = stack.seeds if seeds is None else seeds, [0] * stack.num_chains
@@ -158,8 +171,14 @@ class StackedChains:
         return sound[:, None]
 
     def moved_to(self, draws: Draws, sound: Tensor) -> StackedChains:
-        """The chains at their last draws if they are sound.  Others restart halfway to the center;
-        they stay if the step size is set."""
+        """The chains at their last draws if they are sound.  Others restart halfway between where
+        they were and the center of their coordinates; if the user set the step size, they stay
+        where they were.
+
+        Args:
+            draws: draws of all chains.
+            sound: which chains are sound, booleans `[chains, 1]`.
+        """
         last, before = draws.positions[:, -1].to(self.positions), self.positions
         positions = torch.where(sound, last, before / 2 if self.learns else before)
         return dataclasses.replace(self, positions=positions)
@@ -192,8 +211,13 @@ class StackedChains:
         return learned, change, torch.stack(curvatures, 1)
 
     def _steepest(self, whitening: Whitening, params: Tensor) -> Tensor:
-        """Largest curvature over N of each data set at params `[chains, D]`, in whitened
-        coordinates."""
+        """The largest eigenvalue of minus the Hessian of each data set's log joint over N, in
+        whitened coordinates, float64 `[chains]`; NaN if the Hessian is not finite.
+
+        Args:
+            whitening: maps of all chains, with tensors `[chains, ...]`.
+            params: unconstrained parameters at which to compute the Hessians, `[chains, D]`.
+        """
         _, _, curvature = evaluate(self.stack, params)
         whitened = map_vectors(whitening, "pull_back", curvature.to(params))
         whitened = map_vectors(whitening, "pull_back", whitened.mT.contiguous()).double()
@@ -207,7 +231,13 @@ def map_vectors(
     method: Literal["to_params", "to_whitened", "pull_back"],
     vectors: Tensor,
 ) -> Tensor:
-    """A method of each chain's whitening, applied to that chain's vectors `[chains, ..., D]`."""
+    """Applies one method of each chain's whitening to the chain's vectors, `[chains, ..., D]`.
+
+    Args:
+        whitening: maps of all chains, with tensors `[chains, ...]`.
+        method: name of the method, which maps vectors `[..., D]` to vectors.
+        vectors: vectors of each chain, `[chains, ..., D]`.
+    """
 
     def map_one(tensors: list[Tensor], vectors: Tensor) -> Tensor:
         mapped: Tensor = getattr(whitening.with_tensors(tensors), method)(vectors)
@@ -219,15 +249,15 @@ def map_vectors(
 def start_at_modes(
     stack: Stack, kernel: Kernel, starts: Tensor, kind: Kind, learns: bool
 ) -> StackedChains:
-    """Finds every posterior's mode, and starts a chain around it in coordinates that whiten the
-    Gaussian there.
+    """Finds the mode of every data set's posterior, and starts a chain around it, in coordinates
+    that whiten the Gaussian approximation at the mode.
 
     Args:
-        stack: the data sets.
-        kernel: the sampler, with the longest step size.
-        starts: starts of the searches, `[chains, D]`.
-        kind: the form of the coordinates.
-        learns: whether windows update coordinates and step sizes.
+        stack: data sets of one model.
+        kernel: sampler, with the longest step size that a chain may have.
+        starts: unconstrained parameters at which the searches begin, `[chains, D]`.
+        kind: "dense" to whiten by the whole covariance, "diag" to whiten by the sds alone.
+        learns: whether the warm-up is to update coordinates and step sizes.
     """
     modes, size = find_modes(stack, starts), starts.shape[1]
     temperature = float(kernel.values(0)["temperature"])

@@ -1,8 +1,9 @@
 """True params and data sets of simulations: from the prior, a posterior, or another model.
 
-`fitted` is the model that is fitted.  `params(count, seed)` draws unconstrained latents of it, by
-site, `[count, ...]`.  `observed(params, start, stop, seed)` draws the tables of data sets
-start ... stop - 1, by site, `[data sets, rows, ...]`.
+Both classes have the attribute `fitted`, the model that is fitted, and two methods. `params(count,
+seed)` draws unconstrained latents of the fitted model, by site, `[count, ...]`. `observed(params,
+start, stop, seed)` draws the observations of data sets start ... stop - 1, by site, `[data sets,
+rows, ...]`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from pyro_scale.rng.seeds import Purpose, generator
 
 @dataclass(frozen=True)
 class FromPrior:
-    """Latents from the prior, data from the model (Talts et al. 2018).
+    """Draws latents from the prior, and data from the model (Talts et al. 2018).
 
     Attributes:
-        fitted: the model that is fitted.
-        drawn_by: the model that latents and data are drawn from: the same or another one.
+        fitted: model that is fitted, with data like those that it draws.
+        drawn_by: model that latents and data are drawn from: the same or another one.
     """
 
     fitted: Generator
@@ -33,10 +34,15 @@ class FromPrior:
 
     @classmethod
     def from_models(cls, fitted: Generator, drawn_by: Generator) -> FromPrior:
-        """Checks that both models have the same sites.
+        """The source of simulations that fits one model to data of the same or another model;
+        checks that both have the same sites.
+
+        Args:
+            fitted: model to fit, with data like those that it draws.
+            drawn_by: model that latents and data are drawn from.
 
         Raises:
-            ArgumentError: a site that only one of them has, or that differs.
+            ArgumentError: a site is in only one of the models, or has different shapes or supports.
         """
         for kind, names, other_names in (
             ("latent", fitted.latents, drawn_by.latents),
@@ -73,12 +79,12 @@ class FromPrior:
 
 @dataclass(frozen=True)
 class FromPosterior:
-    """Latents from the posterior of the data, and new data from these latents.  What is tested is
-    the posterior of the data and the new data together (Saeilynoja et al. 2025).
+    """Draws latents from the posterior of the data, and new data from these latents.  What is
+    tested is the posterior of the data and the new data together (Saeilynoja et al. 2025).
 
     Attributes:
-        fitted: the model on data that have every row twice.
-        drawn_by: the model on the data.
+        fitted: model on data that have every row twice.
+        drawn_by: model on the data.
         data: observations of the data, by site, `[rows, ...]`.
         draws: unconstrained posterior draws, by site, `[draws, ...]`.
     """
@@ -90,10 +96,11 @@ class FromPosterior:
 
     @classmethod
     def from_draws(cls, model: Generator, draws: Mapping[str, Tensor]) -> FromPosterior:
-        """Checks that rows can be added to the data of a model.
+        """The source of simulations for a model and draws of its posterior; checks that rows can be
+        added to the model's data.
 
         Args:
-            model: on the data.
+            model: model on the data.
             draws: unconstrained posterior draws, by site, `[draws, ...]`.
 
         Raises:

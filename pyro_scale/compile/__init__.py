@@ -1,2 +1,2 @@
-"""Compiles functions of tensors to C++, as a loop or a C function; independent of models, data and
-kernels."""
+"""Compiles functions of tensors to C++, as a loop over steps or as a C function; independent of
+models, data and samplers."""

@@ -1,4 +1,5 @@
-"""Splits a graph's elementwise operations on a long concatenated vector into its pieces.
+"""Splits a graph's elementwise operations on a long concatenated vector into operations on its
+pieces.
 
 A step's gradient is computed param by param, concatenated, and read again by the update of position
 and momentum.  The update is elementwise, so it can read each param's gradient where it was written.
@@ -18,7 +19,7 @@ _ATEN = torch.ops.aten
 #: Smallest number of elements of a vector that is split, and of its pieces on average: shorter
 #: vectors stay in the nearest caches, and kernels for short pieces take long to compile.
 _LONG, _PIECE = 2**16, 2**13
-#: Elementwise operations that torch does not mark as such.
+#: Operations that are elementwise, but that torch does not mark as such.
 _COPIES = (_ATEN.clone.default, _ATEN.detach.default)
 
 
@@ -34,7 +35,8 @@ def update_by_piece(module: fx.GraphModule) -> None:
 
 
 def _take_apart(graph: fx.Graph, cat: fx.Node) -> None:
-    """Splits the elementwise operations on one concatenation."""
+    """Rewrites a graph in place: splits the elementwise operations on the concatenation `cat` into
+    operations on the concatenated vectors."""
     vectors: list[fx.Node] = list(cat.args[0])  # type: ignore[arg-type]
     size = len(cat.meta["val"])
     bounds = list(accumulate((len(vector.meta["val"]) for vector in vectors), initial=0))
@@ -73,7 +75,7 @@ def _take_apart(graph: fx.Graph, cat: fx.Node) -> None:
 
 
 def _is_long_cat(node: fx.Node) -> bool:
-    """Whether a node concatenates long vectors."""
+    """Whether a node of a graph concatenates vectors into a long one, of long pieces on average."""
     if node.target is not _ATEN.cat.default:
         return False
     value = node.meta["val"]
@@ -81,7 +83,7 @@ def _is_long_cat(node: fx.Node) -> bool:
 
 
 def _is_by_element(node: fx.Node, size: int) -> bool:
-    """Whether a node is elementwise, with a result `[..., size]`."""
+    """Whether a node of a graph is an elementwise operation with a result `[..., size]`."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not value.dim() or value.shape[-1] != size:
         return False
@@ -93,8 +95,9 @@ def _is_by_element(node: fx.Node, size: int) -> bool:
 
 
 def _flatten_terms(graph: fx.Graph, vector: fx.Node) -> fx.Node:
-    """Replaces a flattened sum of matrices by the sum of flattened matrices: Inductor would fuse
-    the sum with a matrix product, which copies the other term first."""
+    """A node that equals `vector`.  If that is the flattened sum of two matrices, adds the sum of
+    flattened matrices to the graph and returns it: Inductor would fuse the sum with a matrix
+    product, which copies the other term first."""
     if vector.target is not _ATEN.view.default:
         return vector
     total, shape = vector.args

@@ -1,5 +1,5 @@
-"""The user's cache of compiled libraries. Looking one up does not import Inductor, which takes two
-seconds.
+"""The user's cache of compiled libraries. Looking a library up does not import Inductor, which
+takes two seconds.
 
 Anyone who can write into the cache runs code as the user.  So files and directories that others own
 or can write are never read, and the bytes that were checked are the bytes that are loaded.
@@ -26,7 +26,7 @@ from filelock import FileLock
 
 from pyro_scale.compile.trace import Graph
 
-#: Environment variable that names the directory, in place of the platform's.
+#: Environment variable that names the cache's directory, in place of the platform's.
 _VARIABLE = "PYRO_SCALE_CACHE_DIR"
 #: Directory of the headers, and the suffixes of precompiled ones; their sources are not deleted.
 _HEADERS, _PRECOMPILED = "precompiled_headers", (".gch", ".pch")
@@ -52,23 +52,23 @@ LIMITS = Limits()
 def library_for(
     graph: Graph, form: Hashable, threads: int | None, build: Callable[[], str]
 ) -> ctypes.CDLL:
-    """The library of a graph, from the cache or newly built.
+    """The loaded library of a graph, from the cache or newly built.
 
     Args:
-        graph: the function.
-        form: what else the generated C++ depends on.
-        threads: that its kernels use; None for torch's number.
-        build: builds the library and returns its path.
+        graph: graph of the function that the library computes.
+        form: whatever else the generated C++ depends on, hashable.
+        threads: number of threads that C++ kernels use; None for torch's number.
+        build: function that builds the library and returns its path.
     """
     return library(key_of(graph, form, threads), build)
 
 
 def library(key: str, build: Callable[[], str]) -> ctypes.CDLL:
-    """The library that is cached under a key, or newly built.
+    """The loaded library that is cached under a key, or newly built.
 
     Args:
         key: hash of everything that the library depends on.
-        build: builds the library and returns its path.
+        build: function that builds the library and returns its path.
     """
     code = read(key)
     if code is None:
@@ -81,7 +81,8 @@ def library(key: str, build: Callable[[], str]) -> ctypes.CDLL:
 
 
 def _load(code: bytes) -> ctypes.CDLL:
-    """Loads a library, from a copy that nobody else can change before it is loaded."""
+    """Loads a library from its bytes, by way of a file that nobody else can change before it is
+    loaded."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         copy = Path(directory) / "loop.so"
         copy.write_bytes(code)
@@ -89,8 +90,14 @@ def _load(code: bytes) -> ctypes.CDLL:
 
 
 def key_of(graph: Graph, form: Hashable, threads: int | None) -> str:
-    """A hash of everything that compiled code depends on: the graph, the geometry of its inputs,
-    the form of the C++, the machine, and the files of this package, which write the C++."""
+    """A hash of everything that compiled code depends on: the graph, the shapes, strides and dtypes
+    of its inputs, the machine, and the files of this package, which write the C++.
+
+    Args:
+        graph: graph of the function.
+        form: whatever else the generated C++ depends on, hashable.
+        threads: number of threads that C++ kernels use; None for torch's number.
+    """
     geometry = [(x.dtype, tuple(x.shape), x.stride()) for x in graph.examples]
     cores = torch.get_num_threads() if threads is None else threads
     machine = torch.__version__, torch.backends.cpu.get_cpu_capability(), cores
@@ -102,8 +109,9 @@ def key_of(graph: Graph, form: Hashable, threads: int | None) -> str:
 
 
 def directory() -> Path:
-    """The cache's directory: the user's cache if only the user can write it, else a directory that
-    this process removes at its end."""
+    """The cache's directory: that of the environment variable or the user's cache directory, if
+    only the user can write it; otherwise a temporary directory that this process removes at its
+    end."""
     with contextlib.suppress(OSError):
         path = Path(os.environ.get(_VARIABLE) or platformdirs.user_cache_dir("pyro-scale"))
         if path.is_absolute():  # without a home, "~" stays as it is
@@ -117,7 +125,8 @@ def directory() -> Path:
 
 @functools.cache
 def for_this_process(pid: int) -> Path:
-    """A new directory, which the process `pid` removes at its end."""
+    """A new temporary directory, which the process `pid` removes at its end; the same one at each
+    call."""
     made = Path(tempfile.mkdtemp(prefix="pyro-scale-"))
 
     def remove() -> None:
@@ -129,7 +138,8 @@ def for_this_process(pid: int) -> Path:
 
 
 def read(key: str) -> bytes | None:
-    """The code that is cached under a key, if it is intact; this makes its file the newest."""
+    """The library's bytes that are cached under a key, whose file then counts as the newest; None
+    if there are none, or if the file is damaged or could have been written by others."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     try:
         number = os.open(directory() / f"{key}.so", flags | getattr(os, "O_NONBLOCK", 0))
@@ -147,7 +157,8 @@ def read(key: str) -> bytes | None:
 
 
 def write(key: str, code: bytes, limits: Limits = LIMITS) -> None:
-    """Caches code under a key, if there is space, and deletes the oldest beyond the limits."""
+    """Caches a library's bytes under a key, and deletes the oldest files beyond the cache's limits;
+    does nothing if the file cannot be written."""
     kept = directory()
     with contextlib.suppress(OSError):
         with tempfile.NamedTemporaryFile(dir=kept, delete=False) as new:
@@ -158,7 +169,8 @@ def write(key: str, code: bytes, limits: Limits = LIMITS) -> None:
 
 @contextlib.contextmanager
 def building(key: str) -> Iterator[None]:
-    """Context in which no other process or thread builds the library of this key."""
+    """Context in which no other process or thread builds the library of this key; where the file
+    system has no locks, several may."""
     file = directory() / f"{key}.lock"
     lock = FileLock(file)
     with contextlib.suppress(OSError):  # a file system without locks: both build it
@@ -194,12 +206,14 @@ def _drop_beyond(most_bytes: int, files: list[Path]) -> None:
 
 
 def _digest(key: str, code: bytes) -> bytes:
-    """A hash of all code: loading a part of a library would kill the process."""
+    """A hash of a key and all bytes of a library: loading a part of a library would kill the
+    process."""
     return hashlib.sha256(key.encode() + code).digest()
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """Whether a file belongs to the effective user, and nobody else can write to it."""
+    """Whether a file belongs to the effective user, and nobody else can write to it; always True on
+    Windows, which keeps profiles apart by itself."""
     if not hasattr(os, "geteuid"):  # Windows keeps profiles apart by itself
         return True
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -15,19 +15,20 @@ from pyro_scale.compile.inductor import Compiled, build_library, compile_graph
 from pyro_scale.compile.trace import Graph
 from pyro_scale.errors import Code
 
-#: Functions that this process has compiled, the latest last; loops are cached on disk.
+#: Dict from hashes to functions that this process has compiled, the latest last; loops are cached
+#: on disk.
 _compiled_before: dict[str, Compiled] = {}
 _MOST_KEPT = 16
 _NO_COMPILER = "there is no C++ compiler"
 
 
 def compile_loop(graph: Graph, inputs: Inputs, threads: int | None) -> Loop:
-    """The loop over a step, from the cache on disk if possible.
+    """A compiled loop over a sampler's step, from the cache on disk if possible.
 
     Args:
-        graph: of the step, whose last output is a number for each chain.
-        inputs: kinds of the step's inputs.
-        threads: that kernels use; None for torch's number.
+        graph: graph of the step, whose last output is a number for each chain.
+        inputs: where the loop reads each input of the step.
+        threads: number of threads that C++ kernels use; None for torch's number.
 
     Raises:
         NotALoop: the step has an operation that cannot be written as C++.
@@ -42,11 +43,12 @@ def compile_loop(graph: Graph, inputs: Inputs, threads: int | None) -> Loop:
 
 
 def compile_value_and_gradient(graph: Graph) -> NativeFunction:
-    """The C function of a vector, on one thread, from the cache on disk if possible.
+    """A C function of a vector that computes a value and its gradient on one thread, from the cache
+    on disk if possible.
 
     Args:
-        graph: (float64 vector, other tensors) -> (value, gradient), traced at the tensors that
-            the function will read.
+        graph: graph of (float64 vector, other tensors) -> (value, gradient), traced at the tensors
+            that the function will read.
 
     Raises:
         TypeError: the graph has other arguments or results.
@@ -63,7 +65,8 @@ def compile_value_and_gradient(graph: Graph) -> NativeFunction:
 
 
 def compile_function(graph: Graph) -> Callable[[list[Tensor]], Any]:
-    """A Python function of the list of a graph's inputs, which it empties.
+    """A compiled function, called from Python with the list of the graph's inputs; a call empties
+    the list.
 
     Raises:
         Exception: whatever Inductor and the C++ compiler raise.
@@ -83,7 +86,8 @@ def _compile(graph: Graph, threads: int | None) -> Compiled:
 
 
 def why_not(error: Exception) -> str:
-    """One line that says why a model cannot be compiled, from the error raised."""
+    """One line for messages that says why a model cannot be compiled, from the exception that was
+    raised."""
     if isinstance(error, FileNotFoundError) or "InvalidCxxCompiler" in str(error):
         return f"{_NO_COMPILER}: {error}"
     first = str(error).strip().partition("\n")[0][:300]
@@ -98,5 +102,6 @@ def why_not(error: Exception) -> str:
 
 
 def section_on(reason: str) -> Code:
-    """The section of the page of symptoms for a reason from `why_not`."""
+    """A code for the section of the documentation's troubleshooting page: "no-compiler" if the
+    reason, a line from `why_not`, is that there is no C++ compiler; otherwise "not-compiled"."""
     return "no-compiler" if reason.startswith(_NO_COMPILER) else "not-compiled"

@@ -93,10 +93,10 @@ struct OneThread {
 
 
 def check_signature(graph: Graph) -> None:
-    """Checks that a graph is the value and gradient of a vector's function.
+    """Raises an error unless a graph maps a float64 vector to a float64 (value, gradient).
 
     Raises:
-        TypeError: its first argument is no float64 vector, or it returns something else.
+        TypeError: the graph's first argument is no float64 vector, or it returns something else.
     """
     position = graph.examples[0]
     is_vector = position.dim() == 1 and position.dtype == torch.float64
@@ -105,7 +105,11 @@ def check_signature(graph: Graph) -> None:
 
 
 def write_function(graph: Graph, compiled: Compiled) -> str:
-    """C++ of a compiled function (vector, other tensors) -> (value, gradient).
+    """The C++ source of a compiled function (vector, other tensors) -> (value, gradient).
+
+    Args:
+        graph: graph of the function.
+        compiled: the graph as Inductor compiled it.
 
     Raises:
         NotALoop: the function has an operation that cannot be written as C++.
@@ -132,15 +136,21 @@ def write_function(graph: Graph, compiled: Compiled) -> str:
 
 
 class NativeFunction:
-    """A compiled value and gradient, with the tensors that the machine code reads.
+    """Machine code of a function of a vector and its gradient, with the tensors that it reads.
+
+    Args:
+        library: loaded library, built from the source of `write_function`.
+        size: length of the vector.
+        inputs: tensors that the C function reads.
 
     Attributes:
         size: length of the vector.
-        address: of the C function.
-        inputs_address: last argument of the C function.
-        copy_address: of the C function `copy`.
+        address: address of the C function.
+        inputs_address: address to pass as the C function's last argument.
+        copy_address: address of the C function `copy`.
         inputs: tensors that the C function reads.
-        not_finite_at: the last vector whose value or gradient was not finite; NaN if there is none.
+        not_finite_at: the last vector at which the value or the gradient was not finite; NaN if
+            there is none.
     """
 
     def __init__(self, library: ctypes.CDLL, size: int, inputs: Sequence[Tensor]):
@@ -156,10 +166,10 @@ class NativeFunction:
         self.inputs_address = ctypes.addressof(self._pointers)
 
     def reading(self, inputs: Sequence[Tensor]) -> NativeFunction:
-        """The same machine code with other tensors in place of its first inputs.
+        """The same machine code, with other tensors in place of its first inputs.
 
         Raises:
-            ValueError: they have another dtype, shape or stride.
+            ValueError: a tensor has another dtype, shape or stride than the one it replaces.
         """
         for new, old in zip(inputs, self.inputs, strict=False):
             actual, expected = ((t.dtype, t.shape, t.stride()) for t in (new, old))
@@ -168,7 +178,8 @@ class NativeFunction:
         return NativeFunction(self._library, self.size, [*inputs, *self.inputs[len(inputs) :]])
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(Value 0-d, gradient), which may be NaN or infinite.
+        """(The function's value, 0-d; its gradient, `[D]`) at a vector x `[D]`, in float64; they
+        may be NaN or infinite.
 
         Raises:
             RuntimeError: an operation failed.

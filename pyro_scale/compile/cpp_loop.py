@@ -3,7 +3,8 @@
 Inductor compiles a step to a few C++ kernels on plain pointers, and a Python function that
 allocates buffers and calls them.  For small models, that function takes a hundred times as long as
 the kernels.  Here its statements are written as C++: buffers are allocated once, blocks are read by
-pointer, rows are gathered by index, and the state's memory is swapped with the step's output.
+pointer, rows of data are gathered by index, and the state's memory is swapped with the step's
+output.
 """
 
 from __future__ import annotations
@@ -103,12 +104,13 @@ _ERROR_BYTES = 4096
 
 
 class Inputs(NamedTuple):
-    """Kinds of a step's inputs.
+    """Where a loop reads each input of a step.
 
     Attributes:
-        kinds: of each tensor: `"state"` for the leaves of the state, which come first, then
-            `"per step"`, `"gathered"` and `"fixed"`, as in `core.rows`.
-        position: which leaf of the state is the position `[chains, D]`, which is kept.
+        kinds: for each input, `"state"` (the leaves of the state, which come first), `"per step"`,
+            `"gathered"` or `"fixed"`, as in `core.rows`.
+        position: index of the state's leaf that is the position `[chains, D]`, which is kept as a
+            draw.
     """
 
     kinds: tuple[str, ...]
@@ -118,21 +120,26 @@ class Inputs(NamedTuple):
 def inputs_of(
     num_state: int, position: int, num_per_step: int, sources: Sequence[Source]
 ) -> Inputs:
-    """Kinds of a step's inputs, without its constants.
+    """The kinds of a step's inputs, without those of its constants.
 
     Args:
         num_state: number of leaves of the state.
-        position: which of them is the position.
+        position: index of the leaf that is the position.
         num_per_step: number of tensors with an entry for each step, besides the batch's.
-        sources: of the batch's tensors.
+        sources: sources of the batch's tensors.
     """
     batch = (_KINDS[type(source)] for source in sources)
     return Inputs(("state",) * num_state + ("per step",) * num_per_step + tuple(batch), position)
 
 
 def write_loop(graph: Graph, inputs: Inputs, compiled: Compiled) -> str:
-    """C++ of a loop over a compiled step.  The step maps the state and other inputs to the next
-    state and a number for each chain, which is kept with the position.
+    """The C++ source of a loop over a compiled step.  The step maps the state and other inputs to
+    the next state and a number for each chain, which is kept with the position.
+
+    Args:
+        graph: graph of the step.
+        inputs: where the loop reads each input of the step.
+        compiled: the graph as Inductor compiled it.
 
     Raises:
         NotALoop: the step has an operation that cannot be written as C++.
@@ -143,11 +150,12 @@ def write_loop(graph: Graph, inputs: Inputs, compiled: Compiled) -> str:
 
 @dataclass(frozen=True)
 class Loop:
-    """Steps of independent groups of chains; a group's steps are taken one after another.
+    """A compiled loop over the steps of independent groups of chains; a group's steps are taken one
+    after another.
 
     Attributes:
-        library: built from the C++ of `write_loop`.
-        position: which leaf of a state is the position.
+        library: loaded library, built from the source of `write_loop`.
+        position: index of the state's leaf that is the position.
         log_joint_dtype: dtype of a step's log joint.
     """
 
@@ -168,17 +176,20 @@ class Loop:
         """Runs all steps of a block.
 
         Args:
-            state: leaves `[groups, chains, ...]`.
-            block: hyperparameters' values and noise, `[groups, steps, ...]`.
-            sources: of the batch's tensors, `[groups, steps, ...]`.
+            state: leaves of the state, `[groups, chains, ...]`.
+            block: hyperparameters and standard normal numbers of all steps, `[groups, steps, ...]`.
+            sources: sources of the batch's tensors, `[groups, steps, ...]`.
             constants: tensors that the model reads besides its arguments.
-            left: steps until the first draw that is kept.
-            every: steps from one kept draw to the next.
-            threads: that groups are distributed over.
+            left: number of steps until the first draw that is kept.
+            every: number of steps from one kept draw to the next.
+            threads: number of threads that groups are distributed over.
 
         Returns:
-            The next state; kept positions `[groups, kept, chains, D]`; their log joints `[groups,
-            kept, chains]`; the log joint of the last step `[groups, chains]`.
+            (The next state; kept positions `[groups, kept, chains, D]`; their log joints `[groups,
+            kept, chains]`; the log joint of the last step `[groups, chains]`).
+
+        Raises:
+            RuntimeError: an operation of a step failed.
         """
         state = [leaf.clone(memory_format=torch.contiguous_format) for leaf in state]
         position = state[self.position]
@@ -212,8 +223,13 @@ _KINDS = {Fixed: "fixed", PerStep: "per step", Gathered: "gathered"}
 
 @dataclass(frozen=True)
 class _Pointer:
-    """A tensor that the loop reads, with its strides in elements from group to group, and from step
-    to step (of a table, from row to row)."""
+    """A tensor that the loop reads, with its strides in elements.
+
+    Attributes:
+        tensor: the tensor.
+        group_stride: elements from one group to the next; 0 if all groups read the same.
+        step_stride: elements from one step to the next; for a table, from one row to the next.
+    """
 
     tensor: Tensor
     group_stride: int
@@ -224,7 +240,8 @@ class _Pointer:
 
 
 def _per_step(leaf: Tensor) -> _Pointer:
-    """Pointer to a tensor `[groups, steps, ...]`, whose entries are made contiguous."""
+    """The pointer to a tensor `[groups, steps, ...]`, whose entries are made contiguous if they are
+    not."""
     leaf = leaf if leaf[0, 0].is_contiguous() else leaf.contiguous()
     return _Pointer(leaf, leaf.stride(0), leaf.stride(1))
 
@@ -241,7 +258,16 @@ def _pointers_of(source: Source) -> list[_Pointer]:
 
 
 def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
-    """C++ of a loop around a plan, whose inputs are of these kinds."""
+    """The C++ source of a loop around the statements of a step.
+
+    Args:
+        plan: C++ statements of the step.
+        kinds: kind of each input, as in `Inputs`, constants included.
+        position: index of the input that is the position.
+
+    Raises:
+        NotALoop: an output of the state is not contiguous.
+    """
     pointers, before, after, home = [], [], [], []
     places = itertools.count()
     for i, (kind, view) in enumerate(zip(kinds, plan.inputs, strict=True)):
@@ -289,8 +315,9 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
 
 
 def _in_buffer(plan: Plan, view: View) -> View:
-    """An output in one of the step's buffers.  An input that is returned unchanged, such as the old
-    position or a step's noise, is copied to a buffer before its pointer moves on."""
+    """An output's view, with its memory in one of the step's buffers.  An input that is returned
+    unchanged, such as the old position or a step's noise, is copied to a new buffer before its
+    pointer moves on."""
     if view.root in plan.buffers:
         return view
     root = f"buffer{len(plan.buffers)}"

@@ -1,4 +1,4 @@
-"""C++ that loops and functions have in common: kernels, calls of ATen, buffers."""
+"""C++ that loops and functions have in common: Inductor's C++ kernels, calls of ATen, buffers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ _ARENA = """
 
 
 def is_small(plan: Plan) -> bool:
-    """Whether a plan's buffers can be local variables.  A C++ compiler sees all uses of these, and
-    omits computations whose results are not used."""
+    """Whether the buffers of a step can be local variables.  A C++ compiler sees all uses of these,
+    and omits computations whose results are not used.
+
+    Args:
+        plan: C++ statements of the step.
+    """
     return not plan.calls_aten and sum(map(_aligned, plan.buffers.values())) <= _MOST_ON_STACK
 
 
 def write_kernels(plan: Plan, inline: bool = False) -> str:
-    """C++ of the kernels that a plan calls, and of what its calls of ATen need.
+    """C++ source of the kernels that a step calls, and of the helpers that its calls of ATen need.
 
     Args:
-        plan: statements of a step.
-        inline: whether kernels are inlined.
+        plan: C++ statements of the step.
+        inline: whether to force the C++ compiler to inline the kernels.
 
     Raises:
         NotALoop: a kernel is not one C++ function.
@@ -51,7 +55,7 @@ def write_kernels(plan: Plan, inline: bool = False) -> str:
 
 
 def write_local_buffers(plan: Plan) -> str:
-    """C++ of pointers to a plan's buffers, on the stack."""
+    """C++ source of the buffers of a step as arrays on the stack, with a pointer to each."""
     lines = []
     for root, num_bytes in plan.buffers.items():
         lines.append(f"alignas({_ALIGNMENT}) char {root}_memory[{_aligned(num_bytes)}];")
@@ -60,7 +64,8 @@ def write_local_buffers(plan: Plan) -> str:
 
 
 def write_buffers(plan: Plan) -> str:
-    """C++ of pointers to a plan's buffers, in memory that each thread keeps."""
+    """C++ source of pointers to the buffers of a step, in memory that each thread keeps from call
+    to call."""
     pointers, size = [], 0
     for root, num_bytes in plan.buffers.items():
         pointers.append(f"char* {root} = base + {size};")
@@ -70,21 +75,29 @@ def write_buffers(plan: Plan) -> str:
 
 
 def indent(lines: list[str], by: int) -> str:
-    """The lines as one text, indented."""
+    """The lines joined by newlines, each after `by` spaces."""
     return "\n".join(" " * by + line for line in lines)
 
 
 def _aligned(num_bytes: int) -> int:
-    """The size of a buffer, rounded up so that the next one is aligned."""
+    """The size of a buffer in bytes, rounded up so that the next buffer is aligned."""
     return -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _rename(name: str, source: str, static: str, shared: Set[int]) -> str:
-    """A kernel's source with its function renamed to `name`, declared `static` (such as "static
-    inline").
+    """The source of a C++ kernel, with its function renamed.
 
     Arguments that share no memory are marked `__restrict__`.  Otherwise a compiler must assume that
     any store may change, say, the step size, and loads it again for each element.
+
+    Args:
+        name: new name of the function.
+        source: Inductor's source of the kernel.
+        static: declaration to put before the function, such as "static inline".
+        shared: places of the arguments that share memory with another one in some call.
+
+    Raises:
+        NotALoop: the kernel is not one C++ function.
     """
     match = re.search(r'extern "C"\s+void\s+kernel\(([^)]*)\)', source)
     if match is None:

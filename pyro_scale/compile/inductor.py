@@ -27,8 +27,9 @@ from pyro_scale.core.exclusive import exclusive
 
 T = TypeVar("T")
 
-#: Elements per thread from which a kernel uses several threads.  Inductor's default, 512 elements,
-#: take less than 1 us; synchronizing threads takes several, or hundreds where cores are busy.
+#: Number of elements per thread from which a C++ kernel uses several threads.  Inductor's default,
+#: 512 elements, take less than 1 us; synchronizing threads takes several, or hundreds where cores
+#: are busy.
 _WORTH_A_THREAD = 2**13
 #: Without `errno`, roots are SIMD instructions; without fused products and sums, rounding is as in
 #: torch.
@@ -38,18 +39,23 @@ _PROCESSOR = ("-march=native",), ("-mcpu=native",), ()
 
 
 class CppKernel:
-    """A C++ kernel as Inductor wrote it, built when it is first called."""
+    """A C++ kernel as Inductor wrote it, which is built when it is first called.
+
+    Args:
+        argument_types: C++ type of each argument.
+        source: C++ source.
+    """
 
     def __init__(self, argument_types: list[str], source: str):
         self.argument_types, self.source = argument_types, source
         self._built: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """Calls the kernel on tensors."""
+        """Calls the kernel on tensors and numbers; builds the kernel first if necessary."""
         return self.built()(*args)
 
     def built(self) -> Callable[..., Any]:
-        """The kernel as a function; builds it if necessary."""
+        """The kernel as a Python function of tensors; builds it first if necessary."""
         if self._built is None:
             self._built = _load(self._build)
         return self._built
@@ -65,12 +71,12 @@ class CppKernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled graph.
+    """A graph that Inductor has compiled.
 
     Attributes:
-        call: function of the list of inputs, which it empties.
-        source: Inductor's Python, which allocates buffers and calls kernels.
-        names: kernels and constants by their names in the source.
+        call: Python function of the list of inputs; a call empties the list.
+        source: Python source by Inductor, which allocates buffers and calls kernels.
+        names: kernels and constants that the source uses, by name.
     """
 
     call: Callable[[list[Tensor]], Any]
@@ -78,10 +84,10 @@ class Compiled:
     names: Mapping[str, Any]
 
     def build(self) -> None:
-        """Builds the kernels that are C++.
+        """Builds the C++ kernels now, so that their errors are raised here.
 
         Raises:
-            Exception: there is no C++ compiler, or it rejects a kernel.
+            Exception: there is no C++ compiler, or the compiler rejects a kernel.
         """
         for kernel in self.names.values():
             if isinstance(kernel, CppKernel):
@@ -89,12 +95,12 @@ class Compiled:
 
 
 def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int | None) -> Compiled:
-    """Compiles a graph for inputs like the examples.
+    """Compiles a graph with Inductor, for inputs like the examples.
 
     Args:
-        module: a graph of aten operations.
+        module: graph of aten operations.
         examples: inputs of the shapes, strides, dtypes and devices that all calls will have.
-        threads: that kernels on the CPU use; None for torch's number.
+        threads: number of threads that kernels on the CPU use; None for torch's number.
 
     Raises:
         Exception: whatever Inductor raises on a graph that it cannot compile.
@@ -135,7 +141,8 @@ def _uses_widest_vectors() -> bool:
 
 
 def _may_abort(kernel: object) -> bool:
-    """Whether a kernel checks indices in several threads: a failed check aborts the process."""
+    """Whether an object is a C++ kernel that checks indices in several threads, where a failed
+    check would abort the process."""
     if not isinstance(kernel, CppKernel):
         return False
     return "#pragma omp" in kernel.source and "out of bounds" in kernel.source
@@ -143,7 +150,8 @@ def _may_abort(kernel: object) -> bool:
 
 @contextmanager
 def _kernels_built_on_demand() -> Iterator[None]:
-    """Context in which Inductor does not build its kernels: most are built as parts of a loop."""
+    """Context in which Inductor does not build the C++ kernels that it writes: most are built as
+    parts of a loop."""
     from torch._inductor.async_compile import AsyncCompile
 
     def on_demand(self: Any, argument_types: list[str], source: str) -> CppKernel:
@@ -154,10 +162,11 @@ def _kernels_built_on_demand() -> Iterator[None]:
 
 
 def build_library(source: str) -> str:
-    """Builds C++ with Inductor's flags and headers.  Returns the path of the library.
+    """Builds a C++ library with Inductor's flags and headers.  Returns the path of the library's
+    file.
 
     Raises:
-        Exception: there is no C++ compiler, or it rejects the source.
+        Exception: there is no C++ compiler, or the compiler rejects the source.
     """
 
     def build() -> str:
@@ -177,10 +186,10 @@ def build_library(source: str) -> str:
 
 
 def build_plain(source: str) -> str:
-    """Builds C++ that needs no headers of torch.  Returns the path of the library.
+    """Builds a C++ library that needs no headers of torch.  Returns the path of the library's file.
 
     Raises:
-        Exception: there is no C++ compiler, or it rejects the source.
+        Exception: there is no C++ compiler, or the compiler rejects the source.
     """
     compiler = cpp_compiler()
     place = Path(tempfile.mkdtemp(dir=cache.for_this_process(os.getpid())))
@@ -198,8 +207,9 @@ def build_plain(source: str) -> str:
 def _headers_precompiled_in_time() -> Iterator[None]:
     """Context in which Inductor precompiles headers, unless this is the machine's first library.
 
-    They reduce the time of building a library to a third, and take as long as two libraries; the
-    first one, which users wait for, is built without them.  Inductor calls openssl for their hash.
+    Precompiled headers reduce the time of building a library to a third, and take as long as two
+    libraries; the first one, which users wait for, is built without them.  Inductor calls openssl
+    for the headers' hash.
     """
     from torch._inductor import config
 
@@ -212,8 +222,9 @@ def _headers_precompiled_in_time() -> Iterator[None]:
 
 
 def _load(build: Callable[[], T]) -> T:
-    """The result of `build`, which Inductor makes or finds in its cache.  An incomplete library,
-    left by a process that was killed, is built again."""
+    """Calls `build`, which makes a library with Inductor or finds it in Inductor's cache, and
+    returns its result.  An incomplete library, left by a process that was killed, is built
+    again."""
     with _in_our_cache(), _headers_precompiled_in_time():
         try:
             return build()
@@ -226,10 +237,10 @@ def _load(build: Callable[[], T]) -> T:
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler that Inductor would use.
+    """The command of the C++ compiler that Inductor would use.
 
     Raises:
-        Exception: there is none.
+        Exception: there is no C++ compiler.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -241,7 +252,8 @@ def cpp_compiler() -> str:
 def _in_our_cache() -> Iterator[None]:
     """Context in which Inductor's files are in our cache, unless the user chose another directory.
 
-    Its default is a predictable path in the temporary directory, where others could write first.
+    Inductor's default is a predictable path in the temporary directory, where others could write
+    first.
     """
     with exclusive:
         settings = {"TORCHINDUCTOR_CACHE_DIR": str(_inductor_directory())}
@@ -268,8 +280,9 @@ def _in_our_cache() -> Iterator[None]:
 
 
 def _inductor_directory() -> Path:
-    """Directory of Inductor's files: the user's choice, or one in our cache.  If it cannot be
-    written, or cannot be part of a compiler's command line, a directory of this process."""
+    """Directory of Inductor's files: the user's choice, or one in our cache.  If this directory
+    cannot be written, or cannot be part of a compiler's command line, a temporary directory of this
+    process."""
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     # Inductor writes its default into this variable, too
     is_default = Path(chosen).name.startswith("torchinductor_")

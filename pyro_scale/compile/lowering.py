@@ -27,25 +27,27 @@ from pyro_scale.compile.operations import (
     write_substitution,
 )
 
-#: Calls that compute nothing: the inputs that they check are always right in a loop.
+#: Names of functions that compute nothing: the inputs that they check are always right in a loop.
 _CHECKS = ("args.clear", "assert_size_stride", "assert_size_stride_grouped", "assert_alignment")
 
 
 @dataclass
 class Plan:
-    """What one step does, as C++ statements.
+    """The C++ statements of one step, and what they use. Statements of Inductor's source are
+    translated one by one with `read`.
 
     Attributes:
-        inputs: of the step.
+        inputs: inputs of the step.
         names: kernels and constants by their names in Inductor's source.
-        lines: the statements.
+        lines: C++ statements so far.
         buffers: size of every buffer in bytes, by name.
-        outputs: of the step.
-        kernels: those that are called, by name.
-        shared: of each kernel, the arguments that share memory with another one in some call.
-        views: tensors by name, at this point of the source.
-        results: results of ATen's operations by name, at this point.
-        free: buffers that are no longer used, at this point.
+        outputs: outputs of the step.
+        kernels: kernels that are called, by name.
+        shared: for each kernel, places of the arguments that share memory with another one in some
+            call.
+        views: tensors that exist after the statements so far, by name in the source.
+        results: results of ATen's operations that exist after the statements so far, by name.
+        free: names of the buffers that are no longer used after the statements so far.
     """
 
     inputs: list[View]
@@ -61,21 +63,21 @@ class Plan:
 
     @property
     def calls_aten(self) -> bool:
-        """Whether it calls operations of ATen."""
+        """Whether the statements call operations of ATen."""
         return any("check(" in line for line in self.lines)
 
     @property
     def substitutes(self) -> bool:
-        """Whether it solves triangular equations by substitution."""
+        """Whether the statements solve triangular equations by substitution."""
         return any("substitute<" in line for line in self.lines)
 
     # ------------------------------------------------------------------ statements
 
     def read(self, statement: ast.stmt) -> None:
-        """Translates one statement of the source.
+        """Translates the next statement of Inductor's source.
 
         Raises:
-            NotALoop: it has no translation.
+            NotALoop: the statement has no translation.
         """
         match statement:
             case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")):
@@ -134,7 +136,12 @@ class Plan:
         return True
 
     def _aten(self, name: str, call: ast.Call) -> None:
-        """Translates the call of an operation that has no kernel, and names its results."""
+        """Translates the call of an ATen operation, and gives its results a name.
+
+        Args:
+            name: name of the results in Inductor's source.
+            call: expression of the call.
+        """
         function = ast.unparse(call.func)
         args = [self._argument(arg) for arg in call.args]
         kwargs = {str(keyword.arg): self._argument(keyword.value) for keyword in call.keywords}
@@ -149,7 +156,7 @@ class Plan:
     # ------------------------------------------------------------------ expressions
 
     def _argument(self, expression: ast.expr) -> Any:
-        """An argument: a view, or a Python number."""
+        """An argument of a call: a view of a tensor, or a Python number."""
         try:
             return ast.literal_eval(expression)
         except ValueError:
@@ -177,7 +184,8 @@ class Plan:
         raise NotALoop(ast.unparse(expression))
 
     def _allocate(self, view: View) -> View:
-        """The view in a new buffer, or in one of the same size that is no longer used."""
+        """The view with memory: in a buffer of the same size that is no longer used, or in a new
+        buffer."""
         root = next((r for r in self.free if self.buffers[r] == view.num_bytes), None)
         if root is None:
             root = f"buffer{len(self.buffers)}"
@@ -188,7 +196,8 @@ class Plan:
 
 
 def plan_of(compiled: Compiled, examples: Sequence[Tensor]) -> Plan:
-    """Translates a compiled step, for inputs like the examples.
+    """The C++ statements of a compiled step, for inputs of the examples' shapes, strides and
+    dtypes.
 
     Raises:
         NotALoop: the step has an operation that cannot be written as C++.
@@ -204,7 +213,11 @@ def plan_of(compiled: Compiled, examples: Sequence[Tensor]) -> Plan:
 
 
 def _body(source: str) -> list[ast.stmt]:
-    """The statements of the generated function `call`."""
+    """The statements of the function `call` in Inductor's source.
+
+    Raises:
+        NotALoop: there is no such function.
+    """
     functions = (
         node
         for node in ast.walk(ast.parse(source))

@@ -1,10 +1,10 @@
 """Operations that have no kernel of Inductor's, as C++.
 
-Matrix products have functions in ATen's stable C interface.  Others (Cholesky factors, triangular
+Matrix products have functions in ATen's stable C interface. Others (Cholesky factors, triangular
 solves, special functions) go through ATen's dispatcher, which takes and returns 64-bit words;
-tensors are handles, which belong to whoever received them.  Triangular solves of single vectors are
-written out: a call of BLAS through the dispatcher takes longer than substitution in a hundred
-equations.
+tensors are handles, which belong to the code that received them. Triangular solves of single
+vectors are written out: a call of BLAS through the dispatcher takes longer than substitution in a
+hundred equations.
 """
 
 from __future__ import annotations
@@ -21,12 +21,21 @@ from torch import Tensor
 
 
 class NotALoop(Exception):
-    """A step contains a statement that cannot be written as C++; the argument is this statement."""
+    """Error: a step contains a statement that cannot be written as C++; the argument is this
+    statement."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A tensor in memory, as C++ names it: a pointer, an offset in elements, and a geometry."""
+    """A tensor in memory, as C++ names it.
+
+    Attributes:
+        root: name of the C++ pointer to the memory.
+        dtype: dtype of the elements.
+        size: shape of the tensor.
+        stride: strides in elements.
+        offset: place of the first element behind the pointer, in elements.
+    """
 
     root: str
     dtype: torch.dtype
@@ -36,12 +45,12 @@ class View:
 
     @property
     def address(self) -> str:
-        """C++ expression for the address of its first element."""
+        """C++ expression for the address of the tensor's first element."""
         return f"({self.root} + {self.offset * self.dtype.itemsize})"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes from its first element to its last."""
+        """Number of bytes from the tensor's first element to its last; 0 without elements."""
         if 0 in self.size:
             return 0
         pairs = zip(self.size, self.stride, strict=True)
@@ -49,7 +58,7 @@ class View:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie one after another."""
+        """Whether the tensor's elements lie one after another, in row-major order."""
         return torch.empty_strided(self.size, self.stride, device="meta").is_contiguous()
 
 
@@ -101,20 +110,20 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
 
 
 def is_operation(function: str) -> bool:
-    """Whether a call in Inductor's source is one of ATen's operations."""
+    """Whether a function's name in Inductor's source is that of an ATen operation."""
     return function.startswith("torch.ops.aten.")
 
 
 def write_product(function: str, operands: Sequence[View], scales: Mapping[str, float]) -> str:
-    """The C++ statement of a matrix product.
+    """The C++ statement that computes a matrix product.
 
     Args:
-        function: one of `PRODUCTS`.
-        operands: the result's memory, then the arguments.
-        scales: scalar arguments other than 1.
+        function: name in Inductor's source, one of `PRODUCTS`.
+        operands: memory of the result, then the arguments.
+        scales: scalar arguments other than 1, by name.
 
     Raises:
-        NotALoop: there is another argument.
+        NotALoop: the call has another scalar argument.
     """
     if not scales.keys() <= set(PRODUCTS[function]):
         raise NotALoop(f"{function}({', '.join(scales)})")
@@ -127,13 +136,14 @@ def write_product(function: str, operands: Sequence[View], scales: Mapping[str, 
 def write_call(
     name: str, function: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[str], list[View]]:
-    """(C++ statements of a call, its results).  Results live until the end of the C++ block.
+    """(C++ statements that call an ATen operation, the operation's results).  Results live until
+    the end of the C++ block.
 
     Args:
-        name: of the results, unique in the block.
-        function: such as `torch.ops.aten.linalg_cholesky_ex.default`.
-        args: views and Python numbers.
-        kwargs: the same, by name.
+        name: prefix of the results' C++ names, unique in the block.
+        function: name in Inductor's source, such as `torch.ops.aten.linalg_cholesky_ex.default`.
+        args: positional arguments, views and Python numbers.
+        kwargs: keyword arguments, views and Python numbers.
 
     Raises:
         NotALoop: the operation writes into its arguments, draws random numbers, or has arguments or
@@ -163,7 +173,16 @@ def write_call(
 
 
 def _word(value: Any, kind: str, function: str) -> str:
-    """C++ expression for an argument as a 64-bit word."""
+    """The C++ expression for an argument of ATen's dispatcher as a 64-bit word.
+
+    Args:
+        value: a view, a Python number or None.
+        kind: type of the argument in the operation's schema.
+        function: name of the operation, for the error.
+
+    Raises:
+        NotALoop: the argument has another type.
+    """
     if kind.startswith("Optional["):
         if value is None:
             return "0"
@@ -183,7 +202,8 @@ def _word(value: Any, kind: str, function: str) -> str:
 def _results_like(
     operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, ...]:
-    """The results of an operation, as tensors without memory."""
+    """The results of an operation on arguments of these shapes and dtypes, as tensors without
+    memory."""
 
     def like(value: Any) -> Any:
         if not isinstance(value, View):
@@ -225,7 +245,14 @@ _NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
 def is_substitution(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of ATen solves A x = b, with a triangular A and one vector b, or a batch."""
+    """Whether a call of ATen solves A x = b by substitution in C++: A is triangular, b one vector
+    or a batch of vectors, and there are few equations.
+
+    Args:
+        function: name in Inductor's source.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+    """
     if function != "torch.ops.aten.linalg_solve_triangular.default":
         return False
     matrix, right = args
@@ -235,13 +262,21 @@ def is_substitution(function: str, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def solution(right: View) -> View:
-    """A view with the geometry of ATen's solution: contiguous vectors."""
+    """A view without memory, with the shape and strides of ATen's solution x for the right side b:
+    contiguous vectors."""
     *many, size, one = right.size
     return View("", right.dtype, (*many, size, one), (*(size for _ in many), 1, size))
 
 
 def write_substitution(matrix: View, right: View, x: View, kwargs: Mapping[str, Any]) -> str:
-    """The C++ statement that solves A x = b."""
+    """The C++ statement that solves A x = b for triangular A.
+
+    Args:
+        matrix: A, `[..., n, n]`.
+        right: b, `[..., n, 1]`.
+        x: memory of the solution.
+        kwargs: keyword arguments of `linalg_solve_triangular`.
+    """
     kind = _NAMES[x.dtype]
     upper, unit = kwargs["upper"], kwargs.get("unitriangular", False)
     form = [
@@ -259,5 +294,5 @@ def write_substitution(matrix: View, right: View, x: View, kwargs: Mapping[str, 
 
 
 def _batch_stride(view: View) -> int:
-    """Elements from one matrix or vector of a batch to the next."""
+    """Number of elements from one matrix or vector of a batch to the next; 0 without a batch."""
     return view.stride[0] if len(view.size) == 3 else 0

@@ -1,6 +1,6 @@
 """Records a pure function of tensors as a graph of tensor operations.
 
-Dynamo cannot trace Pyro's handlers; `make_fx` sees only the operations that they execute.
+Dynamo cannot trace Pyro's handlers; `make_fx` sees only the operations that these handlers execute.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from pyro_scale.core.exclusive import without_onednn
 
 
 class Constant(NamedTuple):
-    """A tensor that a function reads besides its arguments: a frozen weight, a buffer, a number.
+    """A tensor that a traced function reads besides its arguments: a frozen weight, a buffer, a
+    number.
 
     Attributes:
-        tensor: as compiled code reads it.
-        origin: the tensor that the function read; gone if the function made it itself.
+        tensor: the tensor as compiled code reads it.
+        origin: weak reference to the tensor that the function read; dead if the function made that
+            tensor itself.
     """
 
     tensor: Tensor
@@ -36,13 +38,13 @@ class Constant(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """A function: flat tensors in, flat tensors out.
+    """A traced function from tensors to tensors, as a graph of torch operations.
 
     Attributes:
-        module: the graph, whose inputs are the function's arguments, then the constants.
+        module: graph, whose inputs are the function's arguments, then the constants.
         constants: tensors that the function reads besides its arguments.
-        examples: a tensor for every input.
-        output_dtypes: dtypes of the outputs.
+        examples: a tensor for every input of the graph.
+        output_dtypes: dtype of each output.
     """
 
     module: fx.GraphModule
@@ -52,15 +54,17 @@ class Graph:
 
 
 def trace(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor]) -> Graph:
-    """The graph of a function for arguments like these.
+    """Records a function as a graph of torch operations, for arguments of the examples' shapes and
+    dtypes.
 
     Args:
-        function: of tensors, which returns tensors.
-        examples: its arguments: different tensor objects, and none that the function also reads as
-            a constant.
+        function: function from tensors to a sequence of tensors.
+        examples: arguments to run the function on: different tensor objects, and none that the
+            function also reads as a constant.
 
     Raises:
-        Exception: whatever a function raises that cannot be traced.
+        Exception: whatever a function raises that cannot be traced, such as one that reads a
+            tensor's value in Python.
     """
     dtypes: list[torch.dtype] = []
 
@@ -85,17 +89,23 @@ def trace(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor])
 
 
 def is_tracing() -> bool:
-    """Whether operations are being recorded now."""
+    """Whether `trace` is recording operations now, in the running code."""
     return get_proxy_mode() is not None
 
 
 def as_input(constant: Tensor) -> Tensor:
-    """A constant as compiled code reads it, in the same memory if possible."""
+    """A constant as compiled code reads it: detached, without conjugation or negation bits, in the
+    same memory if possible."""
     return constant.detach().resolve_conj().resolve_neg()
 
 
 def _accumulate(combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    """Decomposition of a cumulative sum or product into elements: Inductor has no C++ kernel."""
+    """Decomposition of a cumulative sum or product into operations on elements, for `make_fx`, as
+    Inductor has no C++ kernel for them.
+
+    Args:
+        combine: function of two tensors that adds or multiplies.
+    """
 
     def decompose(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
         if x.dim() == 0 or x.is_complex() or not 0 < x.shape[dim] <= _MOST_CUMULATIVE:
@@ -116,8 +126,8 @@ _DECOMPOSITIONS = {
 
 
 def _write_dtypes(module: fx.GraphModule) -> None:
-    """Makes the dtype explicit of tensors that are created without one, such as torch.eye(3): the
-    default may have changed when the graph is compiled."""
+    """Makes the dtype explicit of tensors that a graph creates without one, such as torch.eye(3):
+    torch's default may have changed when the graph is compiled."""
     for node in module.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or node.all_input_nodes:
@@ -129,7 +139,8 @@ def _write_dtypes(module: fx.GraphModule) -> None:
 
 
 def _spread_failures(module: fx.GraphModule) -> None:
-    """Replaces the error of a failing factorization by NaN, so that it affects only one chain."""
+    """Changes a graph so that a factorization that fails gives NaN instead of an error: only one
+    chain of a batch is then affected."""
     graph, ops = module.graph, torch.ops.aten
     for check in graph.find_nodes(op="call_function", target=ops._linalg_check_errors.default):
         info = check.args[0]
@@ -149,7 +160,8 @@ def _spread_failures(module: fx.GraphModule) -> None:
 
 
 def _lift_constants(module: fx.GraphModule) -> list[Constant]:
-    """Turns the tensors that the graph contains into inputs."""
+    """Turns the tensors that a graph contains into inputs, after its other inputs. Returns them, in
+    order."""
     graph = module.graph
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     inputs: dict[str, fx.Node] = {}

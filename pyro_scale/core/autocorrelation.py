@@ -13,36 +13,43 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-#: Variances below this share of the mean square are rounding.
+#: Variances below this fraction of the mean square are rounding.
 _ROUNDING_SHARE = 1e-24
-#: Numbers that are processed at once.
+#: Number of numbers that are processed at once.
 _GROUP_NUMBERS = 2**15
 
 
 def autocorrelation_time(draws: Tensor) -> Tensor:
-    """Integrated autocorrelation time: draws per effective draw, `[elements]`.
+    """Integrated autocorrelation time of each element: draws per effective draw, `[elements]`; 1
+    for constant elements.
 
     The sum of the autocorrelations of all chains about their common mean, over Geyer's initial
     monotone sequence (Geyer 1992; Vehtari et al. 2021, without ranks), at least 1 / draws.
 
     Args:
-        draws: `[chains, draws, elements]`, four draws a chain or more.
+        draws: draws, `[chains, draws, elements]`, four draws a chain or more.
     """
     return _by_element(_autocorrelation_time, draws)
 
 
 def split_r_hat(draws: Tensor) -> Tensor:
-    """Split R-hat (Gelman et al. 2013), `[elements]`.
+    """Split R-hat of each element (Gelman et al. 2013), `[elements]`; 1 for constant elements. With
+    an odd number of draws, the middle one is left out.
 
     Args:
-        draws: `[chains, draws, elements]`, four draws a chain or more.
+        draws: draws, `[chains, draws, elements]`, four draws a chain or more.
     """
     return _by_element(_split_r_hat, draws)
 
 
 def by_group(statistic: Callable[[Tensor], Tensor], draws: Tensor) -> Tensor:
-    """Applies a statistic `[chains, draws, elements]` -> `[elements]` to every group of draws
-    `[groups, chains, draws, elements]`.  Returns `[groups, elements]`."""
+    """Applies a statistic to each of many groups of chains, and returns its results, `[groups,
+    elements]`.
+
+    Args:
+        statistic: function from draws `[chains, draws, elements]` to `[elements]`.
+        draws: draws of all groups, `[groups, chains, draws, elements]`.
+    """
     groups, chains, count, size = draws.shape
     side_by_side = draws.permute(1, 2, 0, 3).reshape(chains, count, groups * size)
     return statistic(side_by_side).view(groups, size)
@@ -50,10 +57,10 @@ def by_group(statistic: Callable[[Tensor], Tensor], draws: Tensor) -> Tensor:
 
 def mixing_of(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(Rank-normalized split R-hat, bulk ESS, tail ESS), each `[elements]`, as in ArviZ (Vehtari et
-    al. 2021); NaN of constant elements.
+    al. 2021); NaN for constant elements.
 
     Args:
-        draws: `[chains, draws, elements]`, eight draws a chain or more.
+        draws: draws, `[chains, draws, elements]`, eight draws a chain or more.
     """
     r_hat, bulk, tail = _by_element(_mixing_of, draws)
     return r_hat, bulk, tail
@@ -63,7 +70,9 @@ def mixing_of(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_element(function: Callable[[Tensor], Tensor], draws: Tensor) -> Tensor:
-    """Applies a function `[group, chains, draws]` -> `[..., group]` to all elements, in groups."""
+    """Applies a function of draws `[group, chains, draws]` (float64), with results `[..., group]`,
+    to all elements of draws `[chains, draws, elements]`, a group of elements at a time; returns
+    `[..., elements]`."""
     chains, count, _ = draws.shape
     blocks = draws.split(max(1, _GROUP_NUMBERS // (chains * count)), dim=2)
     parts = [function(block.permute(2, 0, 1).double().contiguous()) for block in blocks]
@@ -86,7 +95,8 @@ def _autocorrelation_time(draws: Tensor) -> Tensor:
 
 
 def _halves(draws: Tensor) -> Tensor:
-    """Chains split in halves, `[elements, 2 chains, draws / 2]`."""
+    """Chains `[elements, chains, draws]` split in halves, `[elements, 2 chains, draws / 2]`; the
+    middle draw of an odd number is left out."""
     half = draws.shape[2] // 2
     return torch.cat([draws[..., :half], draws[..., -half:]], 1)
 
@@ -104,7 +114,8 @@ def _split_r_hat(draws: Tensor) -> Tensor:
 
 
 def _mixing_of(draws: Tensor) -> Tensor:
-    """The three results of `mixing_of`, `[3, elements]`."""
+    """Rank-normalized split R-hat, bulk ESS and tail ESS, `[3, elements]`, of draws `[elements,
+    chains, draws]`."""
     ordered, order = draws.flatten(1).sort(1)
     middle = ordered[:, (ordered.shape[1] - 1) // 2]
     scores = _normal_scores(ordered, order).view_as(draws)
@@ -118,13 +129,15 @@ def _mixing_of(draws: Tensor) -> Tensor:
 
 
 def _effective(draws: Tensor) -> Tensor:
-    """Effective draws, with chains split in halves, `[elements]`."""
+    """Effective draws of each element, `[elements]`, with chains split in halves, from draws
+    `[elements, chains, draws]`."""
     halves = _halves(draws)
     return halves.shape[1] * halves.shape[2] / _autocorrelation_time(halves)
 
 
 def _quantile(ordered: Tensor, part: float) -> Tensor:
-    """Quantile of sorted values `[elements, values]`, by linear interpolation, `[elements]`."""
+    """The quantile at level `part` of sorted numbers `[elements, n]`, by linear interpolation,
+    `[elements]`."""
     place = part * (ordered.shape[1] - 1)
     low = ordered[:, int(place)]
     high = ordered[:, min(int(place) + 1, ordered.shape[1] - 1)]
@@ -132,12 +145,12 @@ def _quantile(ordered: Tensor, part: float) -> Tensor:
 
 
 def _normal_scores(ordered: Tensor, order: Tensor) -> Tensor:
-    """Normal scores of the ranks of values (Vehtari et al. 2021), `[elements, values]`; equal
-    values have their mean rank.
+    """Normal scores of the ranks of numbers (Vehtari et al. 2021), `[elements, n]`, in the numbers'
+    original order; equal numbers have their mean rank.
 
     Args:
-        ordered: sorted values.
-        order: their places before sorting.
+        ordered: numbers sorted along each element, `[elements, n]`.
+        order: index of each sorted number in the original order, `[elements, n]`.
     """
     count = ordered.shape[1]
     halves = torch.arange(2, 2 * count + 1, device=ordered.device).double() / 2  # 1, 1.5, 2, ...

@@ -1,8 +1,8 @@
-"""State that belongs to the whole process, and the lock for it.
+"""State that belongs to the whole process, and the lock that guards that state.
 
-That state is Pyro's handler stack, param store and validation flag, torch's generator, switches
-and module hooks, and Python's warning filters.  Code that reads or changes any of it holds the
-lock, and only briefly: never across steps, and never while waiting for another thread.
+That state is Pyro's handler stack, param store and validation flag, torch's generator, switches and
+module hooks, and Python's warning filters.  Code that reads or changes any of it holds the lock,
+and only briefly: never across steps, and never while waiting for another thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ exclusive = threading.RLock()
 
 @contextmanager
 def own_generator(seed: int | None = None) -> Iterator[None]:
-    """Context in which only this thread uses torch's generator, seeded if `seed` is passed.
+    """Context in which only this thread uses torch's generator, seeded with `seed` unless None.
     Afterwards the generator's state is restored."""
     with exclusive, torch.random.fork_rng():
         if seed is not None:
@@ -42,7 +42,7 @@ class Ignored:
     threads among them, so it cannot be used around code that takes long.
 
     Args:
-        message: regular expression for the beginning of the warnings.
+        message: regular expression that matches the beginning of the warnings' texts.
     """
 
     def __init__(self, message: str):
@@ -51,7 +51,7 @@ class Ignored:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Hides the warnings inside."""
+        """Context in which the warnings are hidden, in all threads."""
         with exclusive:
             self._enter()
         try:
@@ -77,7 +77,8 @@ class Ignored:
 
 @contextmanager
 def without_onednn() -> Iterator[None]:
-    """Context in which torch does not use oneDNN, whose recurrent layers cannot be traced."""
+    """Context in which torch does not use oneDNN, whose recurrent layers cannot be traced; holds
+    the process's lock."""
     with exclusive, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TF32 acceleration on top of oneDNN")
         with torch.backends.mkldnn.flags(enabled=False):
@@ -85,8 +86,8 @@ def without_onednn() -> Iterator[None]:
 
 
 class PlainLSTM(TorchFunctionMode):
-    """Computes LSTMs without oneDNN, whose LSTM has no forward derivative.  Other operations, such
-    as convolutions, keep it."""
+    """Context in which torch computes LSTMs without oneDNN, whose LSTM has no forward derivative.
+    Other operations, such as convolutions, still use oneDNN."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.lstm:
@@ -96,7 +97,8 @@ class PlainLSTM(TorchFunctionMode):
 
 
 def raise_if_from_handler(error: BaseException) -> None:
-    """Raises an exception again if a signal handler raised it, such as a time limit of the user's.
+    """Raises an exception again if a signal handler raised it, such as a time limit of the user's;
+    otherwise does nothing.
 
     Call this in an `except Exception` that treats errors of a model or a compiler as a reason to do
     something else.  An exception of a signal handler is no such reason: it has to end the run.
@@ -110,7 +112,7 @@ def raise_if_from_handler(error: BaseException) -> None:
 
 
 def _code(handler: Any) -> CodeType | None:
-    """The code of a Python signal handler; None of the system's handlers."""
+    """The code object of a Python signal handler; None for the system's handlers."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     for function in (handler, type(handler).__call__ if callable(handler) else None):

@@ -18,46 +18,48 @@ from torch import Tensor
 
 
 class _Gaussian:
-    """Base of all Gaussians; subclasses are dataclasses whose fields are tensors."""
+    """Base of all Gaussians over a vector `[D]`; subclasses are dataclasses whose fields are
+    tensors."""
 
     mean: Tensor
 
     @classmethod
     def from_contents(cls, **contents: Any) -> Self:
-        """The Gaussian that `contents` describes."""
+        """The Gaussian with these fields, as `contents` returns them."""
         return cls(**contents)
 
     def contents(self) -> dict[str, Any]:
-        """Its tensors by name, for files."""
+        """A dict from the names of the Gaussian's fields to tensors, to save in files."""
         return dict(vars(self))
 
     def double(self) -> Self:
-        """The same in float64."""
+        """The same Gaussian in float64."""
         doubled: Any = {name: value.double() for name, value in vars(self).items()}
         return dataclasses.replace(self, **doubled)  # type: ignore[type-var]
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """Log density at x [D], in nats."""
+        """Log density at x `[D]`, in nats, 0-d."""
         squares = self._squared_distance(x - self.mean)
         return -(squares + self.log_det + len(self.mean) * math.log(2 * math.pi)) / 2
 
     @property
     def log_det(self) -> Tensor:
-        """Log determinant of the covariance."""
+        """Log determinant of the covariance, 0-d."""
         raise NotImplementedError
 
     def _squared_distance(self, offset: Tensor) -> Tensor:
-        """offset' precision offset, of an offset [D] from the mean."""
+        """The squared Mahalanobis distance offset' precision offset, 0-d, of an offset `[D]` from
+        the mean."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Diagonal(_Gaussian):
-    """Independent elements.
+    """A Gaussian with independent elements.
 
     Args:
-        mean: [D].
-        sd: standard deviations, [D].
+        mean: mean, `[D]`.
+        sd: standard deviations, `[D]`.
     """
 
     mean: Tensor
@@ -65,29 +67,29 @@ class Diagonal(_Gaussian):
 
     @classmethod
     def from_precision(cls, mean: Tensor, precision: Tensor) -> Diagonal:
-        """From the elements' precisions, [D]."""
+        """The Gaussian with a mean `[D]` and the precisions of its elements `[D]`."""
         return cls(mean, precision.rsqrt())
 
     def temper(self, temperature: float) -> Diagonal:
-        """The Gaussian with its covariance multiplied by a temperature."""
+        """The Gaussian with the covariance multiplied by a temperature."""
         return Diagonal(self.mean, self.sd * math.sqrt(temperature))
 
     def sample(self, noise: Tensor) -> Tensor:
-        """Draws from standard normals, [..., D]."""
+        """Draws `[..., D]`, from standard normal numbers `[..., D]`."""
         return self.mean + self.sd * noise
 
     def covariance_times(self, vector: Tensor) -> Tensor:
-        """The covariance times a vector [D]."""
+        """The covariance times a vector `[D]`."""
         return self.variance * vector
 
     @property
     def variance(self) -> Tensor:
-        """Diagonal of the covariance, [D]."""
+        """Variances of the elements, `[D]`."""
         return self.sd.square()
 
     @property
     def precision(self) -> Tensor:
-        """Diagonal of the precision, which is all of it, [D]."""
+        """Precisions of the elements, `[D]`; the precision matrix has no other entries."""
         return self.sd.square().reciprocal()
 
     precision_diagonal = precision
@@ -102,11 +104,11 @@ class Diagonal(_Gaussian):
 
 @dataclass(frozen=True)
 class Dense(_Gaussian):
-    """Correlated elements.
+    """A Gaussian with correlated elements, by a `[D, D]` matrix.
 
     Args:
-        mean: [D].
-        scale_tril: Cholesky factor of the covariance, lower triangular, [D, D].
+        mean: mean, `[D]`.
+        scale_tril: Cholesky factor of the covariance, lower triangular, `[D, D]`.
     """
 
     mean: Tensor
@@ -114,24 +116,24 @@ class Dense(_Gaussian):
 
     @classmethod
     def from_covariance(cls, mean: Tensor, covariance: Tensor) -> Dense:
-        """From a covariance matrix, [D, D]."""
+        """The Gaussian with a mean `[D]` and a covariance matrix `[D, D]`."""
         return cls(mean, torch.linalg.cholesky(covariance))
 
     @classmethod
     def from_precision(cls, mean: Tensor, precision: Tensor, overwrite: bool = False) -> Dense:
-        """From a precision matrix, [D, D].
+        """The Gaussian with a mean and a precision matrix.
 
         With rows and columns in reverse order, the precision's Cholesky factor is the transposed
         inverse of the covariance's.  So one factorization and one triangular solve are enough, each
         in place: at most three matrices are in memory, or two with `overwrite`.
 
         Args:
-            mean: [D].
-            precision: [D, D].
+            mean: mean, `[D]`.
+            precision: precision matrix, `[D, D]`.
             overwrite: whether the precision's memory may be reused.
 
         Raises:
-            torch.linalg.LinAlgError: it is not positive definite; then it is as it was.
+            torch.linalg.LinAlgError: the precision is not positive definite; it is then unchanged.
         """
         backwards = precision.flip(-2, -1).mT  # by column, as LAPACK has it
         torch.linalg.cholesky(backwards, out=backwards)
@@ -142,37 +144,37 @@ class Dense(_Gaussian):
         return cls(mean, inverse.flip(-2, -1).mT)
 
     def temper(self, temperature: float) -> Dense:
-        """The Gaussian with its covariance multiplied by a temperature."""
+        """The Gaussian with the covariance multiplied by a temperature."""
         if temperature == 1:
             return self
         return Dense(self.mean, self.scale_tril * math.sqrt(temperature))
 
     def sample(self, noise: Tensor) -> Tensor:
-        """Draws from standard normals, [..., D]."""
+        """Draws `[..., D]`, from standard normal numbers `[..., D]`."""
         return self.mean + noise @ self.scale_tril.mT
 
     def covariance_times(self, vector: Tensor) -> Tensor:
-        """The covariance times a vector [D]."""
+        """The covariance times a vector `[D]`."""
         return self.scale_tril @ (self.scale_tril.mT @ vector)
 
     @property
     def variance(self) -> Tensor:
-        """Diagonal of the covariance, [D]."""
+        """Diagonal of the covariance, `[D]`."""
         return self.scale_tril.square().sum(-1)
 
     @property
     def covariance(self) -> Tensor:
-        """Covariance matrix, [D, D]."""
+        """Covariance matrix, `[D, D]`."""
         return self.scale_tril @ self.scale_tril.mT
 
     @property
     def precision(self) -> Tensor:
-        """Precision matrix, [D, D]."""
+        """Precision matrix, `[D, D]`."""
         return torch.cholesky_inverse(self.scale_tril)
 
     @property
     def precision_diagonal(self) -> Tensor:
-        """Diagonal of the precision, [D]."""
+        """Diagonal of the precision matrix, `[D]`."""
         return self.precision.diagonal()
 
     @property
@@ -185,24 +187,25 @@ class Dense(_Gaussian):
 
 
 class _ByProducts(_Gaussian):
-    """A Gaussian that multiplies vectors by its covariance and its precision."""
+    """Base of Gaussians that multiply vectors by their covariance and their precision, without
+    storing a `[D, D]` matrix."""
 
     def covariance_times(self, vector: Tensor) -> Tensor:
-        """The covariance times vectors [..., D]."""
+        """The covariance times vectors `[..., D]`."""
         raise NotImplementedError
 
     def precision_times(self, vector: Tensor) -> Tensor:
-        """The precision times vectors [..., D]."""
+        """The precision times vectors `[..., D]`."""
         raise NotImplementedError
 
     @property
     def covariance(self) -> Tensor:
-        """Covariance matrix, [D, D]."""
+        """Covariance matrix, `[D, D]`; for small D only."""
         return self.covariance_times(torch.eye(len(self.mean)).to(self.mean))
 
     @property
     def precision(self) -> Tensor:
-        """Precision matrix, [D, D]."""
+        """Precision matrix, `[D, D]`; for small D only."""
         return self.precision_times(torch.eye(len(self.mean)).to(self.mean))
 
     def _squared_distance(self, offset: Tensor) -> Tensor:
@@ -211,13 +214,14 @@ class _ByProducts(_Gaussian):
 
 @dataclass(frozen=True)
 class LowRank(_ByProducts):
-    """The precision diag(scale)^-1 (I + U diag(lengths) U^T) diag(scale)^-1.
+    """A Gaussian whose precision is diag(scale)^-1 (I + U diag(lengths) U^T) diag(scale)^-1:
+    diagonal plus a matrix of rank k.
 
     Args:
-        mean: [D].
-        scale: standard deviations where U is 0, [D].
-        axes: U, orthonormal columns, [D, k].
-        lengths: at least 0, [k].
+        mean: mean, `[D]`.
+        scale: standard deviations where U is 0, `[D]`.
+        axes: U, orthonormal columns, `[D, k]`.
+        lengths: additional precision along each axis, in units of the scales; at least 0, `[k]`.
     """
 
     mean: Tensor
@@ -227,17 +231,23 @@ class LowRank(_ByProducts):
 
     @classmethod
     def from_precision(cls, mean: Tensor, diagonal: Tensor, factor: Tensor) -> LowRank:
-        """From the precision diag(diagonal) + V V^T, with V [D, k]."""
+        """The Gaussian with a mean `[D]` and the precision diag(diagonal) + V V^T.
+
+        Args:
+            mean: mean, `[D]`.
+            diagonal: positive numbers, `[D]`.
+            factor: V, `[D, k]`.
+        """
         scale = diagonal.rsqrt()
         axes, singular, _ = torch.linalg.svd(scale[:, None] * factor, full_matrices=False)
         return cls(mean, scale, axes, singular.square())
 
     def temper(self, temperature: float) -> LowRank:
-        """The Gaussian with its covariance multiplied by a temperature."""
+        """The Gaussian with the covariance multiplied by a temperature."""
         return LowRank(self.mean, self.scale * math.sqrt(temperature), self.axes, self.lengths)
 
     def sample(self, noise: Tensor) -> Tensor:
-        """Draws from standard normals, [..., D]."""
+        """Draws `[..., D]`, from standard normal numbers `[..., D]`."""
         return self.mean + self.scale * self._stretch(noise, (1 + self.lengths).rsqrt())
 
     def covariance_times(self, vector: Tensor) -> Tensor:
@@ -248,13 +258,13 @@ class LowRank(_ByProducts):
 
     @property
     def variance(self) -> Tensor:
-        """Diagonal of the covariance, [D]."""
+        """Diagonal of the covariance, `[D]`."""
         rows = self.axes.square() @ (1 / (1 + self.lengths) - 1)
         return self.scale.square() * (1 + rows)
 
     @property
     def precision_diagonal(self) -> Tensor:
-        """Diagonal of the precision, [D]."""
+        """Diagonal of the precision matrix, `[D]`."""
         return (1 + self.axes.square() @ self.lengths) / self.scale.square()
 
     @property
@@ -262,19 +272,21 @@ class LowRank(_ByProducts):
         return 2 * self.scale.log().sum() - self.lengths.log1p().sum()
 
     def _stretch(self, vector: Tensor, by: Tensor) -> Tensor:
-        """(I + U diag(by - 1) U^T) v."""
+        """(I + U diag(by - 1) U^T) v: vectors v `[..., D]`, multiplied by `by` `[k]` along the k
+        axes."""
         return vector + ((vector @ self.axes) * (by - 1)) @ self.axes.mT
 
 
 class Block(NamedTuple):
-    """Elements that are independent of all others: as a matrix [m, n], their covariance has the
-    eigenvectors of a Kronecker product, with a variance for each pair of the factors' vectors.
+    """Elements of a vector that are independent of all others.  Arranged as a matrix `[m, n]`,
+    their covariance has the eigenvectors of a Kronecker product, with a variance for each pair of
+    the factors' eigenvectors.
 
     Attributes:
-        places: of the elements in the whole vector, [m, n].
-        left: orthonormal, [m, m].
-        right: orthonormal, [n, n].
-        variances: [m, n].
+        places: indices of the elements in the whole vector, `[m, n]`.
+        left: orthonormal eigenvectors of the left factor, `[m, m]`.
+        right: orthonormal eigenvectors of the right factor, `[n, n]`.
+        variances: variance for each pair of eigenvectors, `[m, n]`.
     """
 
     places: Tensor
@@ -283,27 +295,31 @@ class Block(NamedTuple):
     variances: Tensor
 
     def stretch(self, values: Tensor, by: Tensor) -> Tensor:
-        """Values `[..., m, n]`, multiplied by `by` [m, n] along the eigenvectors."""
+        """Matrices `[..., m, n]` of the block's elements, with the component along each pair of
+        eigenvectors multiplied by `by` `[m, n]`."""
         return self.left @ (by * (self.left.mT @ values @ self.right)) @ self.right.mT
 
     def spread(self, noise: Tensor) -> Tensor:
-        """Draws with this covariance, from standard normals `[..., m, n]`."""
+        """Draws `[..., m, n]` with the block's covariance and mean 0, from standard normal numbers
+        `[..., m, n]`."""
         return self.left @ (self.variances.sqrt() * noise) @ self.right.mT
 
     def diagonal(self, values: Tensor) -> Tensor:
-        """Diagonal, as [m, n], of the matrix with these eigenvalues [m, n]."""
+        """Diagonal, arranged as `[m, n]`, of the matrix with the block's eigenvectors and these
+        eigenvalues `[m, n]`."""
         return self.left.square() @ values @ self.right.square().mT
 
 
 @dataclass(frozen=True)
 class Kronecker(_ByProducts):
-    """Blocks of elements, and independent elements.
+    """A Gaussian of blocks of elements, each with a Kronecker-factored covariance, and of further
+    independent elements.
 
     Args:
-        mean: [D].
-        blocks: without common elements.
-        others: places of the elements that are in no block, [k].
-        other_variances: variances of these, [k].
+        mean: mean, `[D]`.
+        blocks: blocks without common elements.
+        others: indices of the elements that are in no block, `[k]`.
+        other_variances: variances of these elements, `[k]`.
     """
 
     mean: Tensor
@@ -320,7 +336,7 @@ class Kronecker(_ByProducts):
         return {**vars(self), "blocks": tuple(tuple(block) for block in self.blocks)}
 
     def temper(self, temperature: float) -> Kronecker:
-        """The Gaussian with its covariance multiplied by a temperature."""
+        """The Gaussian with the covariance multiplied by a temperature."""
         blocks = tuple(
             block._replace(variances=temperature * block.variances) for block in self.blocks
         )
@@ -333,7 +349,7 @@ class Kronecker(_ByProducts):
         return Kronecker(self.mean.double(), blocks, self.others, self.other_variances.double())
 
     def sample(self, noise: Tensor) -> Tensor:
-        """Draws from standard normals, [..., D]."""
+        """Draws `[..., D]`, from standard normal numbers `[..., D]`."""
         offset = self._map_parts(noise, Block.spread, lambda x, variances: x * variances.sqrt())
         return self.mean + offset
 
@@ -349,12 +365,12 @@ class Kronecker(_ByProducts):
 
     @property
     def variance(self) -> Tensor:
-        """Diagonal of the covariance, [D]."""
+        """Diagonal of the covariance, `[D]`."""
         return self._diagonal(lambda variances: variances)
 
     @property
     def precision_diagonal(self) -> Tensor:
-        """Diagonal of the precision, [D]."""
+        """Diagonal of the precision matrix, `[D]`."""
         return self._diagonal(torch.reciprocal)
 
     @property
@@ -363,7 +379,9 @@ class Kronecker(_ByProducts):
         return torch.stack([part.log().sum() for part in parts]).sum()
 
     def _diagonal(self, eigenvalues: Callable[[Tensor], Tensor]) -> Tensor:
-        """Diagonal of the matrix whose eigenvalues are a function of the variances, [D]."""
+        """Diagonal `[D]` of the matrix that has the covariance's eigenvectors, and as eigenvalues a
+        function of its eigenvalues: the identity for the covariance, the reciprocal for the
+        precision."""
         total = torch.zeros_like(self.mean)
         for block in self.blocks:
             total[block.places] = block.diagonal(eigenvalues(block.variances))
@@ -375,7 +393,13 @@ class Kronecker(_ByProducts):
         map_block: Callable[[Block, Tensor], Tensor],
         map_others: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """Vectors [..., D] whose blocks, and other elements, are mapped by these functions."""
+        """Maps vectors `[..., D]` part by part.
+
+        Args:
+            vector: vectors, `[..., D]`.
+            map_block: function of (block, the block's elements `[..., m, n]`).
+            map_others: function of (the other elements `[..., k]`, their variances `[k]`).
+        """
         result = torch.zeros_like(vector)
         for block in self.blocks:
             result[..., block.places] = map_block(block, vector[..., block.places])
@@ -388,7 +412,8 @@ Gaussian: TypeAlias = Diagonal | Dense | Kronecker | LowRank
 
 
 def as_structure(gaussian: Gaussian, dense: bool) -> Gaussian:
-    """A Gaussian as a dense one, or without its correlations."""
+    """The Gaussian as a `Dense` one with the same covariance if `dense`; otherwise as a `Diagonal`
+    one with the same variances, without correlations."""
     if not dense:
         return Diagonal(gaussian.mean, gaussian.variance.sqrt())
     if isinstance(gaussian, Diagonal):
@@ -399,15 +424,20 @@ def as_structure(gaussian: Gaussian, dense: bool) -> Gaussian:
 
 
 def matrix_or_diagonal(values: Tensor, dense: bool) -> Tensor:
-    """A matrix [D, D], or a diagonal [D], as the matrix if `dense`, else as its diagonal."""
+    """A matrix `[D, D]` if `dense`, otherwise its diagonal `[D]`.
+
+    Args:
+        values: matrix `[D, D]`, or the diagonal `[D]` of a diagonal matrix.
+        dense: whether to return the matrix.
+    """
     return values if (values.dim() == 2) == dense else values.diag()
 
 
 def semidefinite_root(matrix: Tensor) -> Tensor:
-    """Cholesky factors of positive semi-definite matrices `[..., m, m]`, lower triangular.
+    """Cholesky factors, lower triangular, of positive semi-definite matrices `[..., m, m]`.
 
-    torch's needs positive definite ones.  Here a pivot may be 0, up to rounding of its diagonal
-    element: its column is then 0.
+    torch's function needs positive definite ones.  Here a pivot may be 0, up to rounding of its
+    diagonal element: its column is then 0.
     """
     size = matrix.shape[-1]
     scale = matrix.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
@@ -424,6 +454,7 @@ def semidefinite_root(matrix: Tensor) -> Tensor:
 
 
 def triangular(root: Tensor) -> Tensor:
-    """Cholesky factor of R R^T, of any root R, `[m, m]`."""
+    """The Cholesky factor of R R^T, lower triangular `[m, m]`, from any root R `[m, m]`, without
+    the loss of digits that forming R R^T has."""
     _, triangle = torch.linalg.qr(root.mT)
     return triangle.mT * triangle.diagonal().sign()

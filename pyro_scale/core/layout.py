@@ -12,12 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of the tensors of a dict in one flat vector.
+    """The correspondence of a dict of tensors, such as latents by site, and one flat vector `[D]`.
 
     Args:
-        names: of the entries, in the vector's order.
-        shapes: of the entries.
-        dtypes: of the entries; the vector has the widest of them, at least float32.
+        names: names of the entries, in the vector's order.
+        shapes: shape of each entry.
+        dtypes: dtype of each entry; the vector has the widest of them, at least float32.
 
     Examples:
         >>> layout = Layout.from_tensors({"w": torch.zeros(2, 3), "b": torch.ones(2)})
@@ -33,7 +33,7 @@ class Layout:
 
     @classmethod
     def from_tensors(cls, values: Mapping[str, Tensor]) -> Layout:
-        """The layout of a dict of tensors, in its own order."""
+        """The layout of a dict of tensors, in the dict's order."""
         return cls(
             tuple(values),
             tuple(value.shape for value in values.values()),
@@ -42,17 +42,17 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """The vector's length D."""
+        """D, the length of the vector."""
         return sum(shape.numel() for shape in self.shapes)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The vector's dtype: the one to which all entries promote, at least float32.  In half
-        precision a step would be lost to rounding."""
+        """Dtype of the vector: the one to which all entries promote, at least float32, as in half
+        precision a sampler's step would be lost to rounding."""
         return functools.reduce(torch.promote_types, self.dtypes, torch.float32)
 
     def slices(self) -> dict[str, slice]:
-        """Slice of every entry in the vector, by name."""
+        """A dict from the name of every entry to its slice of the vector."""
         places, start = {}, 0
         for name, shape in zip(self.names, self.shapes, strict=True):
             places[name] = slice(start, start + shape.numel())
@@ -60,17 +60,18 @@ class Layout:
         return places
 
     def places(self, names: Iterable[str]) -> Tensor:
-        """Indices in the vector of all elements of these entries, [d]."""
+        """Indices in the vector of all elements of the entries with these names, int64 `[d]`."""
         slices = self.slices()
         parts = [torch.arange(slices[n].start, slices[n].stop) for n in names]
         return torch.cat(parts) if parts else torch.arange(0)
 
     def flatten(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Dict of tensors -> vector [D]."""
+        """The vector `[D]` of a dict of tensors with the layout's shapes."""
         return torch.cat([values[name].reshape(-1).to(self.dtype) for name in self.names])
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
-        """Vector [..., D] -> dict of tensors [..., *shape]."""
+        """A dict of tensors `[..., *shape]` by name, in the entries' dtypes, from vectors `[...,
+        D]`."""
         sizes = [shape.numel() for shape in self.shapes]
         parts = vector.split(sizes, dim=-1)
         return {
@@ -81,10 +82,10 @@ class Layout:
         }
 
     def site_at(self, index: int) -> str:
-        """The name of the entry that holds the vector's element `index`."""
+        """The name of the entry to which element `index` of the vector belongs."""
         return next(name for name, place in self.slices().items() if index < place.stop)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in the module torch, such as "float32"."""
+    """The name of a dtype without "torch.", such as "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,7 @@
-"""Means, standard deviations, quantiles, R-hat and ESS of chains, without storing the draws."""
+"""Means, standard deviations, quantiles, R-hat and ESS of chains, without storing the draws.
+
+"size" is the number of elements of a draw.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from torch import Tensor
 
 from pyro_scale.core.tdigest import QuantileSketch
 
-#: R-hat above which the error of the mean is estimated from the means of chains, too.
+#: R-hat above which the standard error of the mean is estimated from the means of chains, too.
 _MAX_R_HAT = 1.05
-#: Smallest number of draws in a batch for estimating that error from the means of batches.
+#: Smallest number of draws in a batch for estimating that standard error from the means of batches.
 _MIN_BATCH = 10
 #: Number of batches of each chain.
 _BATCHES = 25
@@ -23,13 +26,13 @@ class Moments(NamedTuple):
     """Posterior mean, sd, quantiles, R-hat and ESS of every element.
 
     Attributes:
-        mean: `[...]`.
-        sd: standard deviation, `[...]`.
-        quantiles: `[levels, ...]`.
-        r_hat: split R-hat (Gelman et al. 2013, 11.4), not rank-normalized.
-        ess: effective draws for the mean, from the variance of the means of 25 batches per chain,
-            and of the means of chains if these disagree; NaN for fewer than 250 draws per chain.
-            Up to two thirds too large if the autocorrelation time is as long as a batch.
+        mean: means, `[...]`.
+        sd: standard deviations, `[...]`.
+        quantiles: quantiles, `[levels, ...]`.
+        r_hat: split R-hat (Gelman et al. 2013, 11.4), not rank-normalized, `[...]`.
+        ess: effective draws for the mean, `[...]`, from the variance of the means of 25 batches per
+            chain, and of the means of chains if these disagree; NaN for fewer than 250 draws per
+            chain. Up to two thirds too large if the autocorrelation time is as long as a batch.
     """
 
     mean: Tensor
@@ -40,11 +43,12 @@ class Moments(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over the draws of each chain.
+    """Number, mean and sum of squared deviations of the draws of each chain, from which variances
+    follow.
 
     Attributes:
-        number: of draws, `[chains, 1]`.
-        mean: `[chains, size]`.
+        number: number of draws, `[chains, 1]`.
+        mean: mean of the draws, `[chains, size]`.
         squares: sum of squared deviations from the mean, `[chains, size]`.
     """
 
@@ -54,27 +58,27 @@ class Sums(NamedTuple):
 
     @classmethod
     def none(cls, num_chains: int, size: int) -> Sums:
-        """Empty sums, before any draws."""
+        """The sums of no draws: zeros."""
         zeros = torch.zeros(num_chains, size, dtype=torch.float64)
         return cls(torch.zeros(num_chains, 1, dtype=torch.long), zeros, zeros)
 
     @classmethod
     def from_draws(cls, numbers: Tensor) -> Sums:
-        """The sums of draws `[chains, n, size]`, in double precision."""
+        """The sums of draws `[chains, n, size]`, in float64."""
         numbers = numbers.double()
         mean = numbers.mean(1)
         number = torch.full((len(numbers), 1), numbers.shape[1])
         return cls(number, mean, (numbers - mean[:, None]).square().sum(1))
 
     def __or__(self, other: Sums) -> Sums:
-        """The sums over the draws of both (Chan, Golub and LeVeque 1983)."""
+        """The sums over the draws of both, chain by chain (Chan, Golub and LeVeque 1983)."""
         count = self.number + other.number
         part, gap = other.number / count.clamp(min=1).double(), other.mean - self.mean
         squares = self.squares + other.squares + gap.square() * (self.number * part)
         return Sums(count, self.mean + gap * part, squares)
 
     def pool(self) -> Sums:
-        """The sums of the draws of all chains as one chain."""
+        """The sums of the draws of all chains together, as of one chain."""
         number = self.number.sum(0, keepdim=True)
         mean = (self.number * self.mean).sum(0, keepdim=True) / number
         squares = self.squares + self.number * (self.mean - mean).square()
@@ -82,18 +86,19 @@ class Sums(NamedTuple):
 
     @property
     def variance(self) -> Tensor:
-        """Unbiased variance of each chain, `[chains, size]`; NaN for fewer than two draws."""
+        """Unbiased variance of the draws of each chain, `[chains, size]`; NaN for fewer than two
+        draws."""
         return torch.where(self.number > 1, self.squares / (self.number - 1), math.nan)
 
 
 class Totals(NamedTuple):
-    """Sums and quantile sketch of chains.
+    """All that is needed for the moments of finished chains: sums and a quantile sketch.
 
     Attributes:
         halves: sums of the first and of the second half of each chain.
-        batches: sums of the means of each chain's batches.
-        batch: draws in a batch.
-        sketch: quantiles of all chains' draws.
+        batches: sums of the means of each chain's batches of consecutive draws.
+        batch: number of draws in a batch.
+        sketch: quantiles of all chains' draws together.
     """
 
     halves: tuple[Sums, Sums]
@@ -109,7 +114,7 @@ class Totals(NamedTuple):
 
         Args:
             parts: moments of different chains.
-            chains: (part, place in it) of every chain.
+            chains: for every chain, (index of its part, index of the chain in the part).
         """
 
         def select(sums: Sequence[Sums]) -> Sums:
@@ -125,7 +130,11 @@ class Totals(NamedTuple):
         )
 
     def moments(self, levels: Sequence[float]) -> Moments:
-        """The moments of every element, `[size]`."""
+        """The moments of every element, `[size]`, over all chains.
+
+        Args:
+            levels: levels of the quantiles, in [0, 1].
+        """
         halves = [half for half in self.halves if (half.number > 1).all()]
         of_chains = self.halves[0] | self.halves[1]
         total, batches = of_chains.pool(), self.batches.pool()
@@ -145,7 +154,7 @@ class Totals(NamedTuple):
         return Moments(total.mean[0], variance.sqrt(), quantiles, r_hat, variance / error)
 
     def state(self) -> dict[str, Any]:
-        """Its contents as tensors and plain values, for `from_state`."""
+        """A dict of tensors and plain objects from which `from_state` restores the totals."""
         return {
             "halves": [list(half) for half in self.halves],
             "batches": list(self.batches),
@@ -155,7 +164,7 @@ class Totals(NamedTuple):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Totals:
-        """The totals that `state` describes."""
+        """The totals from a dict that `state` returned."""
         first, second = (Sums(*half) for half in state["halves"])
         sketch = QuantileSketch(0)
         vars(sketch).update(state["sketch"])
@@ -163,17 +172,18 @@ class Totals(NamedTuple):
 
 
 class OnlineMoments:
-    """Collects the moments of chains, draw by draw.
+    """Collects the moments of chains, draw by draw, without storing the draws.
 
     Args:
         num_chains: number of chains.
-        size: elements of a draw.
-        num_draws: draws of each chain that will be added, which determines halves and batches.
+        size: number of elements of a draw.
+        num_draws: number of draws of each chain that will be added, which determines halves and
+            batches.
 
     Attributes:
         halves: sums of the first and of the second half of each chain.
-        batches: sums of the means of each chain's batches.
-        batch: draws in a batch.
+        batches: sums of the means of each chain's batches of consecutive draws.
+        batch: number of draws in a batch.
     """
 
     def __init__(self, num_chains: int, size: int, num_draws: int):
@@ -186,11 +196,12 @@ class OnlineMoments:
 
     @property
     def count(self) -> int:
-        """Number of draws of each chain that were added."""
+        """Number of draws of each chain that were added so far."""
         return sum(int(half.number[0]) for half in self.halves)
 
     def add(self, draws: Tensor) -> None:
-        """Adds the next draws, `[chains, n, size]`; those of stopped chains are NaN."""
+        """Adds the next n draws of every chain, `[chains, n, size]`; those of stopped chains are
+        NaN."""
         # quantiles of stopped chains are not used
         self._sketch.add(draws.nan_to_num(0, 0, 0).transpose(0, 1).flatten(1))
         while draws.shape[1]:
@@ -200,16 +211,17 @@ class OnlineMoments:
             draws = draws[:, most:]
 
     def sketch_of(self, chain: int) -> QuantileSketch:
-        """The quantile sketch of one chain, by its place."""
+        """The quantile sketch of the draws of the chain with this index, one stream for each
+        element."""
         size = self._shape[1]
         return self._sketch.streams(slice(chain * size, (chain + 1) * size))
 
     def totals(self, chains: Sequence[int]) -> Totals:
-        """The totals of these chains, by their places."""
+        """The totals of the chains with these indices, for their moments."""
         return Totals.from_parts([self], [(0, chain) for chain in chains])
 
     def state(self) -> dict[str, Any]:
-        """Its contents as tensors `[chains, ...]`, for `go_on_from`."""
+        """A dict of tensors `[chains, ...]` from which `go_on_from` continues the collection."""
         sketch = {name: x.unflatten(0, self._shape) for name, x in vars(self._sketch).items()}
         return {
             "halves": [list(half) for half in self.halves],
@@ -219,7 +231,8 @@ class OnlineMoments:
         }
 
     def go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Continues from the state of another collection."""
+        """Continues the collection whose `state` was saved: replaces all that this one has
+        collected."""
         first, second = (Sums(*half) for half in state["halves"])
         self.halves = first, second
         self.batches, self._partial = Sums(*state["batches"]), Sums(*state["partial"])
@@ -227,7 +240,7 @@ class OnlineMoments:
         vars(self._sketch).update(sketch)
 
     def _add(self, draws: Tensor) -> None:
-        """Adds draws that belong to one half and to one batch."""
+        """Adds draws `[chains, n, size]` that all belong to the same half and to the same batch."""
         new = Sums.from_draws(draws)
         first, second = self.halves
         halves = (first | new, second) if self.count < self._half else (first, second | new)

@@ -23,35 +23,40 @@ Arguments = tuple[Any, ...] | dict[str, Any]
 
 
 class Fixed(NamedTuple):
-    """A tensor that is the same at every step."""
+    """A tensor of a batch that is the same at every step."""
 
     tensor: Tensor
 
 
 class PerStep(NamedTuple):
-    """A tensor with an entry for every step, `[chains, steps, ...]`."""
+    """A tensor of batches with an entry for every step, `[chains, steps, ...]`."""
 
     tensor: Tensor
 
 
 class Gathered(NamedTuple):
-    """Rows of a table, at indices `[chains, steps, B]`."""
+    """A tensor of batches, as rows of a table `[N, ...]` at indices `[chains, steps, B]`."""
 
     table: Tensor
     indices: Tensor
 
 
-#: Where a compiled loop reads one tensor of each step's batch.
+#: From where a compiled loop reads one tensor of each step's batch.
 Source = Fixed | PerStep | Gathered
 
 
 def is_rows(leaf: object) -> bool:
-    """Whether a leaf of the arguments is rows."""
+    """Whether an object among the model's arguments is rows of data: a tensor with at least one
+    dimension."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 def as_arguments(batch: object) -> Arguments:
-    """Data from a loader or a user as the model's arguments.
+    """Data from a loader or a user as the model's arguments: a tuple or a dict, with arrays and
+    data frames converted to tensors.
+
+    Args:
+        batch: a tuple or list of the arguments, a dict of them by name, or a single argument.
 
     Raises:
         DataError: an array or data frame cannot be a tensor.
@@ -60,20 +65,26 @@ def as_arguments(batch: object) -> Arguments:
 
 
 def column_names(batch: object) -> dict[str, list[Any]]:
-    """Column names of the data frames among the model's arguments, by name of the argument."""
+    """A dict from the name of each argument that is a data frame to its column names."""
     leaves = named_leaves(by_place_or_name(batch))
     return {name: names_of(leaf) for name, leaf in leaves if is_table(leaf) and names_of(leaf)}
 
 
 def by_place_or_name(batch: object) -> Arguments:
-    """Data from a loader or a user as a tuple or a dict; leaves are not converted."""
+    """Data from a loader or a user as a tuple of arguments, or as a dict by name; the arguments
+    themselves are not converted."""
     if isinstance(batch, Mapping):
         return dict(batch)
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
 
 def tables_as_tensors(arguments: Arguments) -> Arguments:
-    """The arguments with arrays and data frames converted to tensors."""
+    """The model's arguments with arrays and data frames converted to tensors.
+
+    Raises:
+        DataError: an array or data frame cannot be a tensor, or frames have their rows in different
+            orders.
+    """
     if not any(map(is_table, pytree.tree_leaves(arguments))):
         return arguments
     check_order(named_leaves(arguments))
@@ -84,24 +95,33 @@ def tables_as_tensors(arguments: Arguments) -> Arguments:
 
 
 def call(model: Callable[..., Any], arguments: Arguments) -> Any:
-    """Calls the model with its arguments."""
+    """Calls the model with its arguments, a tuple (by position) or a dict (by name). Returns what
+    the model returns."""
     if isinstance(arguments, dict):
         return model(**arguments)
     return model(*arguments)
 
 
 def map_rows(function: Callable[[Tensor], Tensor], arguments: Arguments) -> Arguments:
-    """Applies a function to every tensor of rows; other leaves are unchanged."""
+    """The model's arguments after a function was applied to every tensor of rows; other objects are
+    unchanged."""
     return pytree.tree_map(lambda leaf: function(leaf) if is_rows(leaf) else leaf, arguments)
 
 
 def take(arguments: Arguments, index: Any) -> Arguments:
-    """The rows at `index` (a slice, or a tensor of indices of any shape) of every tensor."""
+    """The model's arguments with only the rows at `index` of every tensor; other objects are
+    unchanged.
+
+    Args:
+        arguments: the model's arguments.
+        index: a slice, or a tensor of row numbers of any shape, which replaces the first dimension.
+    """
     return map_rows(lambda rows: rows[index], arguments)
 
 
 def named_leaves(arguments: Arguments) -> list[tuple[str, Any]]:
-    """(Name, leaf) of every leaf; names are like `0`, `'x'` or `0['x']`."""
+    """(Name, object) for every tensor or other object among the model's arguments, nested ones
+    included; names are like `0`, `'x'` or `0['x']`."""
     return [
         (pytree.keystr(path[:1])[1:-1] + pytree.keystr(path[1:]), leaf)
         for path, leaf in pytree.tree_flatten_with_path(arguments)[0]
@@ -109,12 +129,14 @@ def named_leaves(arguments: Arguments) -> list[tuple[str, Any]]:
 
 
 def named_rows(arguments: Arguments) -> list[tuple[str, Tensor]]:
-    """(Name, tensor) of every tensor of rows."""
+    """(Name, tensor) for every tensor of rows among the model's arguments; names as in
+    `named_leaves`."""
     return [(name, leaf) for name, leaf in named_leaves(arguments) if is_rows(leaf)]
 
 
 def count(arguments: Arguments) -> int | None:
-    """Number of rows; None if no argument is rows.
+    """Number of rows of data in the model's arguments, the first dimension of all their tensors;
+    None if no argument is rows.
 
     Raises:
         DataError: the tensors' first dimensions differ.
@@ -131,7 +153,7 @@ def count(arguments: Arguments) -> int | None:
 
 
 def described(arguments: Arguments) -> str:
-    """Names, dtypes and shapes of all tensors of rows, in words."""
+    """A phrase with the names, dtypes and shapes of all tensors of rows, for messages."""
     descriptions = [
         f"{name} is {dtype_name(leaf.dtype)} {list(leaf.shape)}"
         for name, leaf in named_rows(arguments)
@@ -140,28 +162,28 @@ def described(arguments: Arguments) -> str:
 
 
 def leaves(arguments: Arguments) -> list[Tensor]:
-    """Every tensor of rows, in the arguments' order."""
+    """All tensors of rows among the model's arguments, in order."""
     return [leaf for leaf in pytree.tree_leaves(arguments) if is_rows(leaf)]
 
 
 def device(arguments: Arguments) -> torch.device | None:
-    """Device of the rows; None if there are none."""
+    """Device of the first tensor of rows; None if there are no rows."""
     return next((leaf.device for leaf in leaves(arguments)), None)
 
 
 def are_finite(arguments: Arguments) -> bool:
-    """Whether all rows are finite."""
+    """Whether all numbers in rows are finite."""
     return all(bool(torch.isfinite(leaf).all()) for leaf in leaves(arguments))
 
 
 def to_clean(arguments: Arguments, begin: int = 0, among: str = " of the batch") -> str:
-    """The message that rows contain NaN or infinite numbers, with the first place; "" if all are
-    finite.
+    """The message that rows contain NaN or infinite numbers, with argument and row of the first
+    one; "" if all numbers are finite.
 
     Args:
-        arguments: the rows.
-        begin: number of the first row.
-        among: where rows are counted, such as " of the data".
+        arguments: the model's arguments.
+        begin: number of the first row, for the message.
+        among: phrase for what rows are counted in, such as " of the data".
     """
     for name, leaf in named_rows(arguments):
         bad = (~torch.isfinite(leaf)).nonzero()
@@ -175,8 +197,8 @@ def to_clean(arguments: Arguments, begin: int = 0, among: str = " of the batch")
 
 
 def other_columns(arguments: Arguments, expected: Arguments) -> str:
-    """A message about the first argument whose rows have another shape than in the arguments
-    `expected`; "" if there is none."""
+    """A message about the first argument whose rows have another shape than those of the argument
+    of this name in `expected`; "" if there is none."""
     shapes = {name: list(leaf.shape[1:]) for name, leaf in named_rows(expected)}
     for name, leaf in named_rows(arguments):
         if shapes.get(name, list(leaf.shape[1:])) != list(leaf.shape[1:]):
@@ -188,17 +210,20 @@ def other_columns(arguments: Arguments, expected: Arguments) -> str:
 
 
 def vmap_dims(arguments: Arguments, dim: int | None) -> Any:
-    """`in_dims` for `torch.vmap`: `dim` for rows, None for other leaves."""
+    """The `in_dims` of `torch.vmap` for the model's arguments, in their structure: `dim` for rows,
+    None for other objects."""
     return pytree.tree_map(lambda leaf: dim if is_rows(leaf) else None, arguments)
 
 
 def by_column(table: Tensor) -> Tensor:
-    """A copy of a table `[rows, columns]` that is stored by column, for sums over rows."""
+    """A copy of a table `[rows, columns]` that is stored by column, so that sums over rows are
+    fast."""
     return table.mT.contiguous().mT
 
 
 def are_alike(one: Arguments, other: Arguments) -> bool:
-    """Whether two batches differ only in the values of their rows."""
+    """Whether two batches differ only in the numbers in their rows: structure, shapes, dtypes and
+    all other objects are equal."""
     first, structure = pytree.tree_flatten(one)
     second, same = pytree.tree_flatten(other)
     return structure == same and all(map(_is_alike, first, second))
@@ -213,7 +238,7 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 
 def concatenate(parts: Sequence[Arguments]) -> Arguments:
-    """Concatenates batches of the same structure.
+    """One batch with the rows of several batches of the same structure.
 
     Raises:
         DataError: their rows differ in shape.
@@ -222,12 +247,17 @@ def concatenate(parts: Sequence[Arguments]) -> Arguments:
 
 
 def stack(parts: Sequence[Arguments]) -> Arguments:
-    """Stacks batches of the same structure and size; raises as `concatenate`."""
+    """Batches of the same structure and size as one, with a new first dimension over batches.
+
+    Raises:
+        DataError: their rows differ in shape.
+    """
     return _join(torch.stack, parts)
 
 
 def different_shapes(error: RuntimeError) -> DataError:
-    """The error for batches that cannot be joined."""
+    """The error to raise if batches cannot be joined because the shapes of their rows differ;
+    `error` is torch's."""
     return DataError(
         f"batches differ in the shape of their rows ({error}): let the collate function pad all "
         "rows to one length, or make all batches of one shape"

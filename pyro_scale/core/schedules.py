@@ -1,4 +1,4 @@
-"""Schedules: step -> value.
+"""Schedules: functions from the number of a step to a step size, a temperature or the like.
 
 A rate or temperature of a sampler may be a float or a function of the step's number, which counts
 from 0 and includes warm-up.
@@ -21,21 +21,22 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Falling:
-    """A rate that falls linearly to 0 over the length of a run; if that is not known (single steps,
-    early stopping), it falls as 1 / (1 + step / 1,000).
+    """A schedule that falls linearly to 0 over the length of a run; if the length is not known
+    (single steps, early stopping), as start / (1 + step / 1,000).
 
     Attributes:
-        start: the value at step 0.
+        start: value at step 0.
     """
 
     start: float
 
     def __call__(self, step: Any) -> Any:
-        """The value at a step, if the run's length is not known."""
+        """The value at a step, if the run's length is not known: start / (1 + step / 1,000)."""
         return self.start / (1 + step / 1000)
 
     def over(self, num_steps: int) -> Callable[[Any], Any]:
-        """The schedule of a run of `num_steps` steps."""
+        """The schedule for a run of `num_steps` steps: linear from `start` at step 0 to 0 at step
+        `num_steps`."""
         return partial(_linear, self.start, num_steps)
 
 
@@ -44,7 +45,8 @@ def _linear(start: float, num_steps: int, step: Any) -> Any:
 
 
 def polynomial_decay(start: float, power: float = 0.33, delay: float = 1.0) -> Schedule:
-    """start * (1 + step / delay)^(-power), Welling and Teh's decreasing step size (2011).
+    """A schedule of Welling and Teh's decreasing step size (2011): start * (1 + step /
+    delay)^(-power).
 
     Draws then have weights proportional to lr, `sample_stats["weight"]`, which `summary` and
     `predict` use.
@@ -71,8 +73,8 @@ def _polynomial(start: float, power: float, delay: float, step: int) -> float:
 
 
 def cosine_decay(start: float, num_steps: int, end: float = 0.0) -> Schedule:
-    """Half a cosine from `start` at step 0 to `end` at step `num_steps`, then `end`, which must be
-    above 0 for an lr.
+    """A schedule that follows half a cosine from `start` at step 0 to `end` at step `num_steps`,
+    and stays at `end`, which must be above 0 for an lr.
 
     Examples:
         >>> lr = cosine_decay(0.2, num_steps=100)
@@ -144,31 +146,33 @@ class Cyclical:
             )
 
     def __call__(self, step: int) -> float:
-        """The step size at a step."""
+        """The step size at a step, which counts from 0."""
         phase = (step % self.cycle_steps) / self.cycle_steps
         return self.start / 2 * (math.cos(math.pi * phase) + 1)
 
     def explores(self, step: int) -> bool:
-        """Whether a step explores, without noise."""
+        """Whether a step is in the exploring part of its cycle, in which the temperature is 0."""
         return step % self.cycle_steps < self.exploration * self.cycle_steps
 
     def keeps(self, step: int) -> bool:
-        """Whether the state after a step may be kept."""
+        """Whether the state after a step may be kept as a draw: the step is in the sampling part of
+        its cycle."""
         return step % self.cycle_steps >= (self.exploration + self.settling) * self.cycle_steps
 
 
 def map_schedule(function: Callable[[float], float], value: float | Schedule) -> float | Schedule:
-    """function(value) of a number; of a schedule, the schedule of its mapped values."""
+    """function(value) if `value` is a number; if it is a schedule, the schedule step ->
+    function(value(step))."""
     if callable(value):
         return lambda step: function(value(step))
     return function(value)
 
 
 def initial(value: float | Schedule) -> float:
-    """A number, or a schedule's value at step 0.
+    """The number itself, or a schedule's value at step 0, as a float.
 
     Raises:
-        ArgumentError: it is not a number above 0.
+        ArgumentError: the number is not finite and above 0, or `value` is a `Cyclical`.
     """
     if isinstance(value, Cyclical):
         raise ArgumentError("a Cyclical is a schedule of the sampler's own lr, not of SGD's")

@@ -19,9 +19,9 @@ from pyro_scale.errors import DataError
 #: Rounding errors, in sds of a column divided by the dtype's epsilon: above the first, digits of
 #: the spread are lost; below the second, merging neighbors are harmless, as among many rows.
 _MOST_NOISE, _LITTLE_NOISE = 2**13, 2**5
-#: Smallest share of a column's distinct values that must remain.
+#: Smallest fraction of a column's distinct values that rounding must leave.
 _LEAST_DISTINCT = 0.9
-#: Elements that are compared at once.
+#: Number of elements that are compared at once.
 _BLOCK = 2**22
 #: Integer dtypes with few operations in torch -> the next wider ones.
 _WIDER: dict[np.dtype[Any], np.dtype[Any]] = {
@@ -43,26 +43,26 @@ _REFUSALS = {
 
 
 def is_table(leaf: object) -> bool:
-    """Whether a leaf of the arguments is an array, a data frame, or anything else with dimensions
-    that NumPy reads, but no tensor."""
+    """Whether an object among the model's arguments is an array, a data frame, or anything else
+    with dimensions that NumPy reads, but not a tensor."""
     if isinstance(leaf, Tensor | np.generic) or not hasattr(leaf, "__array__"):
         return False
     return int(np.ndim(leaf)) > 0
 
 
 def names_of(table: Any) -> list[Any]:
-    """Column names of a data frame; none for an array or a series."""
+    """Column names of a data frame; an empty list for an array or a series."""
     return list(getattr(table, "column_names", getattr(table, "columns", ())))  # Arrow's, pandas'
 
 
 def tensor_of(table: Any, name: str) -> Tensor:
     """A table as a tensor `[N, ...]`: a frame of numbers is `[N, columns]`, a series `[N]`.
 
-    Floating-point numbers are in torch's default dtype, integers and booleans as they are.
+    Floating-point numbers get torch's default dtype; integers and booleans keep theirs.
 
     Args:
-        table: for which `is_table` is true.
-        name: of the argument, for messages.
+        table: an array, a data frame or a series, for which `is_table` is true.
+        name: name of the argument, for messages.
 
     Raises:
         DataError: there are no numbers, numbers are missing, or the dtype cannot represent them;
@@ -85,14 +85,14 @@ def tensor_of(table: Any, name: str) -> Tensor:
 
 
 def check_order(leaves: list[tuple[str, Any]]) -> None:
-    """Checks that frames and series with the same labels have them in the same order, as rows are
-    matched by position.
+    """Raises an error for data frames or series with the same labels in another order than the
+    first one has, as their rows are matched by place, not by label.
 
     Args:
-        leaves: (name, leaf) of the arguments.
+        leaves: (name, object) for each of the model's arguments.
 
     Raises:
-        DataError: they do not; the message names both arguments.
+        DataError: an order differs; the message names both arguments.
     """
     if (pandas := sys.modules.get("pandas")) is None:
         return
@@ -111,7 +111,8 @@ def check_order(leaves: list[tuple[str, Any]]) -> None:
 
 
 def _check_index(table: Any, where: str) -> None:
-    """Checks that a frame has labels of which none would silently be ignored or read twice."""
+    """Raises an error for a frame with labels that would silently be ignored or read twice: a
+    MultiIndex, equal column names, or no columns."""
     if table.index.nlevels > 1:
         raise _table_error(where, "rows with a MultiIndex", ".reset_index(drop=True)")
     if table.ndim == 1:
@@ -126,7 +127,16 @@ def _check_index(table: Any, where: str) -> None:
 
 
 def _values_of(column: Any, where: str) -> np.ndarray:
-    """Values of a frame's column, which may have one of pandas' dtypes: nullable, sparse, Arrow."""
+    """The values of a frame's column as a NumPy array; the column may have one of pandas' own
+    dtypes (nullable, sparse, Arrow).
+
+    Args:
+        column: column of a data frame, or a series.
+        where: name of argument and column, for messages.
+
+    Raises:
+        DataError: the column has no numbers, or missing ones.
+    """
     dtype = column.dtype
     if dtype.name == "category" or dtype.kind not in "biuf":
         kind = "category" if dtype.name == "category" else dtype.kind
@@ -139,7 +149,11 @@ def _values_of(column: Any, where: str) -> np.ndarray:
 
 
 def _side_by_side(columns: dict[str, np.ndarray]) -> Tensor:
-    """Columns as one table, of floating-point numbers if any column has them."""
+    """Columns as a table `[rows, columns]`, of floating-point numbers if any column has them.
+
+    Args:
+        columns: dict from a column's name for messages to its values.
+    """
     kinds = {values.dtype.kind for values in columns.values()}
     if "f" in kinds:
         return torch.stack([_rounded(values, where) for where, values in columns.items()], -1)
@@ -167,7 +181,11 @@ def _convert(values: np.ndarray, where: str) -> Tensor:
 
 
 def _rounded(values: np.ndarray, where: str) -> Tensor:
-    """Numbers in torch's default dtype.
+    """An array as a tensor in torch's default dtype.
+
+    Args:
+        values: array of numbers.
+        where: name of the argument, for messages.
 
     Raises:
         DataError: a number is NaN, or a column would lose too much to rounding.
@@ -203,12 +221,19 @@ def _rounded(values: np.ndarray, where: str) -> Tensor:
 
 
 def _wide_dtype(values: np.ndarray) -> Any:
-    """A dtype that represents the values exactly."""
+    """A NumPy dtype that represents the values exactly: float64, or long double for integers and
+    wider floats."""
     return np.longdouble if values.dtype.kind != "f" or values.dtype.itemsize > 8 else np.float64
 
 
 def _losses(wide: np.ndarray, narrow: np.ndarray, eps: float) -> Iterator[tuple[int, str]]:
-    """(Place, reason) of the columns `[rows, columns]` that lose too much to rounding."""
+    """Yields (index of a column, reason as text) for columns that lose too much to rounding.
+
+    Args:
+        wide: exact values, `[rows, columns]`.
+        narrow: rounded values, `[rows, columns]`.
+        eps: relative precision of the rounded dtype.
+    """
     finite = np.isfinite(wide)
     for place in np.flatnonzero((finite & ~np.isfinite(narrow)).any(0)):
         yield int(place), "they are too large"
@@ -227,7 +252,13 @@ def _losses(wide: np.ndarray, narrow: np.ndarray, eps: float) -> Iterator[tuple[
 
 
 def _place(where: str, shape: tuple[int, ...], place: Any) -> str:
-    """A column of an array, in words, for messages."""
+    """A phrase for messages that names a column of an array, such as "argument x, column 3".
+
+    Args:
+        where: name of the argument.
+        shape: shape of the array.
+        place: index of the column, flattened over all dimensions but the first.
+    """
     if len(shape) < 2:
         return where
     if len(shape) == 2:

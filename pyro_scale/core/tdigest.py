@@ -1,4 +1,4 @@
-"""Quantiles of streams of numbers that are not stored: t-digests (Dunning and Ertl 2019)."""
+"""Quantiles of sequences of numbers that are not stored: t-digests (Dunning and Ertl 2019)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Clusters of a stream, and numbers that are held until they are merged into clusters.
+#: Number of clusters of a stream, and of numbers that are held until they are merged into clusters.
 _CLUSTERS, _HELD = 128, 128
-#: Streams that are processed at once, which bounds the memory for intermediate results.
+#: Number of streams that are processed at once, which bounds the memory for intermediate results.
 _STREAMS = 2**11
 
 
 class QuantileSketch:
-    """Quantiles of many streams of equal length, from clusters of neighboring numbers.
+    """Quantiles of many streams (sequences of numbers of equal length), from clusters of
+    neighboring numbers instead of the numbers themselves.
 
     A cluster stores the number and the mean of its members.  The k-th has the ranks between
     (1 + sin((k/K - 1/2) pi))/2 and the same for k + 1, with K = 128: few numbers at the ends, where
     quantiles are usually asked for, and 1.2% of all in the middle.  Only ranks matter, neither
     scales nor tails: a quantile q is accurate to sqrt(q(1 - q)) pi/K in rank, or twice that at
-    worst.  It is exact for up to 127 numbers; the smallest and largest numbers are always exact.
+    worst.  Quantiles are exact for up to 127 numbers; the smallest and largest numbers are always
+    exact.
 
     Args:
         num_streams: number of streams.
@@ -42,7 +44,7 @@ class QuantileSketch:
         self.held = torch.empty(num_streams, 0)
 
     def add(self, numbers: Tensor) -> None:
-        """Adds the next numbers of every stream, `[n, streams]`, which must be finite."""
+        """Adds the next n numbers of every stream, `[n, streams]`, which must be finite."""
         held = torch.cat([self.held.to(numbers.dtype), numbers.T], 1)
         num_full = held.shape[1] - held.shape[1] % _HELD
         for block in held[:, :num_full].split(_HELD, 1) if num_full else ():
@@ -51,7 +53,8 @@ class QuantileSketch:
 
     @classmethod
     def merge(cls, sketches: Sequence[QuantileSketch]) -> Self:
-        """The sketch of all numbers of several sketches, stream by stream."""
+        """A sketch whose streams contain the numbers of several sketches together; all have the
+        same number of streams."""
         merged = cls(len(sketches[0].held))
         parts = []
         for block in merged._blocks():
@@ -65,49 +68,55 @@ class QuantileSketch:
         return merged
 
     def streams(self, places: slice) -> QuantileSketch:
-        """The sketch of these streams."""
+        """A sketch of the streams at these places alone."""
         part = QuantileSketch(0)
         part.means, part.sizes = self.means[places], self.sizes[places]
         part.held = self.held[places]
         return part
 
     def quantiles(self, shares: Sequence[float]) -> Tensor:
-        """Quantiles of every stream, `[shares, streams]`, with linear interpolation as in
-        `torch.quantile`."""
+        """Quantiles of every stream, float64 `[shares, streams]`, with linear interpolation as in
+        `torch.quantile`.
+
+        Args:
+            shares: levels of the quantiles, in [0, 1].
+        """
         levels = torch.tensor(shares, dtype=torch.float64)
         parts = [_quantiles(*self._with(self.held, block), levels) for block in self._blocks()]
         return torch.cat(parts).T
 
     def _merge(self, numbers: Tensor) -> None:
-        """Merges numbers `[streams, n]` into the clusters."""
+        """Merges numbers `[streams, n]` into the streams' clusters."""
         parts = [_cluster(*self._with(numbers, block)) for block in self._blocks()]
         self.means, self.sizes = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
     def _with(self, numbers: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-        """Sorted (means, sizes) of a block of streams: clusters, and numbers `[streams, n]` as
-        clusters of one."""
+        """(Means, sizes), each `[streams, clusters + n]` and sorted by mean, of a block of streams:
+        their clusters, and further numbers `[streams, n]` as clusters of one."""
         means = torch.cat([self.means[block].to(numbers.dtype), numbers[block]], 1)
         return _sort(means, torch.cat([self.sizes[block], _ones(numbers[block])], 1))
 
     def _blocks(self) -> Iterator[slice]:
-        """Yields slices of streams that are processed at once."""
+        """Yields slices that split the streams into blocks to process one after another."""
         for start in range(0, max(1, len(self.held)), _STREAMS):
             yield slice(start, start + _STREAMS)
 
 
 def _ones(numbers: Tensor) -> Tensor:
-    """Sizes of clusters of one number each."""
+    """Ones, int32, of the numbers' shape: the sizes of clusters of one number each."""
     return torch.ones_like(numbers, dtype=torch.int32)
 
 
 def _sort(means: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Clusters sorted by mean; empty ones, whose mean is infinite, come last."""
+    """(Means, sizes) of clusters `[streams, clusters]`, sorted by mean along each stream; empty
+    clusters, whose mean is infinite, come last."""
     order = torch.from_numpy(np.argsort(means.numpy(), 1))  # ten times as fast as torch
     return means.gather(1, order), sizes.gather(1, order)
 
 
 def _cluster(means: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Merges sorted clusters into `_CLUSTERS` ones.  Returns their (means, sizes)."""
+    """Merges sorted clusters `[streams, n]` into `_CLUSTERS` ones: (means, sizes), each `[streams,
+    128]`; the mean of an empty cluster is infinite."""
     ends = sizes.cumsum(1)
     total = ends[:, -1:].double()
     centers = ((2 * ends - sizes) / total - 1).asin() / math.pi + 0.5
@@ -122,7 +131,7 @@ def _cluster(means: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantiles(means: Tensor, sizes: Tensor, levels: Tensor) -> Tensor:
-    """Quantiles of sorted clusters, `[streams, levels]`."""
+    """Quantiles `[streams, levels]` from sorted clusters `[streams, n]`."""
     means, ends = means.double(), sizes.cumsum(1)
     places = ends - (sizes + 1) / 2  # of the means among the numbers, from 0
     ranks = levels * (ends[:, -1:] - 1)
@@ -134,5 +143,6 @@ def _quantiles(means: Tensor, sizes: Tensor, levels: Tensor) -> Tensor:
 
 
 def _last(sizes: Tensor) -> Tensor:
-    """Index of the last cluster that is not empty, `[streams, 1]`."""
+    """Index of the last cluster of each stream that is not empty, `[streams, 1]`; empty ones come
+    last."""
     return sizes.count_nonzero(1)[:, None] - 1

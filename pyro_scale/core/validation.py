@@ -10,23 +10,30 @@ from torch import Tensor
 
 from pyro_scale.errors import ArgumentError
 
-#: Value of arguments that are to be chosen.
+#: Value of arguments that the library is to choose.
 AUTO: Final[Literal["auto"]] = "auto"
 #: Largest count: float64 represents all integers up to it.
 _MOST_COUNT = 2**53
 
 
 def is_auto(value: Any) -> bool:
-    """Whether a value is "auto"; tensors, which cannot be compared with a string, are not."""
+    """Whether an argument is the string "auto"; works for tensors, too, which cannot be compared
+    with a string."""
     return isinstance(value, str) and value == AUTO
 
 
 def as_count(name: str, value: object, least: int = 1, hint: str = "") -> int:
-    """The value as an int.
+    """The argument as an int, if it is a whole number of at least `least`.
+
+    Args:
+        name: name of the argument, for the message.
+        value: what the user passed.
+        least: smallest number that is allowed.
+        hint: addition to the message, such as ", or None for all rows".
 
     Raises:
-        ArgumentError: it is no whole number, below `least`, or above 2^53; the message names the
-            argument.
+        ArgumentError: `value` is no whole number, below `least`, or above 2^53; the message names
+            the argument.
     """
     if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least:
         if int(value) > _MOST_COUNT:
@@ -37,10 +44,14 @@ def as_count(name: str, value: object, least: int = 1, hint: str = "") -> int:
 
 
 def as_flag(name: str, value: object) -> bool:
-    """The value, if it is True or False.
+    """The argument itself, if it is True or False.
+
+    Args:
+        name: name of the argument, for the message.
+        value: what the user passed.
 
     Raises:
-        ArgumentError: it is something else, such as "no", which counts as true in Python.
+        ArgumentError: `value` is something else, such as "no", which counts as true in Python.
     """
     if not isinstance(value, bool):
         raise ArgumentError(f"{name}={value!r}: pass True or False")
@@ -48,6 +59,7 @@ def as_flag(name: str, value: object) -> bool:
 
 
 def evenly(total: int, count: int) -> Tensor:
-    """At most `count` of the numbers 0, ..., total - 1, evenly spaced from first to last."""
+    """At most `count` of the numbers 0, ..., total - 1, evenly spaced from the first to the last,
+    int64; all of them if `count` is not below `total`."""
     places = torch.linspace(0, total - 1, min(total, count), dtype=torch.float64)
     return places.round().long()

@@ -17,9 +17,9 @@ def warn(category: type[PyroScaleWarning], message: str, code: Code | None = Non
     """Issues a warning that points at the line where the user's code calls the package.
 
     Args:
-        category: of the warning.
-        message: its text.
-        code: section of the page of symptoms; the category's by default.
+        category: class of the warning.
+        message: text of the warning.
+        code: section of the documentation's page of symptoms to refer to; None for the category's.
     """
     frame: FrameType | None = sys._getframe()
     level = outermost = 0

@@ -21,50 +21,56 @@ from pyro_scale.core.gaussian import Dense, Gaussian, Kronecker, LowRank
 #: Number of elements up to which a matrix product is written as a sum, which Inductor fuses with
 #: neighboring operations; larger ones call a library.
 _FUSED = 48
-#: Orthonormal bases [m, m] and [n, n] of matrices [m, n].
+#: Orthonormal bases [m, m] and [n, n], for the columns and the rows of matrices [m, n].
 Bases: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Whitening(Protocol):
-    """A map params = center + S z, of the leading elements `[..., d]` of positions."""
+    """A linear map from whitened coordinates z to unconstrained parameters, params = center + S z,
+    with S S' = N times the posterior's covariance. Vectors are `[..., d]`: the leading d elements
+    of a position."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Its tensors, which are inputs of compiled steps."""
+        """The map's tensors, which are inputs of compiled steps, for `with_tensors`."""
         ...
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
-        """The map with other tensors."""
+        """The map of the same structure with other tensors, in the order of `tensors`."""
         ...
 
     def double(self) -> Self:
-        """The same in float64."""
+        """The same map in float64."""
         ...
 
     def to_params(self, whitened: Tensor) -> Tensor:
-        """center + S z."""
+        """center + S z: the unconstrained parameters `[..., d]` at whitened coordinates `[...,
+        d]`."""
         ...
 
     def to_whitened(self, params: Tensor) -> Tensor:
-        """S^-1 (params - center)."""
+        """S^-1 (params - center): the whitened coordinates `[..., d]` of unconstrained parameters
+        `[..., d]`."""
         ...
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """S' g: the gradient with respect to z, from that with respect to params."""
+        """S' g: the gradient with respect to z, from the gradient g `[..., d]` with respect to
+        params."""
         ...
 
     def push_forward(self, tangent: Tensor) -> Tensor:
-        """S v: the change of params, from that of z."""
+        """S v: the change of params, from a change v `[..., d]` of z."""
         ...
 
     @property
     def variance(self) -> Tensor:
-        """The diagonal of S S', [d]."""
+        """The diagonal of S S', `[d]`: N times the posterior variances."""
         ...
 
 
 class _OfTensors:
-    """Base of maps whose fields are tensors."""
+    """Base of linear maps whose fields are all tensors: implements `tensors`, `with_tensors` and
+    `double` of `Whitening`."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -80,11 +86,11 @@ class _OfTensors:
 
 @dataclass(frozen=True)
 class DiagonalWhitening(_OfTensors):
-    """S is diagonal.
+    """Whitening by the sds alone: params = center + S z with a diagonal S.
 
     Attributes:
-        center: [d].
-        scale: the diagonal, [d].
+        center: mean of the params, `[d]`.
+        scale: diagonal of S, `[d]`: posterior sds times sqrt(N).
     """
 
     center: Tensor
@@ -108,11 +114,11 @@ class DiagonalWhitening(_OfTensors):
 
 @dataclass(frozen=True)
 class DenseWhitening(_OfTensors):
-    """S is a lower triangular matrix.
+    """Whitening by the whole covariance: params = center + S z with a lower triangular matrix S.
 
     Attributes:
-        center: [d].
-        factor: S, [d, d].
+        center: mean of the params, `[d]`.
+        factor: S, `[d, d]`.
     """
 
     center: Tensor
@@ -138,13 +144,14 @@ class DenseWhitening(_OfTensors):
 
 @dataclass(frozen=True)
 class LowRankWhitening(_OfTensors):
-    """S = diag(scale) (I + U diag(stretch - 1) U').
+    """Whitening by sds and k further directions: params = center + S z with S = diag(scale) (I + U
+    diag(stretch - 1) U').
 
     Attributes:
-        center: [d].
-        scale: of each element, [d].
-        axes: U, orthonormal columns, [d, k].
-        stretch: sd along each axis, in units of the elements' scales, [k].
+        center: mean of the params, `[d]`.
+        scale: scale of each element, `[d]`.
+        axes: U, orthonormal columns, `[d, k]`.
+        stretch: sd along each axis, in units of the elements' scales, `[k]`.
     """
 
     center: Tensor
@@ -165,7 +172,8 @@ class LowRankWhitening(_OfTensors):
         return self.scale * self._stretch(tangent, self.stretch)
 
     def _stretch(self, vector: Tensor, stretch: Tensor) -> Tensor:
-        """(I + U diag(stretch - 1) U') v."""
+        """(I + U diag(stretch - 1) U') v: vectors v `[..., d]`, multiplied by `stretch` `[k]` along
+        the axes."""
         along = (vector @ self.axes) * (stretch - 1)
         return vector + along @ self.axes.mT
 
@@ -177,15 +185,18 @@ class LowRankWhitening(_OfTensors):
 
 @dataclass(frozen=True)
 class KroneckerWhitening(_OfTensors):
-    """S = Q diag(scale), Q orthogonal: elements that form a matrix [m, n] are rotated by a basis of
-    its rows and one of its columns.  Coordinates are at the places of their elements.
+    """Whitening by Kronecker-factored covariances, for the weight matrices of networks: params =
+    center + S z with S = Q diag(scale), Q orthogonal.  Elements that form a matrix `[m, n]` are
+    rotated by a basis of its rows and one of its columns.  Whitened coordinates are at the places
+    of their elements.
 
     Attributes:
-        center: [d].
-        scale: sd along each pair of basis vectors, or of an element that is in no matrix, [d].
-        order: places of the elements of one matrix after another, then of other elements, [d].
-        inverse: inverse permutation of `order`, [d].
-        bases: (left, right) of each matrix.
+        center: mean of the params, `[d]`.
+        scale: sd along each pair of basis vectors, or of an element that is in no matrix, times
+            sqrt(N), `[d]`.
+        order: indices of the elements of one matrix after another, then of other elements, `[d]`.
+        inverse: inverse permutation of `order`, `[d]`.
+        bases: (left basis `[m, m]`, right basis `[n, n]`) of each matrix.
     """
 
     center: Tensor
@@ -196,7 +207,13 @@ class KroneckerWhitening(_OfTensors):
 
     @classmethod
     def from_gaussian(cls, gaussian: Kronecker, units: float, like: Tensor) -> KroneckerWhitening:
-        """The map of a Gaussian, with its sds multiplied by `units`, in the dtype of `like`."""
+        """The map that whitens a Gaussian.
+
+        Args:
+            gaussian: Gaussian approximation of the posterior.
+            units: factor on the Gaussian's sds, sqrt(N).
+            like: tensor whose dtype and device the map's tensors get.
+        """
         variances = torch.empty_like(gaussian.mean)
         for block in gaussian.blocks:
             variances[block.places] = block.variances
@@ -238,7 +255,7 @@ class KroneckerWhitening(_OfTensors):
         return mixed._rotate(self.scale.square())
 
     def _rotate(self, vector: Tensor, back: bool = False) -> Tensor:
-        """Q v, or Q' v if `back`."""
+        """Q v for vectors v `[..., d]`, or Q' v if `back`."""
         ordered, parts, start = vector[..., self.order], [], 0
         for bases in self.bases:
             left, right = (basis.mT if back else basis for basis in bases)
@@ -249,8 +266,13 @@ class KroneckerWhitening(_OfTensors):
 
 
 def whiten(gaussian: Gaussian, num_data: int, like: Tensor) -> Whitening:
-    """The map to coordinates in which a Gaussian is isotropic, with variance 1/N, in the dtype of
-    `like`."""
+    """The map to coordinates in which a Gaussian is isotropic, with variance 1/N.
+
+    Args:
+        gaussian: Gaussian approximation of the posterior, in params.
+        num_data: N, the number of rows of data.
+        like: tensor whose dtype and device the map's tensors get.
+    """
     center, units = gaussian.mean.to(like), num_data**0.5
     if isinstance(gaussian, Dense):
         return DenseWhitening(center, (gaussian.scale_tril * units).to(like))
@@ -264,7 +286,8 @@ def whiten(gaussian: Gaussian, num_data: int, like: Tensor) -> Whitening:
 
 
 def _times_both(left: Tensor, right: Tensor, vector: Tensor) -> Tensor:
-    """left Z right' of matrices Z [m, n], as vectors `[..., m n]`.  A basis of one vector is 1."""
+    """left Z right', flattened to `[..., m n]`, for matrices Z `[m, n]` that are flattened to
+    `[..., m n]`.  A basis of one vector counts as 1."""
     if len(left) == 1:
         return _times(right, vector)
     if len(right) == 1:
@@ -274,7 +297,7 @@ def _times_both(left: Tensor, right: Tensor, vector: Tensor) -> Tensor:
 
 
 def _times(matrix: Tensor, vector: Tensor) -> Tensor:
-    """A matrix [d, d] times vectors `[..., d]`."""
+    """The product of a matrix `[d, d]` and vectors `[..., d]`."""
     if vector.shape[-1] <= _FUSED and vector.dim() == 1:
         return (matrix * vector).sum(-1)
     return vector @ matrix.mT

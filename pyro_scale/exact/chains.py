@@ -17,21 +17,21 @@ from pyro_scale.exact.log_density import LogDensity
 from pyro_scale.exact.nutpie_api import Chain, ChainDraws, Settings
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
-#: Seconds to wait for one chain before looking at the next.
+#: Number of seconds to wait for one chain before looking at the next.
 _WAIT_SECONDS = 0.02
 
 
 class Draws(NamedTuple):
-    """The draws of all chains.
+    """The draws of NUTS chains after warm-up.
 
     Attributes:
-        numbers: of the chains in `positions`: those that finished.  If Control-C came before any
-            finished, those with draws after warm-up.
-        positions: `[chains, draws, D]`; all chains are cut to the shortest of them.
-        sample_stats: `[chains, draws]`, in ArviZ's names.
-        unfinished: the other draws after warm-up, chain by chain, `[n, D]`.
-        is_broken: whether the log density was not finite where a trajectory diverged after
-            warm-up.
+        numbers: numbers of the chains in `positions`: those that finished.  If Control-C came
+            before any finished, those with draws after warm-up.
+        positions: unconstrained draws, `[chains, draws, D]`; all chains are cut to the shortest of
+            them.
+        sample_stats: sample statistics by ArviZ's names, `[chains, draws]`.
+        unfinished: all other draws after warm-up, chain by chain, `[n, D]`.
+        is_broken: whether the log density was not finite where a trajectory diverged after warm-up.
         interrupted: whether Control-C ended the chains.
     """
 
@@ -50,20 +50,20 @@ def sample(
     seeds: Sequence[int],
     bar: Progress,
 ) -> Draws:
-    """Runs one chain of each density, at most one per core at a time.
+    """Runs one NUTS chain of each density, in parallel, at most one per core at a time.
 
     A chain depends on its density, start and seed alone, whatever the others are.
 
     Args:
-        densities: of the chains.
-        starts: `[chains, D]`.
-        settings: of every chain.
-        seeds: of the chains' noise.
-        bar: shows all chains' draws.
+        densities: log density for each chain.
+        starts: unconstrained parameters at which chains start, `[chains, D]`.
+        settings: settings of every chain.
+        seeds: seed of each chain.
+        bar: progress bar, which shows the draws of all chains.
 
     Raises:
         SiteError: the log density is not finite at a chain's start.
-        KeyboardInterrupt: before any draw after warm-up.
+        KeyboardInterrupt: Control-C was pressed before any draw after warm-up.
         BaseException: what a signal handler raised, as it is.
     """
     waiting, running, done = list(range(len(starts))), dict[int, Chain](), dict[int, ChainDraws]()
@@ -100,10 +100,17 @@ def sample_each(
     seeds: Sequence[int],
     bar: Progress,
 ) -> Draws:
-    """Runs the first chain of a separate run of each density; `seeds` are those of the runs.
+    """Runs one chain of each density, which is the first chain of a separate run with that seed.
+
+    Args:
+        densities: log density for each chain.
+        starts: unconstrained parameters at which chains start, `[chains, D]`.
+        settings: settings of every chain.
+        seeds: seed of each run.
+        bar: progress bar, which shows the draws of all chains.
 
     Raises:
-        KeyboardInterrupt: not all chains have finished.
+        KeyboardInterrupt: Control-C was pressed before all chains had finished.
     """
     draws = sample(densities, starts, settings, [chain_seed(seed, 0) for seed in seeds], bar)
     if draws.interrupted:
@@ -112,13 +119,13 @@ def sample_each(
 
 
 def chain_seed(seed: int, number: int) -> int:
-    """Seed of a chain's noise, from the run's seed and the chain's number."""
+    """The seed of one chain, from the run's seed and the chain's number."""
     return derived_seed(seed, number, Purpose.NOISE)
 
 
 def _stop(running: Mapping[int, Chain]) -> dict[int, ChainDraws]:
-    """Ends the chains; returns the draws of those that have draws after warm-up.  A second
-    Control-C does not lose them."""
+    """Ends running chains.  Returns the draws of those that have draws after warm-up, by the
+    chain's number. A second Control-C does not lose them."""
     with _uninterrupted():
         stopped = {number: chain.stop() for number, chain in running.items()}
     return {n: draws for n, draws in stopped.items() if draws is not None and len(draws.positions)}
@@ -126,7 +133,8 @@ def _stop(running: Mapping[int, Chain]) -> dict[int, ChainDraws]:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ignores Control-C meanwhile.  It reaches the main thread only, so others do nothing."""
+    """Context in which Control-C is ignored.  Control-C reaches the main thread only, so in other
+    threads the context does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -138,8 +146,13 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _show(bar: Progress, running: Mapping[int, Chain], num_done: int) -> None:
-    """Shows every running chain's draws, divergences and step size; `num_done` is the number of
-    draws of finished chains."""
+    """Shows every running chain's draws, divergences and step size in the progress bar.
+
+    Args:
+        bar: progress bar.
+        running: chains that run, by number.
+        num_done: number of draws of finished chains, warm-up included.
+    """
     chains = {number: chain.progress for number, chain in sorted(running.items())}
     bar.go_to(num_done + sum(chain.num_draws for chain in chains.values()))
     bar.show(
@@ -154,8 +167,14 @@ def _show(bar: Progress, running: Mapping[int, Chain], num_done: int) -> None:
 def _together(
     done: Mapping[int, ChainDraws], stopped: Mapping[int, ChainDraws], interrupted: bool
 ) -> Draws:
-    """The draws of finished chains, or of all chains with draws if none finished; the draws that
-    are left over go into `unfinished`."""
+    """The draws of finished chains, or of all chains with draws if none finished, as one result;
+    the draws that are left over go into `unfinished`.
+
+    Args:
+        done: draws of finished chains, by number.
+        stopped: draws of chains that Control-C ended, by number.
+        interrupted: whether Control-C ended the chains.
+    """
     chains = done or stopped
     count = min(len(chain.positions) for chain in chains.values())
     unfinished = [chain.positions[count:] for chain in chains.values()]

@@ -1,4 +1,5 @@
-"""The log joint of all rows as a function of one float64 vector, compiled to C if possible."""
+"""The log joint of all rows of data as a function of one float64 vector, compiled to C if
+possible."""
 
 from __future__ import annotations
 
@@ -29,25 +30,26 @@ from pyro_scale.model.log_posterior import LogPosterior, Params
 _ELSEWHERE = 0.1
 #: Largest relative difference between an earlier run's machine code and the model.
 _ROUNDING = 1e-10
-#: Bytes of data above which machine code is not kept for the next run.
+#: Number of bytes of data above which machine code is not kept for the next run.
 _LARGE = 2**26
 
 
 class EagerFunction:
-    """The log joint over the temperature and its gradient, evaluated by the model's Python code.
+    """The log joint of all rows of data, divided by the temperature, and its gradient; evaluated by
+    the model's Python code.
 
     Args:
-        log_posterior: the model after its preflight.
-        arguments: all rows.
-        start: unconstrained tensors of the latents, at which the log joint is finite.
-        temperature: divides the log joint.
+        log_posterior: log posterior of the model, after its checks.
+        arguments: all rows of data, as the model's arguments.
+        start: unconstrained tensors of the latents, by site, at which the log joint is finite.
+        temperature: number that divides the log joint.
 
     Attributes:
-        layout: of a position.
-        device: of the model; positions are on the CPU.
-        examples: a position and the rows' tensors: arguments of `function`.
-        not_finite_at: the latest position at which value or gradient was not finite, as machine
-            code has it; NaN if there was none.
+        layout: sites, shapes and offsets of a position `[D]`.
+        device: device of the model; positions are on the CPU.
+        examples: a position and the tensors of rows: arguments of `function`.
+        not_finite_at: the latest position at which the log joint or its gradient was not finite, as
+            compiled code has it; NaN if there was none.
     """
 
     def __init__(
@@ -63,8 +65,13 @@ class EagerFunction:
         self.not_finite_at = torch.full((self.layout.size,), torch.nan, dtype=torch.float64)
 
     def function(self, position: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor]:
-        """(The value, 0-d; the gradient, [D]) as a function of tensors only, which can be traced.
-        Call it under `literals`."""
+        """(The log joint over the temperature, 0-d; its gradient, `[D]`), in nats and float64, as a
+        function of tensors only, which can be traced.  Call it inside of the context `literals`.
+
+        Args:
+            position: unconstrained latents, float64 `[D]`.
+            leaves: tensors of rows, in the order of the model's arguments.
+        """
         remaining = iter(leaves)
         batch = rows.map_rows(lambda _: next(remaining), self._arguments)
         params = self.layout.unflatten(position.to(self.device, self.layout.dtype)) | self._points
@@ -77,8 +84,8 @@ class EagerFunction:
         return value / self._temperature, slope / self._temperature
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(The value, 0-d; the gradient, [D]) at a position [D]; NaN where a matrix cannot be
-        factorized."""
+        """(The log joint over the temperature, 0-d; its gradient, `[D]`), in nats, at unconstrained
+        latents `[D]`; NaN where a matrix cannot be factorized."""
         try:
             with self.literals():
                 value, gradient = self.function(x, *self.examples[1:])
@@ -90,7 +97,7 @@ class EagerFunction:
         return value, gradient
 
     def on(self, arguments: Arguments) -> EagerFunction:
-        """The same function on other rows."""
+        """A copy that evaluates the same model on other rows of data."""
         other = copy.copy(self)
         in_float64 = self.layout.dtype == torch.float64
         other._arguments = rows.map_rows(_widen, arguments) if in_float64 else arguments
@@ -99,13 +106,20 @@ class EagerFunction:
         return other
 
     def literals(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which numbers that the model makes have the position's dtype."""
+        """Context in which tensors that the model creates from Python numbers have the position's
+        dtype."""
         in_float64 = self.layout.dtype == torch.float64
         return _float64_by_default() if in_float64 else contextlib.nullcontext()
 
     def agrees_with(self, native: NativeFunction, tolerance: float) -> bool:
-        """Whether machine code gives the same value and gradient, to a relative tolerance.  They
-        are compared away from the position of the trace, if the value is finite there."""
+        """Whether machine code gives the same log joint and gradient as the model's Python, to a
+        relative tolerance.  They are compared away from the position of the trace, if the log joint
+        is finite there.
+
+        Args:
+            native: machine code of the same function.
+            tolerance: largest relative, and absolute, difference.
+        """
         at = self.examples[0] + _ELSEWHERE
         expected = self(at)
         if not bool(expected[0].isfinite()):
@@ -118,10 +132,11 @@ class EagerFunction:
 
 
 class EarlierFunction:
-    """Keeps the latest machine code that a `NUTS` object compiled.
+    """Keeps the latest machine code that a `NUTS` object compiled, so that further runs need not
+    compile.
 
-    It is used again for the very same data tensors, unless they have been written to, and only if
-    it agrees with the model as it is now.
+    The code is used again for the very same data tensors, unless they have been written to, and
+    only if it agrees with the model as it is now.
     """
 
     def __init__(self) -> None:
@@ -132,31 +147,45 @@ class EarlierFunction:
         return EarlierFunction, ()  # a copy compiles its own
 
     def keep(self, native: NativeFunction, eager: EagerFunction, arguments: Arguments) -> None:
-        """Keeps what a run has compiled, if its data are small.  (For large data, tracing costs
-        little beside sampling.)"""
+        """Keeps the machine code that a run has compiled, if the run's data are small.  (For large
+        data, tracing costs little beside sampling.)
+
+        Args:
+            native: machine code.
+            eager: the same function in Python.
+            arguments: rows of data that the code was compiled for.
+        """
         if sum(tensor.nbytes for tensor in eager.examples) <= _LARGE:
             self._native, self._facts = native, _facts(eager, arguments)
 
     def again(self, eager: EagerFunction, arguments: Arguments) -> NativeFunction | None:
-        """The kept machine code if it computes this log density, else None."""
+        """The machine code kept from an earlier run, if it computes this log density; otherwise
+        None.
+
+        Args:
+            eager: the log density in Python.
+            arguments: rows of data of this run.
+        """
         native = self._native if self._facts == _facts(eager, arguments) else None
         return native if native and eager.agrees_with(native, _ROUNDING) else None
 
 
 def _facts(eager: EagerFunction, arguments: Arguments) -> Any:
-    """Facts that must be equal for machine code to be reused."""
+    """The layout and the data tensors' identities and versions, which must be equal for machine
+    code to be used again."""
     return eager.layout, [mark(tensor) for tensor in rows.leaves(arguments)]
 
 
 @dataclass(frozen=True)
 class LogDensity:
-    """The log joint of all rows over a temperature, of the latents alone.
+    """The log joint of all rows of data, divided by a temperature, as a function of the latents
+    alone.
 
     Attributes:
-        function: x [D], in float64 -> (log joint over the temperature, in nats, 0-d; its gradient,
-            [D]); machine code if it could be compiled.
-        layout: of a position.
-        program: how it is evaluated, in words, for progress bars and `attrs`.
+        function: function from x `[D]`, in float64, to (log joint over the temperature, in nats,
+            0-d; its gradient, `[D]`); machine code if it could be compiled.
+        layout: sites, shapes and offsets of x.
+        program: phrase for progress bars and `attrs` that says whether the function is compiled.
     """
 
     function: NativeFunction | EagerFunction
@@ -164,7 +193,7 @@ class LogDensity:
     program: str
 
     def on(self, arguments: Arguments) -> LogDensity:
-        """The same density on other rows of the same number, shapes and dtypes."""
+        """The same density on other rows of data, of the same number, shapes and dtypes."""
         if isinstance(self.function, EagerFunction):
             return replace(self, function=self.function.on(arguments))
         leaves = rows.leaves(rows.map_rows(_widen, arguments))
@@ -172,7 +201,7 @@ class LogDensity:
 
     @property
     def native(self) -> NativeFunction | None:
-        """The machine code; None if the density is evaluated by Python."""
+        """The machine code of the density; None if the density is evaluated by Python."""
         return self.function if isinstance(self.function, NativeFunction) else None
 
 
@@ -184,23 +213,24 @@ def log_density(
     compiled: bool,
     earlier: EarlierFunction,
 ) -> LogDensity:
-    """The log joint of all rows over the temperature, in float64 if the model runs in it.
+    """The log joint of all rows of data, divided by the temperature; in float64 if the model runs
+    in it.
 
     The data are converted, and so is a copy of a model that is a module; numbers that the model
     makes when it runs are float64 too.  A model that cannot be converted, such as a function around
     a float32 network, is evaluated as it is.
 
     Args:
-        log_posterior: the model after its preflight.
-        arguments: all rows.
-        start: unconstrained tensors at which the log joint is finite.
-        temperature: divides the log joint.
-        compiled: whether to compile it.
-        earlier: keeps machine code from one run of an object to the next.
+        log_posterior: log posterior of the model, after its checks.
+        arguments: all rows of data, as the model's arguments.
+        start: unconstrained tensors by site, at which the log joint is finite.
+        temperature: number that divides the log joint.
+        compiled: whether to compile the function.
+        earlier: keeps machine code from one run of a `NUTS` object to the next.
 
     Warns:
-        PyroScaleWarning: the model does not run in float64.
-        CompileWarning: it cannot be compiled.
+        PyroScaleWarning: the model does not run in float64, or computes in fewer digits in places.
+        CompileWarning: the function cannot be compiled.
     """
     wide = rows.map_rows(_widen, arguments)
     latents = {n: value for n, value in start.items() if n not in log_posterior.points}
@@ -226,7 +256,15 @@ def log_density(
 def _fastest(
     eager: EagerFunction, compiled: bool, earlier: EarlierFunction, arguments: Arguments
 ) -> LogDensity:
-    """The log density as machine code, if `compiled` and if it can be compiled."""
+    """The log density as machine code, if `compiled` is True, the model is on the CPU and the code
+    agrees with the model; otherwise in Python. Warns if compilation was tried and failed.
+
+    Args:
+        eager: the log density in Python.
+        compiled: whether to compile it.
+        earlier: keeps machine code from one run to the next.
+        arguments: rows of data, as the user passed them.
+    """
     if not compiled or eager.device.type != "cpu":
         reason = f"on {eager.device.type}" if compiled else "as asked"
         return LogDensity(eager, eager.layout, f"eager log density ({reason})")
@@ -262,7 +300,8 @@ def _fastest(
 
 
 def _coarsest_dtype(graph: Graph) -> torch.dtype:
-    """The floating dtype with the fewest digits among the results of the graph's operations."""
+    """The floating-point dtype with the fewest digits among the results of a graph's operations;
+    float64 if there are none."""
     values = (node.meta.get("val") for node in graph.module.graph.nodes if node.op != "placeholder")
     dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
@@ -270,7 +309,8 @@ def _coarsest_dtype(graph: Graph) -> torch.dtype:
 
 
 def _in_float64(log_posterior: LogPosterior) -> LogPosterior:
-    """A copy of the model with its module in float64, before its preflight."""
+    """A copy of the log posterior whose model, if it is a module, is in float64; its checks have
+    not run."""
     double = log_posterior.renew(log_posterior.num_data)
     module = getattr(double.model, "__self__", double.model)  # the model of a GP is a method
     if isinstance(module, nn.Module):
@@ -282,14 +322,16 @@ def _in_float64(log_posterior: LogPosterior) -> LogPosterior:
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    """The tensor in float64 if it is floating, contiguous; a table column by column."""
+    """The tensor detached, in float64 if its numbers are floating-point, and contiguous; a table is
+    stored column by column."""
     wide = (tensor.double() if tensor.is_floating_point() else tensor).detach()
     return rows.by_column(wide) if wide.dim() == 2 else wide.contiguous()
 
 
 @contextlib.contextmanager
 def _float64_by_default() -> Iterator[None]:
-    """A context in which torch's default dtype is float64, so that the model's literals are."""
+    """Context in which torch's default dtype is float64, so that a model's tensors from Python
+    numbers are float64."""
     with exclusive:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)

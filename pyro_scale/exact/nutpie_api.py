@@ -1,9 +1,10 @@
 """nutpie's NUTS on a log density.  The only file that imports nutpie.
 
 nutpie asks a model for a sampler.  Our model hands over machine code as a pointer, through calls
-that nutpie does not document.  They are known for the versions below.  Because a wrong interface
-would end the process, they are tried once a version in another process (`check_pointers`).  Any
-other version gets a Python function, which costs some 15 microseconds a gradient more.
+that nutpie does not document.  These calls are known for the versions below.  Because a wrong
+interface would end the process, they are tried once per version in another process
+(`check_pointers`).  Any other version gets a Python function, which costs some 15 microseconds a
+gradient more.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ _PROGRESS = (
     "{% for c in chains %}{{c.finished_draws}} {{c.divergences}} {{c.step_size}}{% endfor %}"
 )
 _PROGRESS_EVERY = 100
-#: What the other process runs to check the interface, and seconds that it may take.
+#: Python code that another process runs to check the interface, and seconds that it may take.
 _CHECK = "from pyro_scale.exact.nutpie_api import check_pointers; check_pointers()"
 _SECONDS = 300
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one chain.
+    """The settings of one NUTS chain.
 
     Attributes:
-        num_samples: draws after warm-up.
-        warmup_steps: draws that adapt the step size and the mass.
-        max_depth: of trees, whose leaves are at most 2^max_depth.
+        num_samples: number of draws after warm-up.
+        warmup_steps: number of draws that adapt the step size and the mass.
+        max_depth: largest depth of trees, which have at most 2^max_depth leaves.
         target_accept: acceptance rate that the step size is adapted to.
         low_rank: whether the mass matrix has eigenvectors besides its diagonal.
     """
@@ -74,18 +75,17 @@ class Settings:
 
     @property
     def length(self) -> int:
-        """Draws of a chain, warm-up included."""
+        """Number of draws of a chain, warm-up included."""
         return self.warmup_steps + self.num_samples
 
 
 class ChainDraws(NamedTuple):
-    """The draws of a chain.
+    """The draws of one NUTS chain after warm-up.
 
     Attributes:
-        positions: after warm-up, `[draws, D]`, in float64.
-        sample_stats: in ArviZ's names, `[draws]`.
-        is_broken: whether the log density was not finite where a trajectory diverged after
-            warm-up.
+        positions: unconstrained draws, float64 `[draws, D]`.
+        sample_stats: sample statistics by ArviZ's names, `[draws]`.
+        is_broken: whether the log density was not finite where a trajectory diverged after warm-up.
     """
 
     positions: Tensor
@@ -94,12 +94,12 @@ class ChainDraws(NamedTuple):
 
 
 class ChainProgress(NamedTuple):
-    """The progress of a chain.
+    """How far a running chain is.
 
     Attributes:
-        num_draws: draws so far, warm-up included.
-        num_divergences: among these draws.
-        step_size: the current one, as text with few digits.
+        num_draws: number of draws so far, warm-up included.
+        num_divergences: number of divergent draws among them.
+        step_size: current step size, as text with few digits.
     """
 
     num_draws: int
@@ -108,15 +108,15 @@ class ChainProgress(NamedTuple):
 
 
 class Chain:
-    """A chain that runs in nutpie's threads.
+    """A NUTS chain that runs in nutpie's threads from its creation on.
 
     Args:
-        density: the log density to sample.
-        start: the first position, [D].
-        settings: of the chain.
-        seed: of its noise.
-        by_pointer: whether to hand over machine code, if the density has any; by default, if
-            nutpie takes it.
+        density: log density to sample.
+        start: unconstrained parameters at which the chain starts, `[D]`.
+        settings: settings of the chain.
+        seed: seed of the chain's random numbers.
+        by_pointer: whether to hand over machine code, if the density has any; None to do so if
+            nutpie's version supports that.
 
     Raises:
         ArgumentError: nutpie is not installed.
@@ -153,12 +153,13 @@ class Chain:
 
     @property
     def progress(self) -> ChainProgress:
-        """Draws and divergences so far, and the step size."""
+        """Number of draws and divergences so far, and the current step size."""
         draws, divergences, step_size = self._model.progress.split()
         return ChainProgress(int(draws), int(divergences), step_size)
 
     def wait(self, seconds: float) -> ChainDraws | None:
-        """Waits for at most `seconds`; returns the draws if the chain has finished.
+        """Waits for at most `seconds` for the chain to finish.  Returns its draws; None if the
+        chain still runs.
 
         Raises:
             SiteError: the log density is not finite at the start.
@@ -182,7 +183,7 @@ class Chain:
         return None if results is None else self._read(results)
 
     def stop(self) -> ChainDraws | None:
-        """Ends the chain; returns its draws so far, or None if it has failed."""
+        """Ends the chain.  Returns its draws after warm-up so far; None if the chain has failed."""
         try:
             return self._read(self._sampler.abort())
         except BaseException as raised:  # Rust panics if the chain has failed
@@ -190,7 +191,7 @@ class Chain:
             return None
 
     def _read(self, results: Any) -> ChainDraws:
-        """The draws after warm-up in nutpie's Arrow tables."""
+        """The chain's draws after warm-up, from nutpie's results."""
         import pyarrow
 
         (trace,), (stats,) = results.get_arrow_trace()
@@ -212,11 +213,16 @@ class Chain:
 
 
 class _Model:
-    """The model that nutpie asks for a sampler.
+    """The object that nutpie takes for a model, and asks for a sampler.
+
+    Args:
+        density: log density to sample.
+        native: machine code to hand over; None to hand over a Python function.
+        start: position at which the chain starts, a NumPy array `[D]`.
 
     Attributes:
         progress: the chain's latest report, by the template `_PROGRESS`.
-        error: what the Python function raised, if it did.
+        error: exception that the Python function raised; None if it raised none.
     """
 
     def __init__(self, density: LogDensity, native: NativeFunction | None, start: Any):
@@ -228,7 +234,7 @@ class _Model:
     def _make_sampler(
         self, settings: Any, init_mean: Any, cores: int, progress: Any, *others: Any
     ) -> Any:
-        """nutpie's sampler of this model.  nutpie calls this method; the arguments are its own."""
+        """nutpie's sampler of this model.  nutpie calls this method, with arguments of its own."""
         from nutpie import _lib
 
         reports = _lib.ProgressType.template_callback(_PROGRESS_EVERY, _PROGRESS, 1, self._listen)
@@ -239,7 +245,12 @@ class _Model:
         return _lib.PySampler.from_pymc(settings, cores, model, reports, *others)
 
     def _by_pointer(self, library: Any, native: NativeFunction) -> Any:
-        """nutpie's model of one variable "x", which calls machine code."""
+        """nutpie's object for a model with one variable "x" `[D]`, which calls machine code.
+
+        Args:
+            library: nutpie's compiled module.
+            native: machine code of the log density.
+        """
         size = self.n_dim
         sizes: dict[str, int] = {}  # the same dict for both: the first call adds to it
         variables = library.PyVariable.new_variables(["x"], ["float64"], [(size,)], sizes, {})
@@ -248,7 +259,8 @@ class _Model:
         return library.PyMcModel(evaluate, expand, variables, size, sizes, {}, self._begin, None)
 
     def in_python(self) -> Any:
-        """The model as a Python function, by nutpie's public interface."""
+        """nutpie's object for a model with one variable "x" `[D]`, which calls a Python function,
+        by nutpie's public interface."""
         from nutpie.compiled_pyfunc import from_pyfunc
 
         return from_pyfunc(
@@ -262,7 +274,8 @@ class _Model:
         )
 
     def _evaluate(self, x: Any) -> tuple[float, Any]:
-        """(The log density at x, its gradient), in Python."""
+        """(The log density at x `[D]`, its gradient), evaluated in Python; NaN if the model raises,
+        and the exception is kept in `error`."""
         try:
             value, gradient = self._density.function(torch.from_numpy(np.array(x)))
         except Exception as error:  # whatever the model raises; it would make Rust panic
@@ -272,19 +285,20 @@ class _Model:
         return float(value) if gradient.isfinite().all() else np.nan, gradient.numpy()
 
     def _listen(self, progress: str) -> None:
-        """Receives the chain's reports."""
+        """Receives a report of the chain's progress from nutpie."""
         self.progress = progress
 
     def _begin(self, _: int) -> Any:
-        """The first position; nutpie passes a seed."""
+        """The position at which the chain starts, `[D]`; nutpie passes a seed, which is not
+        used."""
         return self._start.copy()
 
 
 def version() -> str:
-    """nutpie's version.
+    """nutpie's version, such as "0.16.8".
 
     Raises:
-        ArgumentError: it is not installed.
+        ArgumentError: nutpie is not installed.
     """
     return str(_nutpie().__version__)
 
@@ -300,7 +314,8 @@ def _nutpie() -> Any:
 
 
 def _mass(low_rank: bool) -> dict[str, Any]:
-    """The argument of `nutpie.sample` that chooses the mass matrix."""
+    """The keyword argument of `nutpie.sample` for a mass matrix with eigenvectors; an empty dict
+    for a diagonal one."""
     if not low_rank:
         return {}
     names = inspect.signature(_nutpie().sample).parameters
@@ -308,7 +323,7 @@ def _mass(low_rank: bool) -> dict[str, Any]:
 
 
 def _translate(error: BaseException) -> Exception:
-    """Our error for an error of nutpie."""
+    """The exception of this library to raise in place of an error of nutpie."""
     if "initial" in str(error).lower():
         return SiteError(
             "NUTS: the log density or its gradient is not finite where the chain starts, or the "
@@ -323,7 +338,8 @@ def _translate(error: BaseException) -> Exception:
 
 @functools.cache
 def takes_pointers() -> bool:
-    """Whether machine code may be handed to nutpie.
+    """Whether machine code may be handed to nutpie: its version is known, and `check_pointers`
+    passed in another process, now or earlier.
 
     Raises:
         ArgumentError: nutpie is not installed.
@@ -345,11 +361,11 @@ def takes_pointers() -> bool:
 
 
 def check_pointers() -> None:
-    """Samples a normal distribution by pointer, and compares nutpie's log densities with the
-    distribution's.
+    """Samples a normal distribution by handing over machine code, and compares nutpie's log
+    densities with the distribution's.
 
     Raises:
-        AssertionError: they differ.
+        AssertionError: log densities differ, or the chain does not end or accepts too little.
     """
     mean = torch.tensor((1.0, -2.0, 3.0), dtype=torch.float64)
 

@@ -11,8 +11,8 @@ from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 
 
 class EKFState(NamedTuple):
-    """The Gaussian's mean [D], its elements' sds [D], and its precision, [D, D] or the diagonal
-    [D]."""
+    """State of an extended Kalman filter: mean `[D]` of the Gaussian, its elements' sds `[D]`, and
+    its precision, a matrix `[D, D]` or the diagonal `[D]`."""
 
     mean: Tensor
     sd: Tensor
@@ -20,22 +20,28 @@ class EKFState(NamedTuple):
 
     @classmethod
     def from_gaussian(cls, gaussian: Gaussian) -> EKFState:
-        """The state with this mean and precision."""
+        """The state with the mean and the precision of a Gaussian."""
         return cls(gaussian.mean, gaussian.variance.sqrt(), gaussian.precision)
 
     @property
     def gaussian(self) -> Gaussian:
-        """The Gaussian with this mean and precision."""
+        """The Gaussian with this mean and precision: `Diagonal` if the precision is `[D]`,
+        otherwise `Dense`."""
         kind = Diagonal if self.precision.dim() == 1 else Dense
         return kind.from_precision(self.mean, self.precision)
 
 
 def predict(state: EKFState, drift: Tensor) -> EKFState:
-    """The state before the next batch, if params follow a random walk between batches:
+    """The state before the next batch, if params have taken a step of a random walk since the last
+    one:
 
     precision' = (precision^-1 + Q)^-1 = L (I + L^T Q L)^-1 L^T,    precision = L L^T
 
-    with Q diagonal, the walk's variances [D].  The last form is also accurate for large ones.
+    with Q diagonal.  The last form is also accurate for large precisions.
+
+    Args:
+        state: state after the last batch.
+        drift: variances of the random walk's step, the diagonal of Q, `[D]`.
     """
     precision, sd = state.precision, (state.sd.square() + drift).sqrt()
     if precision.dim() == 1:
@@ -48,13 +54,20 @@ def predict(state: EKFState, drift: Tensor) -> EKFState:
 
 
 def absorb(state: EKFState, gradient: Tensor, curvature: Tensor, lr: Tensor) -> EKFState:
-    """The state after a batch whose log likelihood (a sum over rows) has this gradient [D] and
-    curvature C at the mean:
+    """The state after a batch of data:
 
     precision' = precision + lr C,    mean' = mean + lr precision'^-1 g
 
     With lr = 1 this is Bayes' rule where the likelihood is Gaussian and linear (Kalman 1960;
     Ollivier 2018).
+
+    Args:
+        state: state before the batch.
+        gradient: g, the gradient of the batch's log likelihood (a sum over its rows of data) at the
+            mean, `[D]`.
+        curvature: C, minus the Hessian of that log likelihood or an approximation, `[D, D]`, or its
+            diagonal `[D]`.
+        lr: factor on what the batch adds; 1 for Bayes' rule.
     """
     precision = state.precision + lr * curvature
     gaussian = state._replace(precision=precision).gaussian

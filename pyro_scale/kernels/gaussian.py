@@ -1,12 +1,13 @@
-"""A kernel's exact behavior on a Gaussian target, without sampling.
+"""A sampler's exact behavior on a Gaussian target, without sampling.
 
 Along an eigenvector of a Gaussian of precision L a step is linear:
 
     x' = A x + b zeta + c n,    x = position [, momentum], zeta standard normal, n the noise of
                                 the minibatch gradient
 
-A, b and c are determined by calling the kernel's update on unit vectors; everything else follows
-from them.  The leading dimension "modes" runs over eigenvectors and over step sizes to compare.
+A, b and c are determined by calling the sampler's update on unit vectors; everything else follows
+from them.  The leading dimension "modes" runs over eigenvectors and over step sizes to compare; k
+is the number of a state's variables: 1, or 2 with a momentum.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from torch import Tensor
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Kernel
 
-#: Most phases of an epoch at which the noise of shuffled batches is evaluated.
+#: Number of phases of an epoch, at most, at which the noise of shuffled batches is evaluated.
 _PHASES = 16
 
 
 @dataclass(frozen=True)
 class _Linear:
-    """A target whose gradient is -slope position + push."""
+    """A Gaussian target with gradient -slope * position + push."""
 
     slope: Tensor
     push: Tensor
@@ -38,12 +39,15 @@ class _Linear:
 
 @dataclass(frozen=True)
 class GaussianChain:
-    """A kernel on independent Gaussian modes.
+    """The linear maps of a sampler's step on independent one-dimensional Gaussians ("modes"), from
+    which stationary covariance, autocorrelation and transients follow exactly. k is the number of
+    variables of a state: 1, or 2 with a momentum.
 
     Attributes:
-        transition: A, `[modes, k, k]`.
-        injected: b b', the covariance that a step's noise adds, `[modes, k, k]`.
-        pushed: c, the change caused by a gradient of 1, `[modes, k]`.
+        transition: A, by which a step multiplies the state, `[modes, k, k]`.
+        injected: b b', the covariance that the sampler's own normal numbers add in a step, `[modes,
+            k, k]`.
+        pushed: c, the change of the state caused by an error of 1 in the gradient, `[modes, k]`.
     """
 
     transition: Tensor
@@ -52,7 +56,13 @@ class GaussianChain:
 
     @classmethod
     def from_kernel(cls, kernel: Kernel, values: Values, precision: Tensor) -> GaussianChain:
-        """The linear maps of a kernel at hyperparameter values and precisions over N, `[modes]`."""
+        """The linear maps of a sampler's step on Gaussians.
+
+        Args:
+            kernel: sampler whose step is linear in its state.
+            values: hyperparameters of the step by name, the temperature over N; 0-d or `[modes]`.
+            precision: precisions of the Gaussians over N, `[modes]`.
+        """
         zero = torch.zeros_like(precision)
         one = torch.ones_like(precision)
         origin: Any = kernel.init(zero, values, zero)
@@ -78,7 +88,8 @@ class GaussianChain:
 
     @property
     def stable(self) -> Tensor:
-        """Whether chains stay bounded, `[modes]`."""
+        """Whether chains stay bounded, so that there is a stationary distribution; booleans
+        `[modes]`."""
         if self.transition.shape[-1] == 2:  # Jury's conditions
             (a, b), (c, d) = _entries(self.transition)
             det = a * d - b * c
@@ -89,12 +100,13 @@ class GaussianChain:
         return finite_rows & (torch.linalg.eigvals(finite).abs().amax(-1) < 1)
 
     def covariance(self, gradient_noise: Tensor, epoch: int | None = None) -> Tensor:
-        """The stationary covariance, `[modes, k, k]`.
+        """The stationary covariance of the states, `[modes, k, k]`; the position's variance is
+        entry [0, 0].
 
         Args:
             gradient_noise: variance of the minibatch gradient over N, `[modes]`.
-            epoch: number of batches of an epoch that visits every row once, in which the errors of
-                the gradients sum to zero; None for batches that are drawn independently.
+            epoch: number of batches of an epoch that visits every row of data once, in which the
+                errors of the gradients sum to zero; None for batches that are drawn independently.
         """
         noise = gradient_noise[:, None, None] * self.pushed[..., None] * self.pushed[:, None]
         if epoch is None:
@@ -102,9 +114,15 @@ class GaussianChain:
         return _sum(self.transition, self.injected) + self._shuffled(noise, epoch)
 
     def _shuffled(self, noise: Tensor, epoch: int) -> Tensor:
-        """The covariance that the noise of shuffled batches adds, averaged over phases of an epoch.
+        """The covariance that the noise of shuffled batches adds, averaged over phases of an epoch,
+        `[modes, k, k]`.
 
         The errors n_t of an epoch's m batches have covariance V m/(m - 1) (1[s = t] - 1/m).
+
+        Args:
+            noise: covariance that an independent batch's error adds in a step, c V c', `[modes, k,
+                k]`.
+            epoch: m, the number of batches of an epoch.
         """
         if epoch == 1:
             return torch.zeros_like(noise)
@@ -121,7 +139,14 @@ class GaussianChain:
         return total / len(phases)
 
     def _over(self, steps: int, variance: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """(A^steps, covariance that the first `steps` steps of an epoch add)."""
+        """(A^steps; the covariance that the errors of the first `steps` batches of an epoch have
+        added by then, from a start without errors), both `[modes, k, k]`.
+
+        Args:
+            steps: number of steps since the epoch began.
+            variance: covariance c V c' m/(m - 1) of one batch's error, `[modes, k, k]`.
+            epoch: m, the number of batches of an epoch.
+        """
         power = torch.linalg.matrix_power(self.transition, steps)
         eye = torch.eye(power.shape[-1], dtype=power.dtype)
         drift = torch.linalg.solve(eye - self.transition, eye - power)  # sum of A^j
@@ -130,7 +155,9 @@ class GaussianChain:
         return power, total - drift @ variance @ drift.mT / epoch
 
     def autocorrelation_times(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """Steps per independent draw, for means of (the position, its square), `[modes]` each."""
+        """Steps per independent draw of a stationary chain: the integrated autocorrelation times of
+        (the position, its square), each `[modes]`. `covariance` is the stationary one, `[modes, k,
+        k]`."""
         start = covariance[..., 0] / covariance[:, :1, 0]  # cov(x_0, position_0), over its variance
         eye = torch.eye(start.shape[-1], dtype=start.dtype)
         total = torch.linalg.solve(eye - self.transition, start)[:, 0]
@@ -138,8 +165,9 @@ class GaussianChain:
         return 2 * total - 1, 2 * squares - 1
 
     def forgetting(self, warmup: int, steps: int) -> tuple[Tensor, Tensor]:
-        """How much remains of a start at distance 1 from the mode: (mean, mean square) of the
-        deviation over `steps` steps after a warm-up, `[modes]`."""
+        """What remains of a start at distance 1 from the mode, without noise: (mean of the
+        position, mean of its square) over `steps` steps after `warmup` steps, each `[modes]`. To
+        see how long a warm-up must be."""
         late = torch.linalg.matrix_power(self.transition, warmup)
         later = torch.linalg.matrix_power(self.transition, steps)
         eye = torch.eye(late.shape[-1], dtype=late.dtype)
@@ -150,7 +178,8 @@ class GaussianChain:
 
 
 def _sum(transition: Tensor, start: Tensor) -> Tensor:
-    """The sum over t >= 0 of A^t start A^t', which solves S = A S A' + start."""
+    """The sum over t >= 0 of A^t Q A^t', `[modes, k, k]`, which solves S = A S A' + Q; NaN where
+    there is no solution. A is `transition`, Q is `start`."""
     size = transition.shape[-1]
     if size == 2:
         return _sum_of_pairs(transition, start)
@@ -161,11 +190,16 @@ def _sum(transition: Tensor, start: Tensor) -> Tensor:
 
 
 def _sum_of_pairs(transition: Tensor, start: Tensor) -> Tensor:
-    """The sum for a position and a momentum, in closed form: large networks have hundreds of
-    thousands of modes.
+    """The sum over t >= 0 of A^t Q A^t', `[modes, 2, 2]`, for states of a position and a momentum,
+    in closed form: large networks have hundreds of thousands of modes. NaN where there is no
+    solution.
 
-    By Cayley and Hamilton S is a combination of Q, B Q + Q B' and B Q B', with B = 1 - A and Q the
-    start.  It is accurate for short steps, where B is small.
+    By Cayley and Hamilton the sum is a combination of Q, B Q + Q B' and B Q B', with B = 1 - A.
+    The formula is accurate for short steps, where B is small.
+
+    Args:
+        transition: A, `[modes, 2, 2]`.
+        start: Q, symmetric, `[modes, 2, 2]`.
     """
     (a, b), (c, d) = _entries(torch.eye(2, dtype=transition.dtype) - transition)
     (p, q), (r, s) = _entries(start)
@@ -185,7 +219,7 @@ def _sum_of_pairs(transition: Tensor, start: Tensor) -> Tensor:
 
 
 def _entries(matrix: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The entries of matrices `[modes, 2, 2]`, each `[modes]`."""
+    """The four entries ((a, b), (c, d)) of matrices `[modes, 2, 2]`, each `[modes]`."""
     first, second = matrix.unbind(-2)
     a, b = first.unbind(-1)
     c, d = second.unbind(-1)
@@ -193,6 +227,6 @@ def _entries(matrix: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
 
 
 def _kron(matrix: Tensor) -> Tensor:
-    """The Kronecker product of each matrix with itself."""
+    """The Kronecker product of each matrix `[modes, k, k]` with itself, `[modes, k^2, k^2]`."""
     size = matrix.shape[-1] ** 2
     return torch.einsum("mij,mkl->mikjl", matrix, matrix).reshape(-1, size, size)

@@ -27,15 +27,17 @@ _SLICE_STEP = 0.1
 
 
 class GHMCState(NamedTuple):
-    """A chain's position and momentum, and what the next proposal is compared to.
+    """State of a GHMC chain: position, momentum, and the numbers by which the next proposal is
+    accepted or rejected.
 
     Attributes:
-        position: [D].
-        momentum: [D].
-        gradient: of the log joint over N at the position, [D].
-        log_joint: at the position, in nats; -infinity until the first step.
-        slice: u, in [-1, 1], 0-d.
-        accepted: number of accepted proposals, 0-d.
+        position: unconstrained parameters, `[D]`.
+        momentum: momentum, `[D]`.
+        gradient: gradient of the log joint over N at the position, `[D]`; 0 until the first step.
+        log_joint: log joint at the position, in nats; -infinity until the first step.
+        slice: u, the persistent slice variable in [-1, 1], 0-d.
+        accepted: number of proposals accepted so far, 0-d; the first step, which does not move,
+            counts.
     """
 
     position: Tensor
@@ -47,7 +49,8 @@ class GHMCState(NamedTuple):
 
 
 class _AdjustedTheory(UnderdampedTheory):
-    """Theory of Langevin dynamics without bias at any step size, like BAOA on a Gaussian."""
+    """Theory of Metropolis-adjusted Langevin dynamics, which has no bias at any step size, as BAOA
+    has none on a Gaussian."""
 
     heated: ClassVar[bool] = False
 
@@ -85,9 +88,9 @@ class GHMC(Underdamped):
     Args:
         lr: the step size (of time), a float or a schedule, or a dict of them by site.
         friction: the rate at which momentum decays; may be a dict by site.
-        mass: of the momentum; may be a dict by site, of numbers or of tensors of the site's
+        mass: mass of the momentum; may be a dict by site, of numbers or of tensors of the site's
             unconstrained shape.
-        temperature: 1 is the posterior; above 0.
+        temperature: a number above 0; 1 samples the posterior.
     """
 
     friction: Hyper = 0.5

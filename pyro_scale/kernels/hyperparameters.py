@@ -19,23 +19,23 @@ from pyro_scale.errors import ArgumentError
 Hyper: TypeAlias = Any
 #: The smallest positive number.
 _LEAST = 5e-324
-#: Values of hyperparameters at a step: tensors, 0-d or, with a value for each element, [D].
+#: Hyperparameters at a step by name: tensors, 0-d or, with a value for each element, [D].
 Values: TypeAlias = Mapping[str, Tensor]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """Base of dataclasses whose fields are hyperparameters and settings.
+    """Base of dataclasses whose fields are hyperparameters and settings of a method.
 
-    A hyperparameter is a float, a schedule or, for fields in `per_site`, a dict of them by site.
-    Settings do not change from step to step.
+    A hyperparameter is a float, a schedule (step -> number) or, for fields in `per_site`, a dict of
+    them by site. A setting is a constant.
     """
 
     #: Fields that may have a value for each site.
     per_site: ClassVar[tuple[str, ...]] = ()
     #: Fields whose values may be zero.
     may_be_zero: ClassVar[tuple[str, ...]] = ("temperature",)
-    #: Fields that are settings.
+    #: Fields that are settings, not hyperparameters.
     settings: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -58,21 +58,23 @@ class Hyperparameters:
                     )
 
     def hyperparameters(self) -> dict[str, Hyper]:
-        """The fields that are hyperparameters, by name."""
+        """A dict from the names of the fields that are hyperparameters to their contents: numbers,
+        schedules, or dicts of them by site."""
         names = [field.name for field in dataclasses.fields(self)]
         return {name: getattr(self, name) for name in names if name not in self.settings}
 
     def check(self, name: str, value: object, label: str, when: str = "") -> None:
-        """Checks a hyperparameter's value.
+        """Raises an error for a number that a hyperparameter may not have.
 
         Args:
-            name: of the field.
-            value: a number; for an entry of a dict, also a tensor.
-            label: how messages call the value: the name, or that of an entry.
+            name: name of the field.
+            value: a number; for an entry of a dict by site, also a tensor.
+            label: name of the value in messages: that of the field, or `field['site']`.
             when: addition to the message, such as " at step 3".
 
         Raises:
-            ArgumentError: it is no finite number, negative, or zero where that is not allowed.
+            ArgumentError: the value is no finite number, is negative, or is zero in a field that
+                must be positive.
         """
         least, bound = (0.0, ">= 0") if name in self.may_be_zero else (_LEAST, "> 0")
         by_site = label != name
@@ -89,11 +91,12 @@ class Hyperparameters:
         )
 
     def at(self, step: int, num_data: int) -> dict[str, Tensor]:
-        """Values at a step as `init` and `update` take them: in float64, the temperature over N.
+        """A dict from the name of each hyperparameter to its value at a step, as `init` and
+        `update` take them: float64, the temperature divided by N. To move a chain by hand.
 
         Args:
-            step: the number of the step.
-            num_data: N.
+            step: number of the step, from 0.
+            num_data: N, the number of rows of data.
 
         Raises:
             ArgumentError: a schedule returns a value out of range at this step, or N is no count.
@@ -102,13 +105,16 @@ class Hyperparameters:
 
     @staticmethod
     def per_datum(values: Values, num_data: int) -> dict[str, Tensor]:
-        """Values with the temperature divided by N."""
+        """A copy of a dict from names of hyperparameters to tensors, in which `temperature` is
+        divided by N, the number of rows of data."""
         return {k: v / num_data if k == "temperature" else v for k, v in values.items()}
 
     def values(self, step: int) -> dict[str, Tensor]:
-        """Every hyperparameter's value at a step in float64, 0-d, or `[entries]` of a dict.
+        """A dict from the name of each hyperparameter to its value at a step: float64, 0-d, or
+        `[entries]` for a hyperparameter that is a dict by site.
 
-        Temperature 1 is that of the posterior.  An entry that is a tensor counts as 1 here.
+        The temperature is not divided by N: 1 is that of the posterior.  An entry that is a tensor
+        counts as 1 here.
 
         Raises:
             ArgumentError: a schedule returns a value out of range at this step.
@@ -116,15 +122,17 @@ class Hyperparameters:
         return {name: column[-1] for name, column in self._columns(range(step, step + 1)).items()}
 
     def columns(self, num_steps: int) -> dict[str, Tensor]:
-        """Every hyperparameter's values at steps 0, ..., num_steps - 1, `[num_steps]`, or
-        `[num_steps, entries]` of a dict; see `values`."""
+        """A dict from the name of each hyperparameter to its values at steps 0, ..., num_steps - 1,
+        `[num_steps]`, or `[num_steps, entries]` for a dict by site; units as in `values`. `Falling`
+        schedules reach 0 after the last of these steps."""
         columns = self.over(num_steps)._columns(range(num_steps))
         return {
             name: column.expand(num_steps, *column.shape[1:]) for name, column in columns.items()
         }
 
     def over(self, num_steps: int) -> Self:
-        """A copy whose `Falling` hyperparameters reach 0 after `num_steps` steps."""
+        """A copy in which hyperparameters that are `Falling` schedules reach 0 after `num_steps`
+        steps."""
         falling = {
             name: hyper.over(num_steps)
             for name, hyper in self.hyperparameters().items()
@@ -133,7 +141,8 @@ class Hyperparameters:
         return dataclasses.replace(self, **falling) if falling else self
 
     def _columns(self, steps: range) -> dict[str, Tensor]:
-        """Values at these steps by name, `[steps, ...]`, or `[1, ...]` if they do not change."""
+        """A dict from the name of each hyperparameter to its values at these steps, `[steps, ...]`,
+        or `[1, ...]` if they do not change."""
         columns = {}
         for name, hyper in self.hyperparameters().items():
             entries = _entries(name, hyper).items()
@@ -157,7 +166,9 @@ class Hyperparameters:
 
 
 def _entries(name: str, hyper: Hyper) -> dict[str, Any]:
-    """A hyperparameter's values by label: one, or those of its sites."""
+    """A dict from labels for messages to numbers, schedules or tensors: one entry for each site,
+    labeled `name['site']`, if the hyperparameter is a dict by site; otherwise one entry, labeled
+    `name`."""
     if isinstance(hyper, Mapping):
         return {f"{name}[{site!r}]": value for site, value in hyper.items()}
     return {name: hyper}

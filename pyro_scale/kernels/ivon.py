@@ -14,18 +14,20 @@ from pyro_scale.kernels.vi import entropies
 
 
 def _averaging(step: int) -> float:
-    """Weight of the past in an average in which later steps count more."""
+    """The default `forgetting` of `IVON` at a step: weight of the past curvature in its running
+    mean, which rises to 1 - 1e-5, so that later steps count more."""
     return 1 - max(1e-5, 2 / (20 + step))
 
 
 class IVONState(NamedTuple):
-    """State of IVON, four vectors [D].
+    """State of IVON, four vectors `[D]`.
 
     Attributes:
-        position: mean of the Gaussian.
-        curvature: precision of the Gaussian, in units of N / T.
-        momentum: running mean of the gradient.
-        weight: sum of the weights in that running mean.
+        position: mean of the Gaussian, in unconstrained parameters.
+        curvature: h, the precision of the Gaussian times T, with T the temperature over N: the sd
+            is sqrt(T / h).
+        momentum: running mean of the gradient of the log joint over N.
+        weight: sum of the weights in that running mean, by which it is divided.
     """
 
     position: Tensor
@@ -54,11 +56,11 @@ class IVON(Hyperparameters):
 
     Args:
         lr: the step size in units of Newton's.
-        momentum: the weight of past gradients.
+        momentum: the weight of past gradients in the running mean of gradients.
         forgetting: the weight of past curvature; by default 1 - 2 / (20 + step), which averages
             over the later steps and rises to the published 1 - 1e-5.
         first_curvature: h at the start; 1 is the precision of N rows with unit information each.
-        temperature: 1 is the posterior; below 1, it is narrower.
+        temperature: 1 approximates the posterior; below 1, the Gaussian is narrower.
     """
 
     lr: Hyper = 0.1

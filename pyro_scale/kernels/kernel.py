@@ -1,9 +1,9 @@
-"""The interface of kernels: hyperparameters and two pure functions.
+"""The interface of samplers: hyperparameters, and two pure functions that move a chain.
 
-A kernel moves one chain by one step.  It consists of arithmetic on vectors, so that it can be
+A sampler moves one chain by one step.  It consists of arithmetic on vectors, so that it can be
 vmapped over chains and compiled.  It has no step counter, no device and no randomness of its own,
-and writes nothing in place: noise, batch (inside the target) and hyperparameter values of the step
-are arguments.
+and writes nothing in place: standard normal numbers, the batch (inside of the target) and the
+hyperparameters of the step are arguments.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters, Values
 
 
 class Target(Protocol):
-    """The log posterior of one batch, as a kernel sees it."""
+    """The log posterior of one batch of data, as a sampler's step evaluates it."""
 
     @property
     def num_data(self) -> int:
-        """N."""
+        """N, the number of rows of the full data set."""
         ...
 
     def grad(self, position: Tensor) -> tuple[Tensor, Any]:
-        """(Gradient of the log joint at the position [D], over N; the log joint's evaluation)."""
+        """(Gradient `[D]` of the log joint at `position` `[D]`, divided by N; the log joint's
+        evaluation, which the step passes on unchanged or with another `log_joint`)."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel(Hyperparameters):
-    """A sampler: hyperparameters as fields, `init` and `update` as pure functions of their values
-    at a step.
+    """Base of samplers: hyperparameters are fields, and `init` and `update` are pure functions that
+    start and move a chain.
 
-    Gradients are of the log joint divided by N.  The temperature that `init` and `update` take is
-    divided by N, too: `at(step, num_data)` returns values in these units.
+    Gradients are of the log joint divided by N, the number of rows of data.  The temperature that
+    `init` and `update` take is divided by N, too: `at(step, num_data)` returns the hyperparameters
+    of a step in these units.
 
     Examples:
         A chain by hand, on the posterior of 100 rows of variance 1:
@@ -69,7 +71,7 @@ class Kernel(Hyperparameters):
     per_site: ClassVar[tuple[str, ...]] = ("lr",)
     #: How rows are drawn unless the user says otherwise.
     sampling: ClassVar[Literal["shuffle", "replacement"]] = "shuffle"
-    #: Whether it may move in whitened coordinates, as it has no preconditioner itself.
+    #: Whether the sampler may move in whitened coordinates, as it has no preconditioner itself.
     whitens: ClassVar[bool] = True
     #: Whether proposals are accepted or rejected, so that draws have no bias at any step size.  A
     #: step then uses all rows, and the state counts the `accepted` proposals.
@@ -86,8 +88,8 @@ class Kernel(Hyperparameters):
 
     @classmethod
     def from_sgd(cls, lr: Hyper, momentum: float) -> dict[str, Hyper]:
-        """Hyperparameters with which the method at temperature 0 equals `torch.optim.SGD`, step for
-        step, on the negative log joint over N.
+        """A dict of hyperparameters with which the sampler at temperature 0 equals
+        `torch.optim.SGD`, step for step, on the negative log joint over N.
 
         Args:
             lr: SGD's learning rate, a float or a schedule.
@@ -102,31 +104,35 @@ class Kernel(Hyperparameters):
         """The state of a chain that starts at a position.
 
         Args:
-            position: [D].
-            values: hyperparameters at step 0, each 0-d or [D], the temperature over N.
-            noise: standard normals, [D].
+            position: unconstrained parameters where the chain starts, `[D]`.
+            values: hyperparameters at step 0 by name; tensors, each 0-d or `[D]`, the temperature
+                over N.
+            noise: standard normal numbers, `[D]`, for momenta and the like.
         """
         raise NotImplementedError
 
     def update(self, state: Any, target: Target, values: Values, noise: Tensor) -> tuple[Any, Any]:
-        """One step: (next state, the target's evaluation).
+        """Moves a chain by one step: (next state, the target's evaluation).
 
         Args:
-            state: of the chain.
-            target: the log posterior of the step's batch.
-            values: hyperparameters at this step, each 0-d or [D], the temperature over N.
-            noise: standard normals, `[normals, D]`.
+            state: state of the chain, from `init` or the last `update`.
+            target: log posterior of the step's batch.
+            values: hyperparameters at this step by name; tensors, each 0-d or `[D]`, the
+                temperature over N.
+            noise: standard normal numbers, `[normals, D]`.
         """
         raise NotImplementedError
 
 
 class Linearized(NamedTuple):
-    """The limit of an adaptive kernel on a Gaussian, in units where its metric is 1.
+    """A sampler without adaptation that behaves like an adaptive sampler in its limit, on a
+    Gaussian in units in which the adaptive sampler's stationary preconditioner is 1.
 
     Attributes:
-        kernel: a kernel that does not adapt.
-        values: of its hyperparameters.
-        gradient_noise: variance of the minibatch gradient over N that heats it.
+        kernel: sampler that does not adapt.
+        values: hyperparameters of that sampler by name; tensors, the temperature over N.
+        gradient_noise: variance of the minibatch gradient of the log joint over N that is left to
+            heat that sampler, `[D]`.
     """
 
     kernel: Kernel
@@ -135,67 +141,74 @@ class Linearized(NamedTuple):
 
 
 class Theory(Protocol):
-    """A method's convergence orders, rates and heating, at values as `update` takes them.
+    """Predictions of theory about a sampler: order of its bias, relaxation time, heating by
+    minibatches.
 
-    A kernel needs no theory to sample.  Without one it has no `lr="auto"`, no `subtract_noise`, and
-    no diagnostics that compare a run with predictions.
+    All methods take hyperparameters `values` as `Kernel.update` does: tensors by name, the
+    temperature over N.  A sampler needs no theory.  Without one it has no `lr="auto"`, no
+    `subtract_noise`, and no diagnostics that compare a run with predictions.
     """
 
-    #: The bias of the position's distribution, without gradient noise, is of this order in lr.
+    #: Order in lr of the bias of the stationary distribution, without gradient noise.
     order: ClassVar[int] = 1
-    #: Whether gradient noise heats, by `added_temperature` to first order.
+    #: Whether gradient noise raises the temperature, by `added_temperature` to first order in lr.
     heated: ClassVar[bool] = True
     #: Largest useful lr on any posterior, for methods with a time scale of their own.
     largest_lr: ClassVar[float] = math.inf
 
     def relaxation_steps(self, values: Values, precision: Tensor) -> Tensor:
-        """Approximate number of steps in which a chain forgets its start.
+        """Approximate number of steps in which a chain forgets its start, of the precision's shape.
 
         Args:
-            values: hyperparameters.
-            precision: the posterior's precision over N, L in the formulas.
+            values: hyperparameters by name, the temperature over N.
+            precision: the posterior's precision divided by N, L in the samplers' formulas.
         """
         raise NotImplementedError
 
     def added_temperature(self, values: Values, gradient_noise: Tensor) -> Tensor:
         """Temperature over N that minibatches add, to first order in lr, if batches are drawn
-        independently.
+        independently; of the gradient noise's shape.
 
         Args:
-            values: hyperparameters.
-            gradient_noise: variance of the gradient of the log joint over N.
+            values: hyperparameters by name, the temperature over N.
+            gradient_noise: variance of the minibatch gradient of the log joint over N.
         """
         raise NotImplementedError
 
     def metric(self, values: Values, mean_square: Tensor) -> Tensor:
-        """Stationary diagonal preconditioner, [D].
+        """The diagonal preconditioner of an adaptive sampler in its stationary state, as a factor
+        on gradients, `[D]`; ones for samplers that do not adapt.
 
         Args:
-            values: hyperparameters.
-            mean_square: of the gradient over N, [D].
+            values: hyperparameters by name, the temperature over N.
+            mean_square: mean square of the gradient of the log joint over N, `[D]`.
         """
         return torch.ones_like(mean_square)
 
     def traveling_steps(
         self, values: Values, distance: Tensor, gradient: Tensor, scale: Tensor
     ) -> Tensor:
-        """Steps from a start to the mode that the kernel needs besides `relaxation_steps`, 0-d.
+        """Steps that a chain needs from its start to the mode besides `relaxation_steps`, 0-d; 0 by
+        default.
 
         Args:
-            values: hyperparameters.
-            distance: from the start to the mode, in units where the metric is 1: root mean square
-                over elements, 0-d.
-            gradient: of the log joint over N at the start, in the same way.
-            scale: of an element in which that metric's length is 1, in the same way.
+            values: hyperparameters by name, the temperature over N.
+            distance: root mean square, over elements, of the distance from the start to the mode,
+                in units in which the stationary preconditioner (`metric`) is 1; 0-d.
+            gradient: root mean square of the gradient of the log joint over N at the start, in
+                these units; 0-d.
+            scale: root mean square, over elements, of the change in params that has length 1 in
+                these units; 0-d.
         """
         return torch.zeros_like(distance)
 
     def linearize(self, kernel: Kernel, values: Values, gradient_noise: Tensor) -> Linearized:
-        """The kernel without its adaptation, on a Gaussian in units where its metric is 1.
+        """A sampler without adaptation that behaves like this one on a Gaussian, in units in which
+        the stationary preconditioner (`metric`) is 1; by default the sampler itself.
 
         Args:
-            kernel: of this theory.
-            values: hyperparameters.
-            gradient_noise: variance of the minibatch gradient over N, [D].
+            kernel: sampler that this theory is of.
+            values: hyperparameters of the sampler by name, the temperature over N.
+            gradient_noise: variance of the minibatch gradient over N, `[D]`, in the same units.
         """
         return Linearized(kernel, values, gradient_noise)

@@ -1,6 +1,7 @@
 """Langevin dynamics: the parts of a step, their theory, and the base of samplers with a momentum.
 
-Underdamped dynamics have a position and a momentum of mass m, damped by friction f:
+Underdamped dynamics have a position theta and a momentum p of mass m, damped by friction f; g is
+the gradient of the log joint over N, T the temperature over N, w a Brownian motion:
 
     d theta = p/m dt,    dp = g dt - f p dt + sqrt(2 f m T) dw
 
@@ -22,25 +23,37 @@ from pyro_scale.kernels.kernel import Kernel, Linearized, Theory
 
 
 def kick(momentum: Tensor, gradient: Tensor, time: Tensor) -> Tensor:
-    """B: dp = g dt, exactly."""
+    """The momentum `[D]` after the force `gradient` `[D]` has acted for a time: the part B of a
+    splitting step, which solves dp = g dt exactly."""
     return momentum + time * gradient
 
 
 def drift(position: Tensor, momentum: Tensor, mass: Tensor, time: Tensor) -> Tensor:
-    """A: d theta = p/m dt, exactly."""
+    """The position `[D]` after free motion with a constant momentum `[D]` for a time: the part A of
+    a splitting step, which solves d theta = p/m dt exactly."""
     return position + time / mass * momentum
 
 
 def ornstein_uhlenbeck(
     momentum: Tensor, noise: Tensor, friction: Tensor, variance: Tensor, time: Tensor
 ) -> Tensor:
-    """O: dp = -f p dt + sqrt(2 f variance) dw, exactly, given a standard normal."""
+    """The momentum `[D]` after friction and noise have acted for a time: the part O of a splitting
+    step, which solves dp = -f p dt + sqrt(2 f variance) dw exactly.
+
+    Args:
+        momentum: momentum before, `[D]`.
+        noise: standard normal numbers, `[D]`.
+        friction: f, the rate at which momentum decays.
+        variance: stationary variance of the momentum, m T.
+        time: duration.
+    """
     decay = torch.exp(-time * friction)
     return decay * momentum + torch.sqrt((1 - decay * decay) * variance) * noise
 
 
 class OverdampedTheory(Theory):
-    """Theory of d theta = g dt + sqrt(2 T) dw in steps of lr."""
+    """Theory of overdamped Langevin dynamics, d theta = g dt + sqrt(2 T) dw, in steps of lr, with g
+    the gradient of the log joint over N, and T the temperature over N."""
 
     def relaxation_steps(self, values: Values, precision: Tensor) -> Tensor:
         return 1 / (values["lr"] * precision)
@@ -50,7 +63,8 @@ class OverdampedTheory(Theory):
 
 
 class UnderdampedTheory(Theory):
-    """Theory of underdamped Langevin dynamics in steps of lr."""
+    """Theory of underdamped Langevin dynamics (a position and a momentum with friction) in steps of
+    lr."""
 
     order: ClassVar[int] = 2
 
@@ -70,7 +84,7 @@ class UnderdampedTheory(Theory):
 
 
 class PhaseState(NamedTuple):
-    """A chain's position and momentum, each [D]."""
+    """A chain's position (unconstrained parameters) and momentum, each `[D]`."""
 
     position: Tensor
     momentum: Tensor
@@ -82,8 +96,10 @@ class Underdamped(Kernel):
 
         d theta = p/m dt,    dp = g dt - f p dt + sqrt(2 f m T) dw
 
-    (the paper's B.2, where friction is f m).  As f is a rate, all momenta relax equally fast,
-    whatever their masses.  They start from their stationary N(0, m T): at rest at temperature 0.
+    (the paper's B.2, where friction is f m), with momentum p, mass m, friction f, g the gradient of
+    the log joint over N, and T the temperature over N.  As f is a rate, all momenta relax equally
+    fast, whatever their masses.  Momenta start from their stationary N(0, m T): at rest at
+    temperature 0.
     """
 
     friction: Hyper = 1.0

@@ -13,7 +13,7 @@ from pyro_scale.kernels.optimizer import Optimizing, ascend, init_optimizer
 
 
 class MAPState(NamedTuple):
-    """The position [D], and the optimizer's state."""
+    """The position (unconstrained parameters), `[D]`, and the optimizer's state."""
 
     position: Tensor
     optimizer: Any
@@ -21,11 +21,13 @@ class MAPState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MAP(Optimizing):
-    """theta' = theta + optimizer(g(theta)),    g = gradient of log joint / N.
+    """Maximum a posteriori estimation by a stochastic optimizer:
+
+        theta' = theta + optimizer(g(theta)),    g = gradient of log joint / N.
 
     Args:
-        optimizer: minimizes the negative log joint over N: the mean loss of a row, and the
-            negative log prior over N.
+        optimizer: optimizer that minimizes the negative log joint over N: the mean loss of a row of
+            data, and the negative log prior over N.
     """
 
     normals: ClassVar[int] = 0

@@ -21,24 +21,33 @@ from pyro_scale.kernels.scheduled import Scheduled, find_schedules
 
 
 class Optimizer(Protocol):
-    """The interface of TorchOpt's functional optimizers."""
+    """The interface of TorchOpt's functional optimizers, which minimize a loss."""
 
     def init(self, params: list[Tensor]) -> Any:
-        """The state before the first step."""
+        """The optimizer's state before the first step."""
         ...
 
     def update(
         self, updates: list[Tensor], state: Any, *, params: list[Tensor], inplace: bool
     ) -> tuple[list[Tensor], Any]:
-        """(Change of params, next state), from gradients of a loss."""
+        """(Changes to add to the params, next state), from the gradients of a loss.
+
+        Args:
+            updates: gradients of the loss with respect to each param.
+            state: state of the optimizer, from `init` or the last `update`.
+            params: tensors that are optimized.
+            inplace: whether the gradients' memory may be overwritten.
+        """
         ...
 
 
 class TorchOptim:
-    """An optimizer of torch.optim as a pure function of gradients and its state.
+    """An optimizer of torch.optim with TorchOpt's functional interface: `update` returns changes
+    and the next state, and writes nothing in place.
 
     Args:
-        factory: params -> an optimizer, such as `lambda params: torch.optim.SGD(params, lr=0.1)`.
+        factory: function from params to an optimizer, such as `lambda params:
+            torch.optim.SGD(params, lr=0.1)`.
     """
 
     def __init__(self, factory: Callable[[list[Tensor]], torch.optim.Optimizer]):
@@ -74,7 +83,8 @@ class TorchOptim:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizing(Hyperparameters):
-    """Base of methods that move by an optimizer; a step's values include those of its schedules."""
+    """Base of methods that move params by an optimizer. The hyperparameters of a step include
+    `step_sizes`, the values of the optimizer's learning-rate schedules, if it has any."""
 
     optimizer: Optimizer | Scheduled
 
@@ -91,17 +101,26 @@ class Optimizing(Hyperparameters):
         return dataclasses.replace(same, optimizer=same.optimizer.over(num_steps))
 
     def optimizer_at(self, values: Values) -> Optimizer:
-        """The optimizer of the step with these values."""
+        """The optimizer of one step: with the learning rates `values["step_sizes"]` if it has
+        schedules; otherwise the same at all steps.
+
+        Args:
+            values: hyperparameters of the step by name.
+        """
         if isinstance(self.optimizer, Scheduled):
             return self.optimizer.at(values["step_sizes"])
         return self.optimizer
 
 
 def as_optimizer(optimizer: Any) -> Optimizer | Scheduled:
-    """The optimizer that a user passed: one of TorchOpt, or a factory of one of torch.optim.
+    """The optimizer that a user's argument stands for: Adam with learning rate 0.01 for None; one
+    of TorchOpt, with its schedules separated; or a wrapper of torch.optim's for a factory.
+
+    Args:
+        optimizer: optimizer of TorchOpt; or a function from params to one of torch.optim; or None.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: the argument is none of these.
     """
     if optimizer is None:
         return torchopt.adam(1e-2)
@@ -118,29 +137,42 @@ def as_optimizer(optimizer: Any) -> Optimizer | Scheduled:
 
 
 def falling_adam(early_stopping: bool) -> Scheduled:
-    """Adam whose lr falls from 0.01 to 0 over a run; as 1 / (1 + step / 1,000) if the run may end
-    early."""
+    """Adam whose learning rate falls to 0: from 0.01 at the start to 0 at the end of a run.
+
+    Args:
+        early_stopping: whether the run may end early; the rate is then 0.01 / (1 + step / 1,000),
+            as the length is not known.
+    """
     falling = Falling(-1e-2)  # downhill
     schedule = falling.__call__ if early_stopping else falling
     return Scheduled((torchopt.transform.scale_by_adam(), schedule))
 
 
 def init_optimizer(optimizer: Optimizer, params: list[Tensor]) -> Any:
-    """The optimizer's first state, as a pytree of tensors."""
+    """The optimizer's state before the first step, as a pytree of tensors."""
     return torchopt.pytree.tree_map(torch.as_tensor, optimizer.init(params))
 
 
 def ascend(
     optimizer: Optimizer, gradients: list[Tensor], state: Any, params: list[Tensor]
 ) -> tuple[list[Tensor], Any]:
-    """(Params after an ascent step, the optimizer's next state)."""
+    """Moves params by one step of an optimizer, uphill: (params after the step, the optimizer's
+    next state).
+
+    Args:
+        optimizer: optimizer that minimizes; it receives the negative gradients.
+        gradients: gradient of the function to maximize, for each param.
+        state: state of the optimizer.
+        params: params before the step.
+    """
     downhill = [-gradient for gradient in gradients]
     updates, state = optimizer.update(downhill, state, params=params, inplace=False)
     return [param + update for param, update in zip(params, updates, strict=True)], state
 
 
 def is_pure(optimizer: Optimizer | Scheduled) -> bool:
-    """Whether the optimizer's steps can be vmapped and traced: some read their state's values."""
+    """Whether the optimizer's steps can be vmapped over chains and traced; False for torch.optim's,
+    and for those that read numbers out of their state. Tries a step to find out."""
     if isinstance(optimizer, Scheduled):
         return is_pure(optimizer.at(torch.ones(len(optimizer.schedules))))
 

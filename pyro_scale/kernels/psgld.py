@@ -14,20 +14,22 @@ from pyro_scale.kernels.hyperparameters import Hyper, Values
 from pyro_scale.kernels.kernel import Kernel, Linearized, Target, Theory
 from pyro_scale.kernels.sgld import SGLD
 
-#: The default `forgetting`: 0.5 at first, then falling.
+#: The default `forgetting`: a schedule that starts at 0.5 and falls.
 _FALLING = polynomial_decay(0.5, power=0.7)
 
 
 class PSGLDState(NamedTuple):
-    """A chain's position and the mean square of its gradients, each [D]."""
+    """State of a pSGLD chain: position (unconstrained parameters), and running mean of the squared
+    gradients of the log joint over N, each `[D]`."""
 
     position: Tensor
     square: Tensor
 
 
 class _Preconditioned(Theory):
-    """Theory of RMSprop with noise.  The mean square of g is at least T L, from the posterior, and
-    at least V, from minibatches."""
+    """Theory of RMSprop with noise, whose preconditioner is 1 / (damping + sqrt(v)), v the mean
+    square of the gradient g.  v is at least T L, from the posterior, and at least V, from
+    minibatches."""
 
     heated: ClassVar[bool] = False
 
@@ -74,10 +76,10 @@ class pSGLD(Kernel):
 
     Args:
         lr: the step size in units of sqrt(v), a float or a schedule, or a dict of them by site.
-        temperature: 1 is the posterior, 0 is RMSprop.
+        temperature: 1 samples the posterior, 0 is RMSprop.
         forgetting: the weight of the newest gradient in v, at most 1; (1 + step)^-0.7 / 2 by
             default, which forgets the start in a few hundred steps.
-        damping: keeps G finite where gradients vanish, as published.
+        damping: positive number that keeps G finite where gradients vanish, as published.
     """
 
     forgetting: Hyper = _FALLING

@@ -21,27 +21,30 @@ from torchopt.base import ChainedGradientTransformation, GradientTransformation
 from pyro_scale.core.schedules import Falling
 from pyro_scale.errors import ArgumentError
 
-#: Number of a step -> factor of the optimizer's updates.
+#: A schedule: number of a step -> factor on the optimizer's updates.
 StepSize = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A chain of TorchOpt's transformations, some of which multiply by a schedule.
+    """A chain of TorchOpt's transformations, in which learning-rate schedules stand apart, so that
+    their values can be inputs of a compiled step.
 
     Attributes:
-        links: transformations and schedules, in order.
+        links: TorchOpt's transformations and the schedules (step -> factor), in the order in which
+            they are applied.
     """
 
     links: tuple[GradientTransformation | StepSize, ...]
 
     @property
     def schedules(self) -> list[StepSize]:
-        """The schedules, in order."""
+        """The schedules among the links, functions from the number of a step to a factor, in
+        order."""
         return [link for link in self.links if not isinstance(link, GradientTransformation)]
 
     def step_sizes(self, steps: range) -> Tensor:
-        """Values of all schedules at steps, in float64, `[steps, schedules]`.
+        """The factors of all schedules at these steps, in float64, `[steps, schedules]`.
 
         Raises:
             ArgumentError: a schedule does not return a number.
@@ -54,7 +57,12 @@ class Scheduled:
         return Scheduled(tuple(links))
 
     def at(self, step_sizes: Tensor) -> GradientTransformation:
-        """The optimizer of one step, with the schedules' values `[schedules]`."""
+        """The TorchOpt optimizer of one step, in which each schedule is replaced by its factor at
+        that step.
+
+        Args:
+            step_sizes: factors of the schedules at the step, `[schedules]`.
+        """
         sizes: Any = iter(step_sizes.unbind())  # TorchOpt's types allow only numbers
         return torchopt.chain(
             *(
@@ -67,13 +75,15 @@ class Scheduled:
 
 
 def find_schedules(optimizer: GradientTransformation) -> GradientTransformation | Scheduled:
-    """The optimizer with its schedules taken out; unchanged if it has none."""
+    """The optimizer as a `Scheduled`, whose schedules are separate; unchanged if it has no
+    schedules."""
     scheduled = Scheduled(tuple(_links(optimizer)))
     return scheduled if scheduled.schedules else optimizer
 
 
 def _links(optimizer: GradientTransformation) -> list[GradientTransformation | StepSize]:
-    """Links of an optimizer that may be a chain."""
+    """The transformations and schedules that an optimizer consists of, in order; nested chains are
+    flattened. An optimizer that is not a chain is the only link."""
     if isinstance(optimizer, ChainedGradientTransformation):
         return [link for part in optimizer.transformations for link in _links(part)]
     code = _code(optimizer)
@@ -85,7 +95,8 @@ def _links(optimizer: GradientTransformation) -> list[GradientTransformation | S
 
 
 def _code(optimizer: GradientTransformation) -> Any:
-    """Code of an optimizer's update, which identifies the function of TorchOpt that made it."""
+    """The code object of an optimizer's `update`, which tells by which function of TorchOpt the
+    optimizer was made; None if there is none."""
     return getattr(optimizer.update, "__code__", None)
 
 
@@ -94,8 +105,14 @@ _BY_SCHEDULE = _code(torchopt.transform.scale_by_schedule(float))
 
 
 def _values(schedule: StepSize, steps: range) -> Tensor:
-    """A schedule's values at steps, `[steps]`: at once if it is arithmetic on tensors, else one by
-    one, from numbers or, as TorchOpt does, from tensors."""
+    """A schedule's factors at these steps, float64 `[steps]`.
+
+    The schedule is called once for all steps if it is arithmetic on tensors; otherwise step by
+    step, with numbers or, as TorchOpt does, with tensors.
+
+    Raises:
+        ArgumentError: the schedule fails, or does not return numbers.
+    """
     counts = torch.tensor(steps)
     ways: tuple[Callable[[], Tensor], ...] = (
         lambda: torch.vmap(schedule)(counts.double()).double().view(len(steps)),

@@ -35,9 +35,9 @@ class SGHMC(Underdamped):
         lr: the step size (of time, the square root of SGD's), a float or a schedule, or a dict
             of them by site.
         friction: the rate at which momentum decays; may be a dict by site.
-        mass: of the momentum; may be a dict by site, of numbers or of tensors of the site's
+        mass: mass of the momentum; may be a dict by site, of numbers or of tensors of the site's
             unconstrained shape.
-        temperature: 1 is the posterior, 0 is SGD with momentum.
+        temperature: 1 samples the posterior, 0 is SGD with momentum.
     """
 
     def update(

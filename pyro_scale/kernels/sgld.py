@@ -14,7 +14,7 @@ from pyro_scale.kernels.langevin import OverdampedTheory
 
 
 class SGLDState(NamedTuple):
-    """A chain's position [D]."""
+    """State of an SGLD chain: its position (unconstrained parameters), `[D]`."""
 
     position: Tensor
 
@@ -32,7 +32,7 @@ class SGLD(Kernel):
 
     Args:
         lr: the step size, a float or a schedule, or a dict of them by site.
-        temperature: 1 is the posterior, 0 is SGD.
+        temperature: 1 samples the posterior, 0 is SGD.
     """
 
     theory: ClassVar[Theory | None] = OverdampedTheory()

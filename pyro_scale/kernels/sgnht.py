@@ -15,7 +15,8 @@ from pyro_scale.kernels.langevin import Underdamped, UnderdampedTheory, drift, k
 
 
 class SGNHTState(NamedTuple):
-    """A chain's position and momentum, each [D], and the thermostat's friction, 0-d."""
+    """State of an SGNHT chain: position (unconstrained parameters) and momentum, each `[D]`, and
+    the thermostat's friction xi, 0-d."""
 
     position: Tensor
     momentum: Tensor
@@ -23,7 +24,8 @@ class SGNHTState(NamedTuple):
 
 
 class _Thermostatted(UnderdampedTheory):
-    """Theory of Langevin dynamics whose friction rises until gradient noise no longer heats."""
+    """Theory of Langevin dynamics with a thermostat, whose friction rises until gradient noise no
+    longer raises the temperature."""
 
     heated: ClassVar[bool] = False
     largest_lr: ClassVar[float] = 2.0  # xi moves by lr (|p|^2 / (m T d) - 1) in a step
@@ -77,10 +79,10 @@ class SGNHT(Underdamped):
     Args:
         lr: the step size (of time, about the square root of SGD's), a float or a schedule, or
             a dict of them by site.
-        friction: the rate at which momentum decays without minibatches; xi starts there.
-        mass: of the momentum; may be a dict by site, of numbers or of tensors of the site's
+        friction: the rate at which momentum decays without minibatches; xi starts at this rate.
+        mass: mass of the momentum; may be a dict by site, of numbers or of tensors of the site's
             unconstrained shape.
-        temperature: 1 is the posterior, 0 is SGD with momentum.
+        temperature: 1 samples the posterior, 0 is SGD with momentum.
     """
 
     per_site: ClassVar[tuple[str, ...]] = ("lr", "mass")
@@ -111,7 +113,13 @@ class SGNHT(Underdamped):
 
 
 def _heating(momentum: Tensor, values: Values) -> Tensor:
-    """lr (|p|^2 / (m T d) - 1), over the d elements whose temperature is above 0."""
+    """lr (|p|^2 / (m T d) - 1), 0-d: the rise of the thermostat's friction xi over a time of lr.
+    Only the d elements whose temperature is above 0 count; 0 if there are none.
+
+    Args:
+        momentum: p, `[D]`.
+        values: hyperparameters of the step by name: `lr`, `mass`, `temperature` (over N).
+    """
     lr, mass, temperature = values["lr"], values["mass"], values["temperature"]
     thermal = (temperature > 0).expand_as(momentum)
     energy = momentum * momentum / (mass * temperature)
@@ -120,6 +128,7 @@ def _heating(momentum: Tensor, values: Values) -> Tensor:
 
 
 def _mean_decay(rate: Tensor) -> Tensor:
-    """(1 - exp(-rate)) / rate, the mean of exp(-rate t) over t in [0, 1]; 1 at rate 0."""
+    """(1 - exp(-rate)) / rate, elementwise: the mean of exp(-rate t) over t in [0, 1]; 1 at rate
+    0."""
     at_zero = rate == 0
     return torch.where(at_zero, 1, -torch.expm1(-rate) / torch.where(at_zero, 1, rate))

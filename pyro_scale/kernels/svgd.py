@@ -16,8 +16,9 @@ from pyro_scale.kernels.optimizer import Optimizing, ascend, init_optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class SVGD(Optimizing):
-    """x_i' = x_i + optimizer(phi(x_i)), over n particles (Liu and Wang 2016, algorithm 1):
+    """Stein variational gradient descent (Liu and Wang 2016, algorithm 1) of n particles x_i:
 
+        x_i' = x_i + optimizer(phi(x_i))
         phi(x) = 1/n sum_j [k(x_j, x) g(x_j) + T d k(x_j, x) / d x_j]
         k(x, x') = exp(-|x - x'|^2 / h),        h = med^2 / log(n + 1)
 
@@ -29,8 +30,8 @@ class SVGD(Optimizing):
     gradients, and n^2 distances.
 
     Args:
-        optimizer: receives the negative phi as the gradient of a loss.
-        temperature: 1 is the posterior; below 1, it is narrower.
+        optimizer: optimizer that receives the negative phi as the gradient of a loss.
+        temperature: 1 approximates the posterior; below 1, particles are closer together.
     """
 
     temperature: Hyper = 1.0
@@ -39,18 +40,37 @@ class SVGD(Optimizing):
     settings: ClassVar[tuple[str, ...]] = ("optimizer",)
 
     def init(self, position: Tensor, values: Values, noise: Tensor) -> MAPState:
-        """The state of a particle that starts at a position [D]."""
+        """The state of one particle that starts at a position.
+
+        Args:
+            position: unconstrained parameters where the particle starts, `[D]`.
+            values: hyperparameters at step 0 by name.
+            noise: not used.
+        """
         return MAPState(position, init_optimizer(self.optimizer_at(values), [position]))
 
     def couple(self, positions: Tensor, gradients: Tensor, values: Values) -> Tensor:
-        """phi of all particles, from their positions and gradients; all are `[n, D]`."""
+        """phi, the direction in which each particle moves, `[n, D]`: the gradients averaged by the
+        RBF kernel, plus T times the repulsion of the particles.
+
+        Args:
+            positions: particles, `[n, D]`.
+            gradients: gradient of the log joint over N at each particle, `[n, D]`.
+            values: hyperparameters of the step by name, the temperature T over N.
+        """
         centered = positions - positions.mean(0)  # distances are differences of squares
         kernel, bandwidth = rbf(centered)
         repulsion = 2 / bandwidth * (centered * kernel.sum(1, keepdim=True) - kernel @ centered)
         return (kernel @ gradients + values["temperature"] * repulsion) / len(positions)
 
     def move(self, state: MAPState, direction: Tensor, values: Values) -> MAPState:
-        """A particle's next state, from its phi [D]."""
+        """A particle's state after one step of the optimizer.
+
+        Args:
+            state: particle's position, and the optimizer's state.
+            direction: phi at the particle, `[D]`, in which the optimizer ascends.
+            values: hyperparameters of the step by name.
+        """
         (position,), optimizer = ascend(
             self.optimizer_at(values), [direction], state.optimizer, [state.position]
         )
@@ -58,7 +78,8 @@ class SVGD(Optimizing):
 
 
 def rbf(points: Tensor) -> tuple[Tensor, Tensor]:
-    """(k of all pairs of points `[n, D]`, `[n, n]`; h, 0-d)."""
+    """(The RBF kernel exp(-|x - x'|^2 / h) of all pairs of points, `[n, n]`; its bandwidth h, 0-d,
+    from the median of the squared distances). Points are `[n, D]`."""
     squares = points.square().sum(1)
     distances = squares[:, None] + squares - 2 * points @ points.T
     bandwidth = median(distances) / math.log(len(points) + 1)
@@ -67,8 +88,8 @@ def rbf(points: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def median(values: Tensor) -> Tensor:
-    """The median, 0-d; the mean of the two in the middle for an even number of values, where torch
-    returns the lower one."""
+    """The median of all elements, 0-d; the mean of the two in the middle for an even number of
+    elements, where torch returns the lower one."""
     lower = values.median()
     above = torch.where(values > lower, values, torch.inf).min()
     is_middle = 2 * (values <= lower).sum() > values.numel()  # an odd number, or a tie

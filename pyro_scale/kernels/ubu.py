@@ -40,9 +40,9 @@ class UBU(Underdamped):
         lr: the step size (of time, about the square root of SGD's), a float or a schedule, or
             a dict of them by site.
         friction: the rate at which momentum decays; may be a dict by site.
-        mass: of the momentum; may be a dict by site, of numbers or of tensors of the site's
+        mass: mass of the momentum; may be a dict by site, of numbers or of tensors of the site's
             unconstrained shape.
-        temperature: 1 is the posterior, 0 is without noise.
+        temperature: 1 samples the posterior, 0 is without noise.
     """
 
     normals: ClassVar[int] = 4
@@ -57,7 +57,15 @@ class UBU(Underdamped):
 
 
 def move_freely(state: PhaseState, values: Values, noise: Tensor) -> PhaseState:
-    """U: free motion over lr/2."""
+    """The state after free motion over a time of lr/2, with friction and noise but no gradient: the
+    part U of a splitting step, exact in distribution.
+
+    Args:
+        state: position and momentum before.
+        values: hyperparameters of the step by name: `lr`, `friction`, `mass`, `temperature` (over
+            N).
+        noise: standard normal numbers, `[2, D]`.
+    """
     lr, friction = values["lr"], values["friction"]
     mass, temperature = values["mass"], values["temperature"]
     position, momentum = state
@@ -75,7 +83,8 @@ def move_freely(state: PhaseState, values: Values, noise: Tensor) -> PhaseState:
 
 
 def _less_tanh(x: Tensor) -> Tensor:
-    """x - tanh(x); by its series for small x, where the difference cancels."""
+    """x - tanh(x), elementwise; by its series for small x, where the difference would lose
+    digits."""
     square = x * x
     series = x * square * (1 / 3 - square * (2 / 15 - square * (17 / 315 - square * 62 / 2835)))
     return torch.where(x < 0.05, series, x - torch.tanh(x))

@@ -18,10 +18,11 @@ class VIState(NamedTuple):
     """State of Gaussian variational inference.
 
     Attributes:
-        position: mean of the Gaussian, [D].
-        spread: its log sds [D]; or a Cholesky factor of its covariance [D, D], with the logs of the
-            diagonal on the diagonal.
-        optimizer: the optimizer's state.
+        position: mean of the Gaussian, `[D]`.
+        spread: for `MeanField`, the logs of the Gaussian's sds, `[D]`; for `FullRank`, a lower
+            Cholesky factor of its covariance, `[D, D]`, with the logs of the diagonal on the
+            diagonal.
+        optimizer: state of the optimizer.
     """
 
     position: Tensor
@@ -31,7 +32,8 @@ class VIState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class VI(Optimizing):
-    """Ascends the evidence lower bound of q = N(mu, S) (the paper's equation 8), over N:
+    """Base of Gaussian variational inference: ascends the evidence lower bound of q = N(mu, S) (the
+    paper's equation 8), over N:
 
         E_q[log joint] / N + T H[q],        theta = mu + S^1/2 eps,    eps standard normal
 
@@ -41,11 +43,11 @@ class VI(Optimizing):
     is the posterior.
 
     Args:
-        optimizer: minimizes the negative bound over N.
-        temperature: 1 is the posterior; below 1, it is narrower.
-        num_particles: draws of q per step.
-        sticking_the_landing: whether to use that estimator.
-        init_scale: sd of every element at the start.
+        optimizer: optimizer that minimizes the negative bound over N.
+        temperature: 1 approximates the posterior; below 1, q is narrower.
+        num_particles: number of draws of q per step.
+        sticking_the_landing: whether to use that estimator of the entropy's gradient.
+        init_scale: sd of q at the start, for every unconstrained element.
     """
 
     temperature: Hyper = 1.0
@@ -62,7 +64,7 @@ class VI(Optimizing):
 
     @property
     def normals(self) -> int:
-        """Number of standard-normal vectors [D] that one step uses."""
+        """Number of standard-normal vectors `[D]` that one step uses: one for each draw of q."""
         return self.num_particles
 
     def init(self, position: Tensor, values: Values, noise: Tensor) -> VIState:
@@ -95,39 +97,73 @@ class VI(Optimizing):
         return VIState(mean, spread, optimizer_state), evaluation._replace(log_joint=bound)
 
     def init_spread(self, position: Tensor) -> Tensor:
-        """The spread at the start."""
+        """The spread of the Gaussian at the start: log sds `[D]`, or the covariance's factor `[D,
+        D]` with log diagonal; all sds are `init_scale`.
+
+        Args:
+            position: mean of the Gaussian, `[D]`.
+        """
         raise NotImplementedError
 
     def displace(self, spread: Tensor, eps: Tensor) -> Tensor:
-        """theta - mu, [D]."""
+        """theta - mu, the distance of a draw of q from its mean, `[D]`.
+
+        Args:
+            spread: log sds, or the factor with log diagonal (see `VIState`).
+            eps: standard normal numbers, `[D]`.
+        """
         raise NotImplementedError
 
     def score(self, spread: Tensor, eps: Tensor) -> Tensor:
-        """-d log q / d theta, [D]."""
+        """-d log q / d theta at the draw that `eps` gives, `[D]`.
+
+        Args:
+            spread: log sds, or the factor with log diagonal (see `VIState`).
+            eps: standard normal numbers, `[D]`.
+        """
         raise NotImplementedError
 
     def pull_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
-        """The gradient with respect to the spread, from that with respect to theta."""
+        """The gradient of the bound with respect to the spread, of the spread's shape, by the chain
+        rule.
+
+        Args:
+            spread: log sds, or the factor with log diagonal (see `VIState`).
+            gradient: gradient with respect to the draw theta, `[D]`.
+            eps: standard normal numbers that theta was drawn from, `[D]`.
+        """
         raise NotImplementedError
 
     def from_log_sds(self, values: Tensor, spread: Tensor) -> Tensor:
-        """The gradient with respect to the spread, from that with respect to log sds [D]."""
+        """The gradient of the bound with respect to the spread, of the spread's shape.
+
+        Args:
+            values: gradient with respect to the log sds (see `log_sds`), `[D]`.
+            spread: log sds, or the factor with log diagonal (see `VIState`).
+        """
         raise NotImplementedError
 
     def log_sds(self, spread: Tensor) -> Tensor:
-        """Logs of the diagonal of the covariance's factor, [D]."""
+        """Logs of the diagonal of the triangular factor of q's covariance, `[D]`, whose sum gives
+        the entropy; log sds for `MeanField`."""
         raise NotImplementedError
 
 
 def entropies(temperature: Tensor, log_sds: Tensor) -> Tensor:
-    """The terms of T H[q], [D], from the logs of the diagonal of a factor of q's covariance; 0 for
-    elements at temperature 0."""
+    """The terms of T H[q], in nats, whose sum over elements is the temperature times q's entropy,
+    `[D]`; 0 for elements at temperature 0.
+
+    Args:
+        temperature: T over N, 0-d or `[D]`.
+        log_sds: logs of the diagonal of a factor of q's covariance, `[D]`.
+    """
     entropy = torch.where(temperature > 0, log_sds, 0) + (1 + math.log(2 * math.pi)) / 2
     return temperature * entropy
 
 
 class MeanField(VI):
-    """Independent elements: theta = mu + sd eps."""
+    """Variational inference by a Gaussian with independent elements: theta = mu + sd eps, with eps
+    standard normal."""
 
     def init_spread(self, position: Tensor) -> Tensor:
         return torch.full_like(position, math.log(self.init_scale))
@@ -149,7 +185,8 @@ class MeanField(VI):
 
 
 class FullRank(VI):
-    """Correlated elements: theta = mu + L eps, L lower triangular."""
+    """Variational inference by a Gaussian with correlated elements: theta = mu + L eps, with L
+    lower triangular and eps standard normal."""
 
     def init_spread(self, position: Tensor) -> Tensor:
         return torch.diag(torch.full_like(position, math.log(self.init_scale)))
@@ -173,5 +210,6 @@ class FullRank(VI):
 
     @staticmethod
     def factor(spread: Tensor) -> Tensor:
-        """L, from the spread, which has logs on the diagonal."""
+        """The lower triangular factor L of the covariance, `[D, D]`, from the spread, which has the
+        logs of L's diagonal on its diagonal."""
         return spread.tril(-1) + torch.diag(torch.exp(spread.diagonal()))

@@ -25,13 +25,14 @@ def pit(draws: Tensor, y: Tensor, generator: torch.Generator | None = None) -> T
     (Czado, Gneiting and Held 2009).
 
     Args:
-        draws: of the predictive distribution, noise included, `[draws, rows]`, or with more
+        draws: draws of the predictive distribution, noise included, `[draws, rows]`, or with more
             dimensions.
         y: observations, `[rows]`.
-        generator: to break ties at random; on the draws' device.
+        generator: torch generator that breaks ties at random, on the draws' device; None to count
+            ties half.
 
     Returns:
-        `[rows]`, in (0, 1).
+        The transforms, `[rows]`, in (0, 1).
 
     Raises:
         ArgumentError: shapes that do not match, empty tensors, or values that are not finite.
@@ -63,7 +64,7 @@ def coverage(draws: Tensor, y: Tensor, level: float | Tensor = 0.9) -> Tensor:
     narrow.
 
     Args:
-        draws: of the predictive distribution, noise included, `[draws, rows]`, or with more
+        draws: draws of the predictive distribution, noise included, `[draws, rows]`, or with more
             dimensions.
         y: observations, `[rows]`.
         level: probability of the interval, in (0, 1), or a tensor of probabilities.  0.9 needs
@@ -97,35 +98,38 @@ def coverage(draws: Tensor, y: Tensor, level: float | Tensor = 0.9) -> Tensor:
 
 
 def central(draws: Tensor, levels: Tensor) -> Interval:
-    """Central intervals of draws, with ends `[levels, ...]`, by the quantiles of `coverage`.
+    """Central intervals of draws, lower and upper ends `[levels, ...]`: the quantiles at (1 -
+    level)/2 and (1 + level)/2, as in `coverage`.
 
     Args:
-        draws: of the predictive distribution, `[draws, ...]`.
-        levels: probabilities in float64, `[levels]`, at most 1 - 2/(draws + 1).
+        draws: draws of the predictive distribution, `[draws, ...]`.
+        levels: probabilities of the intervals, float64 `[levels]`, at most 1 - 2/(draws + 1).
     """
     ordered, position = draws.sort(0).values, _position(levels, len(draws))
     return Interval(_at(ordered, position), _at(ordered.flip(0), position))
 
 
 def _position(levels: Tensor, count: int) -> Tensor:
-    """Positions of the lower ends among `count` ordered draws, from 1 on."""
+    """Places of the lower ends of central intervals among `count` sorted draws, counted from 1 and
+    with fractions for interpolation, in the shape of `levels`."""
     levels = levels.round(decimals=6)  # the digits of a float32, so that 0.9 is 0.9
     return ((1 - levels) / 2 * (count + 1)).round(decimals=9)
 
 
 def _at(ordered: Tensor, position: Tensor) -> Tensor:
-    """Ordered draws `[draws, ...]` interpolated at positions `[levels]`, from 1 on; `[levels,
-    ...]`."""
+    """Sorted draws `[draws, ...]`, interpolated linearly at places `[levels]` that count from 1:
+    `[levels, ...]`."""
     before = position.long()
     weight = (position - before).to(ordered.dtype).reshape(-1, *[1] * (ordered.dim() - 1))
     return torch.lerp(ordered[before - 1], ordered[before.clamp(max=len(ordered) - 1)], weight)
 
 
 def _check(draws: Tensor, y: Tensor) -> None:
-    """Checks draws and observations.
+    """Raises an error unless draws `[draws, ...]` and observations `[...]` are tensors of matching
+    shapes, not empty, with finite numbers.
 
     Raises:
-        ArgumentError: see `pit`.
+        ArgumentError: shapes do not match, a tensor is empty, or a number is not finite.
     """
     checks.floating(draws=draws)
     if not isinstance(y, Tensor) or draws.dim() < 2 or draws.shape[1:] != y.shape:

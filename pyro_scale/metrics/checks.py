@@ -13,8 +13,8 @@ _SUM_TOLERANCE = 3e-4
 
 
 def floating(**tensors: Tensor) -> None:
-    """Checks that arguments are tensors of float32 or float64: half precision would lose
-    differences of entropies, and integers are no probabilities."""
+    """Raises an ArgumentError unless all arguments are tensors of float32 or float64: half
+    precision would lose differences of entropies, and integers are no probabilities."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise ArgumentError(
@@ -25,7 +25,8 @@ def floating(**tensors: Tensor) -> None:
 
 
 def finite(**tensors: Tensor) -> None:
-    """Checks that arguments are not empty, and contain neither NaN nor infinite values."""
+    """Raises an ArgumentError for an argument that is empty, or contains NaN or infinite
+    numbers."""
     for name, value in tensors.items():
         if value.numel() == 0:
             raise ArgumentError(f"{name} is empty, {shape(value)}: pass at least one row")
@@ -34,7 +35,8 @@ def finite(**tensors: Tensor) -> None:
 
 
 def distributions(probs: Tensor) -> None:
-    """Checks that the last dimension contains probabilities of classes."""
+    """Raises an ArgumentError unless the last dimension contains probabilities of classes: at least
+    0, with sum 1."""
     floating(probs=probs)
     totals = probs.sum(-1)
     if not ((totals - 1).abs() <= _SUM_TOLERANCE).all() or (probs < 0).any():
@@ -46,8 +48,16 @@ def distributions(probs: Tensor) -> None:
 
 
 def classes(probs: Tensor, labels: Tensor) -> Tensor:
-    """Checks predictive probabilities `[rows, classes]` and labels, and returns the labels as int64
-    `[rows]`."""
+    """The labels as int64 `[rows]`, after checks.
+
+    Args:
+        probs: predictive probabilities, `[rows, classes]`.
+        labels: class numbers from 0, integers `[rows]`.
+
+    Raises:
+        ArgumentError: probabilities that have a draws dimension or do not sum to 1; labels that are
+            not integers, out of range, or not one for each row.
+    """
     floating(probs=probs)
     if probs.dim() == 3:
         raise ArgumentError(
@@ -77,5 +87,5 @@ def classes(probs: Tensor, labels: Tensor) -> Tensor:
 
 
 def shape(value: Tensor) -> list[int]:
-    """The shape of a tensor as messages show it."""
+    """The shape of a tensor as a list, as messages show it."""
     return list(value.shape)

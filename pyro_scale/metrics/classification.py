@@ -9,7 +9,8 @@ from pyro_scale.metrics import checks
 
 
 def accuracy(probs: Tensor, labels: Tensor) -> Tensor:
-    """The fraction of rows whose most probable class (the first, with ties) is their label.
+    """The accuracy: the fraction of rows whose most probable class (the first one, with ties) is
+    the label.
 
     Args:
         probs: posterior predictive probabilities, the mean over draws, `[rows, classes]`.
@@ -56,7 +57,8 @@ def nll(probs: Tensor, labels: Tensor) -> Tensor:
 
 
 def brier(probs: Tensor, labels: Tensor) -> Tensor:
-    """The mean over rows of the squared distance between probabilities and the one-hot label.
+    """The Brier score: the mean over rows of the squared distance between the vector of
+    probabilities and the one-hot label.
 
     Summed over all classes, as in Brier (1950): between 0 and 2, and for two classes twice the
     squared error of one probability.

@@ -13,11 +13,11 @@ from pyro_scale.metrics import checks
 
 
 class Interval(NamedTuple):
-    """An interval for each observation, which contains both ends; tensors of one shape.
+    """Closed intervals, one for each observation, by two tensors of one shape.
 
     Attributes:
-        lower: the lower end.
-        upper: the upper end.
+        lower: the lower ends.
+        upper: the upper ends.
     """
 
     lower: Tensor
@@ -28,17 +28,17 @@ def conformal(scores: Tensor, alpha: float) -> Tensor:
     """The split-conformal threshold, which a new row's score exceeds with a probability of at most
     `alpha`.
 
-    It is the k-th smallest of n scores, k = ceil((n + 1)(1 - alpha)), and infinite if k > n.  If
-    the new row is exchangeable with the n calibration rows, its score is at most the threshold with
-    a probability of at least 1 - alpha; without ties it is exactly k/(n + 1), which is less than
-    1 - alpha + 1/(n + 1).  This holds for any n and any score, if the score does not depend on
-    these rows.  The probability is over the calibration rows and the new row together.  Given the
-    calibration rows it varies: for continuous scores its distribution is Beta(k, n + 1 - k) (Vovk,
-    Gammerman and Shafer 2005; Lei et al. 2018; Angelopoulos and Bates 2023, section 3.2).
+    The threshold is the k-th smallest of n scores, k = ceil((n + 1)(1 - alpha)), and infinite if k
+    > n. If the new row is exchangeable with the n calibration rows, its score is at most the
+    threshold with a probability of at least 1 - alpha; without ties it is exactly k/(n + 1), which
+    is less than 1 - alpha + 1/(n + 1). This holds for any n and any score, if the score does not
+    depend on these rows. The probability is over the calibration rows and the new row together.
+    Given the calibration rows it varies: for continuous scores its distribution is Beta(k, n + 1 -
+    k) (Vovk, Gammerman and Shafer 2005; Lei et al. 2018; Angelopoulos and Bates 2023, section 3.2).
 
     Args:
-        scores: of the calibration rows, `[n]`: how badly an observation agrees with its prediction,
-            such as the absolute residual over the predictive sd.  They may be infinite.
+        scores: scores of the calibration rows, `[n]`: how badly an observation agrees with its
+            prediction, such as the absolute residual over the predictive sd.  They may be infinite.
         alpha: the probability of a miss, in (0, 1).
 
     Returns:
@@ -72,6 +72,11 @@ def conformal(scores: Tensor, alpha: float) -> Tensor:
 
 
 def rank_of(count: int, level: float) -> int:
-    """The rank, from the smallest, of the threshold among `count` scores at a level; above `count`
-    if there are too few scores."""
+    """k, the rank from the smallest of the conformal threshold among `count` scores: ceil((count +
+    1) level), which is above `count` if there are too few scores.
+
+    Args:
+        count: number of calibration rows.
+        level: probability that a new score is at most the threshold, 1 - alpha.
+    """
     return math.ceil(round((count + 1) * level, 9))  # 10 * (1 - 0.1) is meant to be 9

@@ -68,8 +68,13 @@ def uncertainty(probs: Tensor) -> Uncertainty:
 
 
 def of_entropies(probs: Tensor, entropy: Tensor) -> Uncertainty:
-    """The uncertainty from means over draws: of the probabilities `[..., classes]`, and of their
-    entropies `[...]`."""
+    """The uncertainty of a classifier's predictions, tensors `[...]` in nats, from means over
+    draws.
+
+    Args:
+        probs: mean over draws of the probabilities, `[..., classes]`.
+        entropy: mean over draws of the entropy of the probabilities, in nats, `[...]`.
+    """
     total = entr(probs).sum(-1)
     # entropy is concave, so only rounding makes the difference negative
     return Uncertainty(total, entropy, (total - entropy).clamp(min=0))

@@ -11,10 +11,11 @@ from pyro_scale.metrics import checks
 
 
 class Variances(NamedTuple):
-    """The parts of the variance of draws, tensors of one shape.
+    """The variance of draws, split into three parts, tensors of one shape `[...]`.
 
     Attributes:
-        superchains: variance between the means of superchains.
+        superchains: variance between the means of superchains (groups of chains with the same
+            start).
         chains: mean variance between the means of a superchain's chains; 0 for superchains of one
             chain.
         draws: mean variance between the draws of a chain; 0 for chains of one draw.
@@ -26,7 +27,7 @@ class Variances(NamedTuple):
 
     @property
     def nested_r_hat(self) -> Tensor:
-        """Nested R-hat of the draws."""
+        """Nested R-hat of the draws, `[...]`: sqrt(1 + superchains / (chains + draws))."""
         return (1 + self.superchains / (self.chains + self.draws)).sqrt()
 
 
@@ -41,11 +42,11 @@ def nested_r_hat(draws: Tensor, superchains: int) -> Tensor:
     draws.
 
     Args:
-        draws: `[chains, draws, ...]`, with the chains of a superchain next to each other.
+        draws: draws, `[chains, draws, ...]`, with the chains of a superchain next to each other.
         superchains: number of superchains, K.
 
     Returns:
-        `[...]`, at least 1.
+        Nested R-hat of each element, `[...]`, at least 1.
 
     Raises:
         ArgumentError: K below 2, or that does not divide the number of chains; chains of one draw
@@ -80,7 +81,13 @@ def nested_r_hat(draws: Tensor, superchains: int) -> Tensor:
 
 
 def split_variance(draws: Tensor, superchains: int) -> Variances:
-    """The parts of the variance of draws; arguments as for `nested_r_hat`."""
+    """The variance of draws, split into parts between superchains, between chains and within
+    chains, `[...]` each.
+
+    Args:
+        draws: draws, `[chains, draws, ...]`, with the chains of a superchain next to each other.
+        superchains: number of superchains, groups of as many chains each with the same start.
+    """
     chains, count = len(draws) // superchains, draws.shape[1]
     grouped = draws.unflatten(0, (superchains, chains))
     means = grouped.mean(2)

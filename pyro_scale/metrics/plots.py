@@ -90,7 +90,8 @@ def plot_risk_coverage(
     at a hundredth of the rows: on fewer rows it depends on single errors.
 
     Args:
-        uncertainty: of the prediction for each row, `[rows]`; any score that orders rows.
+        uncertainty: uncertainty of the prediction for each row, `[rows]`; any score that orders
+            rows.
         correct: whether the prediction is correct, booleans `[rows]`.
         ax: axes to draw into, such as those of another method; a new figure by default.
         label: name of the method in the legend.

@@ -49,7 +49,8 @@ def selective_accuracy(uncertainty: Tensor, correct: Tensor, coverage: float | T
     which rows are passed does not matter.
 
     Args:
-        uncertainty: of the prediction for each row, `[rows]`; any score that orders rows.
+        uncertainty: uncertainty of the prediction for each row, `[rows]`; any score that orders
+            rows.
         correct: whether the prediction is correct, booleans `[rows]`.
         coverage: fraction of the rows that are predicted, in (0, 1], or a tensor of fractions;
             rounded to a whole number of rows, at least one.
@@ -77,8 +78,16 @@ def selective_accuracy(uncertainty: Tensor, correct: Tensor, coverage: float | T
 
 
 def accuracy_of_most_certain(uncertainty: Tensor, correct: Tensor) -> Tensor:
-    """Accuracy on the most certain row, the two most certain rows, and so on, `[rows]`: the mean
-    over orders of rows with equal uncertainty."""
+    """Accuracies of the most certain row, the two most certain rows, and so on up to all rows,
+    `[rows]`; means over random orders of rows with equal uncertainty.
+
+    Args:
+        uncertainty: uncertainty of the prediction for each row, `[rows]`.
+        correct: whether the prediction is correct, booleans `[rows]`.
+
+    Raises:
+        ArgumentError: as `selective_accuracy`.
+    """
     _check_scores(uncertainty=uncertainty)
     if not isinstance(correct, Tensor) or correct.dtype != torch.bool:
         raise ArgumentError("correct is not boolean: pass probs.argmax(-1) == labels")
@@ -96,10 +105,10 @@ def accuracy_of_most_certain(uncertainty: Tensor, correct: Tensor) -> Tensor:
 
 
 def _check_scores(**scores: Tensor) -> None:
-    """Checks that arguments are vectors of floats, not empty and without NaN.
+    """Raises an error unless all arguments are vectors of floats, not empty and without NaN.
 
     Raises:
-        ArgumentError: they are not.
+        ArgumentError: an argument is something else; the message names it.
     """
     checks.floating(**scores)
     for name, value in scores.items():

@@ -20,7 +20,7 @@ def log_predictive_density(log_lik: Tensor) -> Tensor:
             returns them.
 
     Returns:
-        `[rows]`, in nats; the mean is the usual score of held-out rows.
+        Log densities `[rows]`, in nats; the mean is the usual score of held-out rows.
 
     Raises:
         ArgumentError: no draws.

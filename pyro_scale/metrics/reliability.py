@@ -12,12 +12,14 @@ from pyro_scale.metrics import checks
 
 
 class Reliability(NamedTuple):
-    """Rows in bins of equal width by the probability of their most probable class.
+    """Accuracy and confidence of a classifier's predictions, in bins of equal width by the
+    probability of the most probable class.
 
     Attributes:
-        confidence: mean of that probability, `[bins]`; NaN for an empty bin.
-        accuracy: fraction of rows with that label, `[bins]`; NaN for an empty bin.
-        rows: number of rows in the bin, `[bins]`.
+        confidence: mean of that probability over the rows of a bin, `[bins]`; NaN for an empty bin.
+        accuracy: fraction of the rows of a bin whose label is that class, `[bins]`; NaN for an
+            empty bin.
+        rows: number of rows in each bin, `[bins]`.
     """
 
     confidence: Tensor
@@ -26,7 +28,13 @@ class Reliability(NamedTuple):
 
 
 def reliability(probs: Tensor, labels: Tensor, bins: int) -> Reliability:
-    """Rows in the bins ((b - 1)/bins, b/bins] for b = 1, ..., bins; arguments as for `ece`.
+    """Accuracy and mean confidence (probability of the most probable class) of the rows in bins of
+    confidence, ((b - 1)/bins, b/bins] for b = 1, ..., bins.
+
+    Args:
+        probs: posterior predictive probabilities, the mean over draws, `[rows, classes]`.
+        labels: class numbers from 0, integers `[rows]`.
+        bins: number of bins of equal width.
 
     Raises:
         ArgumentError: as `accuracy`; or no bins.

@@ -8,7 +8,7 @@ from torch import Tensor
 from pyro_scale.errors import ArgumentError
 from pyro_scale.metrics import checks
 
-#: Pairs of draws in memory at once.
+#: Number of pairs of draws in memory at once.
 _PAIRS = 2**22
 
 
@@ -23,10 +23,10 @@ def ksd(draws: Tensor, scores: Tensor) -> Tensor:
     This V-statistic is never negative.  For n exact draws its mean is (E|s|^2 + d) / n, which is
     2 d / n for N(0, I); values well above that are not noise.  Distances are in the units of the
     draws: if scales differ, whiten first, `ksd(draws / sd, scores * sd)`.  Modes without a draw are
-        not detected.  It takes time n^2 d, and memory for blocks of the pairs.
+    not detected.  The computation takes time n^2 d, and memory for blocks of the pairs.
 
     Args:
-        draws: `[n, d]`.
+        draws: draws, `[n, d]`.
         scores: gradient of the log density of all rows (not over N) at each draw, `[n, d]`.
 
     Returns:

@@ -20,19 +20,19 @@ from pyro_scale.errors import ArgumentError
 _EXACT = 1e-9
 #: Relative difference of tail probabilities that is rounding.
 _ROUNDING = 1e-9
-#: Bands whose probabilities are computed together.
+#: Number of bands whose probabilities are computed together.
 _TOGETHER = 256
 
 
 def ecdf_counts(ranks: Tensor, num_draws: int) -> Tensor:
-    """The number of ranks below i, for i = 1 to L: S times their ECDF at i / (L + 1).
+    """The number of ranks below i, for i = 1 to L: S times the ranks' ECDF at i / (L + 1).
 
     Args:
         ranks: integers from 0 to `num_draws`, `[S, ...]`.
         num_draws: L, the number of draws behind each rank.
 
     Returns:
-        int64 `[L, ...]`.
+        The counts, int64 `[L, ...]`.
 
     Raises:
         ArgumentError: no ranks, ranks that are not integers, or out of range.
@@ -63,7 +63,8 @@ def ecdf_band(num_simulations: int, num_draws: int, level: float = 0.95) -> tupl
         level: probability that the ECDF of uniform ranks stays inside.
 
     Returns:
-        The lowest and the highest values inside at i / (L + 1), for i = 1 to L, float64 `[L]` each.
+        (The lowest, the highest ECDF inside of the band) at i / (L + 1), for i = 1 to L, float64
+        `[L]` each.
 
     Raises:
         ArgumentError: numbers below 1, or a level out of (0, 1).
@@ -111,12 +112,12 @@ def uniformity_p_values(ranks: Tensor, num_draws: int, is_doubtful: Tensor | Non
     Args:
         ranks: integers from 0 to `num_draws`, `[S, ...]`.
         num_draws: L, the number of draws behind each rank.
-        is_doubtful: `[S]` booleans: whether a rank is not reliable, such as that of a broken run.
+        is_doubtful: whether a rank is not reliable, such as that of a broken run, booleans `[S]`.
             These ranks are replaced by the most favorable ones, so a small p-value holds whatever
-            their true values are.
+            the true ranks are.  None if all are reliable.
 
     Returns:
-        float64, of the ranks' shape without their first dimension.
+        The p-values, float64, of the ranks' shape without their first dimension.
 
     Raises:
         ArgumentError: as `ecdf_counts`.
@@ -152,10 +153,11 @@ def holm(p_values: Tensor) -> Tensor:
     true one is among them is at most `level`, however the p-values depend on each other.
 
     Args:
-        p_values: `[n]`.
+        p_values: p-values of n hypotheses, `[n]`.
 
     Returns:
-        `[n]`: the k-th smallest times n + 1 - k, but not below smaller ones, and at most 1.
+        Adjusted p-values, `[n]`: the k-th smallest times n + 1 - k, but not below the adjusted ones
+        of smaller p-values, and at most 1.
 
     Examples:
         >>> import torch
@@ -169,7 +171,8 @@ def holm(p_values: Tensor) -> Tensor:
 
 
 def rank_coverage(ranks: Tensor, num_draws: int, level: float) -> Tensor:
-    """The coverage of the draws' central interval: the fraction of values inside, from their ranks.
+    """The coverage of the draws' central interval: the fraction of true values inside, from the
+    ranks of these values among their draws.
 
     A rank r stands for the cell from r / (L + 1) to (r + 1) / (L + 1).  It counts by the fraction
     of the cell between (1 - level) / 2 and (1 + level) / 2.  For uniform ranks the expectation is
@@ -204,7 +207,8 @@ def rank_coverage(ranks: Tensor, num_draws: int, level: float) -> Tensor:
 
 
 def _pointwise_levels(num_simulations: int, num_draws: int) -> Tensor:
-    """2 min(P(R <= r), P(R >= r)) at every place and for every count r, `[L, S + 1]`."""
+    """2 min(P(R <= r), P(R >= r)) for every i = 1 to L and every r = 0 to S, `[L, S + 1]`, where R
+    is the number of S uniform ranks that are below i."""
     size = num_simulations
     counts = torch.arange(size + 1, dtype=torch.float64)
     z = torch.arange(1, num_draws + 1, dtype=torch.float64)[:, None] / (num_draws + 1)
@@ -216,15 +220,15 @@ def _pointwise_levels(num_simulations: int, num_draws: int) -> Tensor:
 
 
 def _probability_of(statistics: Tensor, levels: Tensor) -> Tensor:
-    """The probability that the smallest pointwise level of uniform ranks is at most each statistic,
-    `[n]`.
+    """The probability, for each statistic, that the smallest pointwise level of uniform ranks is at
+    most the statistic, `[n]`.
 
-    The increments of the counts are independent Poisson numbers, given that their sum is S.  So
-    the same matrix of Poisson probabilities leads from each i to the next.
+    The increments of the counts are independent Poisson numbers, given that their sum is S.  So the
+    same matrix of Poisson probabilities leads from each i to the next.
 
     Args:
-        statistics: in increasing order, `[n]`.
-        levels: see `_pointwise_levels`.
+        statistics: smallest pointwise levels, in increasing order, `[n]`.
+        levels: pointwise levels of all counts, `[L, S + 1]`, from `_pointwise_levels`.
     """
     num_draws, size = levels.shape[0], levels.shape[1] - 1
     bound = statistics * num_draws
@@ -248,16 +252,16 @@ def _probability_of(statistics: Tensor, levels: Tensor) -> Tensor:
 
 
 def _poisson(largest: int, rate: float) -> Tensor:
-    """Poisson probabilities of 0 to `largest`."""
+    """Poisson probabilities of 0, ..., `largest` at a rate, float64 `[largest + 1]`."""
     counts = torch.arange(largest + 1, dtype=torch.float64)
     return (counts * math.log(rate) - rate - torch.lgamma(counts + 1)).exp()
 
 
 def _check(ranks: Tensor, num_draws: int) -> None:
-    """Checks that ranks are integers from 0 to `num_draws`.
+    """Raises an error unless ranks are integers from 0 to `num_draws`, and at least one.
 
     Raises:
-        ArgumentError: they are not, or there are none.
+        ArgumentError: there are no ranks, or they are not integers or out of range.
     """
     if not isinstance(ranks, Tensor) or ranks.is_floating_point() or ranks.dtype == torch.bool:
         kind = ranks.dtype if isinstance(ranks, Tensor) else type(ranks).__name__
@@ -272,10 +276,10 @@ def _check(ranks: Tensor, num_draws: int) -> None:
 
 
 def _check_level(level: float) -> None:
-    """Checks that a level is in (0, 1).
+    """Raises an error unless a level is in (0, 1).
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: the level is out of (0, 1).
     """
     if not 0 < level < 1:
         raise ArgumentError(f"level={level}: pass a probability in (0, 1)")

@@ -1,4 +1,4 @@
-"""The numbers of `philox.py` in C++, bit for bit, for many counters at once.
+"""The random numbers of `philox.py` in C++, bit for bit, for many counters at once.
 
 Loops over `WIDTH` counters have no branches, so compilers turn them into SIMD instructions.  Only
 Philox itself is written with vector types.
@@ -323,10 +323,10 @@ def _as_structure(streams: Streams) -> _Streams:
 
 
 class Native:
-    """Functions of the C++ library, with the signatures of those in `philox`.
+    """The functions of `philox` that fill tensors, with the same signatures, in C++.
 
     Args:
-        functions: the library.
+        functions: the loaded C++ library.
     """
 
     def __init__(self, functions: ctypes.CDLL):
@@ -346,28 +346,33 @@ class Native:
         self._epochs.restype = number
 
     def normals(self, streams: Streams, first: int, out: Tensor) -> None:
-        """See `philox`."""
+        """Fills `out`, contiguous `[chains, n]` in main memory, float32 or float64, with the
+        standard normal numbers at places first, first + 1, ... of each chain's stream."""
         self._normals[out.dtype](_as_structure(streams), first, out.shape[1], out.data_ptr())
 
     def integers(self, streams: Streams, first: int, bound: int, out: Tensor) -> None:
-        """See `philox`."""
+        """Fills `out`, contiguous int64 `[chains, n]` in main memory, with integers from 0 to bound
+        - 1, at places first, first + 1, ... of each chain's stream."""
         self._integers(_as_structure(streams), first, out.shape[1], bound, out.data_ptr())
 
     def permutations(self, streams: Streams, index: int, out: Tensor) -> None:
-        """See `philox`."""
+        """Fills `out`, contiguous int32 `[chains, size]` in main memory, with permutation number
+        `index` of 0, ..., size - 1, one from each chain's stream."""
         self._permutations(_as_structure(streams), index, out.shape[1], out.data_ptr())
 
     def epochs(
         self, streams: Streams, first: int, mirrored: int, held: int, orders: Tensor, out: Tensor
     ) -> int:
-        """As in `philox`."""
+        """Fills `out`, contiguous int64 `[chains, n]` in main memory, with indices of rows of data,
+        for epochs that visit all rows in random order. Arguments and result are those of
+        `philox.epochs`."""
         counts = out.shape[1], orders.shape[1], mirrored, held
         pointers = orders.data_ptr(), out.data_ptr()
         return int(self._epochs(_as_structure(streams), first, *counts, *pointers))
 
 
 def source() -> str:
-    """C++ source of the library."""
+    """The C++ source of the library, as text."""
     return _SOURCE % {
         "rounds": philox.ROUNDS,
         "multiplier0": philox.MULTIPLIERS[0],
@@ -386,7 +391,8 @@ def source() -> str:
 
 
 def native() -> Native | None:
-    """The library, built once per machine; None without a compiler, or if its numbers are wrong."""
+    """The functions of `philox` in C++, built once per machine; None without a compiler, or if they
+    give other numbers than torch."""
     with exclusive:
         return _native()
 
@@ -404,7 +410,8 @@ def _native() -> Native | None:
 
 
 def _agrees(built: Native) -> bool:
-    """Whether the library computes the same bits as torch: compilers may deviate from IEEE."""
+    """Whether the library gives the same bits as torch for a sample of numbers: compilers may
+    deviate from IEEE arithmetic."""
     streams = Streams.from_seed([2**62 + 12345, 2**41 + 3], [7, 11], 1)
     for dtype in philox.PER_COUNTER:
         ours, theirs = torch.empty(2, 999, dtype=dtype), torch.empty(2, 999, dtype=dtype)

@@ -29,19 +29,20 @@ ROUNDS = 10
 #: square of (m - 1)/(m + 1) < .1716, of sine and cosine on (-pi/4, pi/4).
 LOG_TERMS = {torch.float32: 5, torch.float64: 11}
 SINE_TERMS = {torch.float32: 5, torch.float64: 8}
-#: Number of normals from the words of one counter.
+#: Number of normals that the words of one counter give.
 PER_COUNTER = {torch.float32: 4, torch.float64: 2}
 
 _MASK = 0xFFFFFFFF
 
 
 class Streams(NamedTuple):
-    """Streams of random numbers, one for each chain.
+    """Streams of random numbers, one for each chain; a number follows from the stream and its place
+    in the stream.
 
     Attributes:
         seeds: the keys, int64 `[chains]` in main memory.
         chains: numbers of the chains, int64 `[chains]` in main memory, below 2^32.
-        purpose: one of `seeds.Purpose`.
+        purpose: what the numbers are for, one of `seeds.Purpose`.
     """
 
     seeds: Tensor
@@ -50,14 +51,15 @@ class Streams(NamedTuple):
 
     @classmethod
     def from_seed(cls, seed: int | Sequence[int], chains: Sequence[int], purpose: int) -> Streams:
-        """The streams of chains with these numbers, from one seed or one for each chain."""
+        """The streams of the chains with these numbers, from one seed for all or a seed for each
+        chain."""
         numbers = torch.tensor(chains, dtype=torch.int64)
         seeds = torch.tensor(seed, dtype=torch.int64).expand(len(numbers)).contiguous()
         return cls(seeds, numbers, purpose)
 
 
 def philox(key: int | Tensor, counters: list[Tensor]) -> list[Tensor]:
-    """The four random words of each counter, int64 tensors of numbers below 2^32.
+    """The four random 32-bit words of each counter, int64 tensors of numbers below 2^32.
 
     Args:
         key: 64 bits, or an int64 tensor of keys, which broadcasts with the counters.
@@ -75,7 +77,8 @@ def philox(key: int | Tensor, counters: list[Tensor]) -> list[Tensor]:
 def words(
     streams: Streams, first: int, count: int, device: torch.device | None = None
 ) -> list[Tensor]:
-    """The four words at places first, ..., first + count - 1, `[chains, count]` each."""
+    """The four random 32-bit words at places first, ..., first + count - 1 of each stream, int64
+    `[chains, count]` each."""
     places = torch.arange(first, first + count, device=device).expand(len(streams.chains), -1)
     like = torch.zeros_like(places)
     chains = like + streams.chains.to(places.device)[:, None]
@@ -84,14 +87,14 @@ def words(
 
 
 def normals(streams: Streams, first: int, out: Tensor) -> None:
-    """Fills `out`, `[chains, numbers]` in float32 or float64, with standard normals.
+    """Fills `out`, `[chains, n]` in float32 or float64, with standard normal numbers.
 
-    By the Box-Muller transform: two uniforms are the radius and the angle of two normals.
+    Uses the Box-Muller transform: two uniforms are the radius and the angle of two normals.
 
     Args:
-        streams: of the chains.
-        first: number of the first normal in its stream.
-        out: written over.
+        streams: a stream for each chain.
+        first: place in the stream of the first number.
+        out: tensor to write over.
     """
     per, count = PER_COUNTER[out.dtype], out.shape[1]
     start, stop = first // per, -(-(first + count) // per)
@@ -105,16 +108,16 @@ def normals(streams: Streams, first: int, out: Tensor) -> None:
 
 
 def integers(streams: Streams, first: int, bound: int, out: Tensor) -> None:
-    """Fills `out`, int64 `[chains, numbers]`, with integers below a bound.
+    """Fills `out`, int64 `[chains, n]`, with integers from 0 to bound - 1, equally likely.
 
-    They are the upper half of the bound's product with 64 random bits, so that probabilities differ
-    by at most bound/2^64, relatively.
+    An integer is the upper half of the bound's product with 64 random bits, so that probabilities
+    differ by at most bound/2^64, relatively.
 
     Args:
-        streams: of the chains.
-        first: number of the first integer in its stream.
-        bound: at most 2^32.
-        out: written over.
+        streams: a stream for each chain.
+        first: place in the stream of the first integer.
+        bound: number above the largest integer, at most 2^32.
+        out: tensor to write over.
     """
     count = out.shape[1]
     start, stop = first // 2, -(-(first + count) // 2)
@@ -125,9 +128,10 @@ def integers(streams: Streams, first: int, bound: int, out: Tensor) -> None:
 
 
 def permutations(streams: Streams, index: int, out: Tensor) -> None:
-    """Fills `out`, int32 `[chains, size]`, with the index-th permutation of every stream.
+    """Fills `out`, int32 `[chains, size]`, with permutation number `index` of 0, ..., size - 1, one
+    from each stream.
 
-    By the Fisher-Yates shuffle: each place is swapped with a random one at or after it.
+    Uses the Fisher-Yates shuffle: each place is swapped with a random one at or after it.
     """
     size = out.shape[1]
     per = -(-size // 2)
@@ -146,21 +150,23 @@ def permutations(streams: Streams, index: int, out: Tensor) -> None:
 def epochs(
     streams: Streams, first: int, mirrored: int, held: int, orders: Tensor, out: Tensor
 ) -> int:
-    """Row indices number first, first + 1, ... of streams, int64 `[chains, numbers]`.
+    """Fills `out`, int64 `[chains, n]`, with indices of rows of data: numbers first, first + 1, ...
+    of an endless sequence of epochs.
 
-    An epoch goes through all rows in the order of its permutation.
+    An epoch visits all rows in the order of its permutation.
 
     Args:
-        streams: one a chain.
-        first: the number of the first index.
-        mirrored: 0; or a batch size: an epoch then has its permutation's whole batches alone,
-            forwards and then backwards.
-        held: the epoch whose permutations `orders` holds; -1 for none.
-        orders: int32 `[chains, rows]` in main memory, written over.
-        out: is written.
+        streams: a stream for each chain.
+        first: place in the sequence of the first index.
+        mirrored: 0; or a batch size: an epoch then consists of its permutation's whole batches
+            alone, forwards and then backwards.
+        held: number of the epoch whose permutations `orders` contains; -1 for none.
+        orders: memory for the permutations of one epoch, int32 `[chains, rows]` in main memory; is
+            written over.
+        out: tensor to write over.
 
     Returns:
-        The epoch whose permutations `orders` now holds, that of the last index.
+        The number of the epoch whose permutations `orders` now contains, that of the last index.
     """
     rows, end, place = orders.shape[1], first + out.shape[1], first
     length = rows // mirrored * mirrored if mirrored else rows
@@ -180,17 +186,18 @@ def epochs(
 
 
 def _high(product: Tensor) -> Tensor:
-    """The upper 32 of 64 bits."""
+    """The upper 32 of the 64 bits of int64 numbers."""
     return (product >> 32) & _MASK
 
 
 def _below(bound: int | Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """floor(bound (2^32 high + low) / 2^64)."""
+    """An integer in 0, ..., bound - 1 from 64 random bits: floor(bound (2^32 high + low) /
+    2^64)."""
     return _high(high * bound + _high(low * bound))
 
 
 def _pair32(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Two normals, from 32 bits for the radius and 32 for the angle."""
+    """Two standard normals in float32, from 32 random bits for the radius and 32 for the angle."""
     uniform = (u.to(torch.float32) + 0.5) * 2.0**-32
     centered = (v & 0x3FFFFFFF) - 0x20000000
     angle = (centered.to(torch.float32) + 0.5) * _rounded(2.0**-31 * math.pi, torch.float32)
@@ -198,7 +205,8 @@ def _pair32(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pair64(u: Tensor, v_high: Tensor, v_low: Tensor) -> tuple[Tensor, Tensor]:
-    """Two normals, from 52 bits for the radius and 54 of 64 for the angle."""
+    """Two standard normals in float64, from 52 random bits for the radius and 54 of 64 for the
+    angle."""
     uniform = (u.to(torch.float64) + 0.5) * 2.0**-52
     centered = (((v_high & 0x3FFFFFFF) << 22) | (v_low >> 10)) - (1 << 51)
     angle = (centered.to(torch.float64) + 0.5) * (2.0**-53 * math.pi)
@@ -210,7 +218,8 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 
 
 def _box_muller(uniform: Tensor, quadrant: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
-    """Two normals from a uniform in (0, 1], a quadrant and an angle in (-pi/4, pi/4) of it."""
+    """Two standard normals, from a uniform in (0, 1] for the radius, and a quadrant (0 to 3) and an
+    angle in (-pi/4, pi/4) of that quadrant."""
     radius = _sqrt(-2.0 * _log(uniform))
     radius = torch.where((quadrant & 2) > 0, -radius, radius)
     sine, cosine = _sine_and_cosine(angle)
@@ -219,12 +228,13 @@ def _box_muller(uniform: Tensor, quadrant: Tensor, angle: Tensor) -> tuple[Tenso
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """The square root, correctly rounded, which torch's on CPUs is not always."""
+    """The square root, correctly rounded; torch's own on CPUs is not always."""
     return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else torch.sqrt(x)
 
 
 def _log(u: Tensor) -> Tensor:
-    """log u = e log 2 + 2 artanh s, with u = m 2^e, m in [sqrt(1/2), sqrt 2), s = (m-1)/(m+1)."""
+    """The natural logarithm, in the same bits as the C++: log u = e log 2 + 2 artanh s, with u = m
+    2^e, m in [sqrt(1/2), sqrt 2), s = (m-1)/(m+1)."""
     mantissa, exponent = torch.frexp(u)
     low = mantissa < _rounded(math.sqrt(0.5), u.dtype)
     mantissa = torch.where(low, mantissa * 2.0, mantissa)
@@ -238,7 +248,8 @@ def _log(u: Tensor) -> Tensor:
 
 
 def _sine_and_cosine(t: Tensor) -> tuple[Tensor, Tensor]:
-    """(Sine, cosine) by Taylor series."""
+    """(Sine, cosine) of an angle in (-pi/4, pi/4), by Taylor series, in the same bits as the
+    C++."""
     square = t * t
     terms = SINE_TERMS[t.dtype]
     sine = torch.full_like(t, _coefficient(2 * terms - 1))
@@ -251,5 +262,5 @@ def _sine_and_cosine(t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _coefficient(n: int) -> float:
-    """Coefficient of t^n in the series of sine or cosine."""
+    """Coefficient of t^n in the Taylor series of the sine (odd n) or the cosine (even n)."""
     return (-1.0) ** (n // 2) / math.factorial(n)

@@ -17,7 +17,8 @@ from pyro_scale.errors import ArgumentError
 
 
 class Purpose(IntEnum):
-    """What a stream is for.  Draws depend on these numbers, so they never change."""
+    """What a stream of random numbers is for.  Draws depend on these integers, so they never
+    change."""
 
     INIT = 0
     NOISE = 1
@@ -36,7 +37,8 @@ class Purpose(IntEnum):
 
 
 def choose_seed(seed: int | None) -> int:
-    """The seed that was passed, or one from torch's generator, which `pyro.set_rng_seed` seeds.
+    """The seed that was passed, or for None one from torch's generator, which `pyro.set_rng_seed`
+    seeds.
 
     Raises:
         ArgumentError: `seed` is not an int in [0, 2^63).
@@ -50,10 +52,17 @@ def choose_seed(seed: int | None) -> int:
 
 
 def derived_seed(seed: int, chain: int, purpose: Purpose, block: int = 0) -> int:
-    """The 63-bit seed of one block of one stream.
+    """A 63-bit seed, a hash of its arguments: other chains, purposes or blocks have independent
+    random numbers.
 
     torch's CPU generator uses only 32 of these bits, so use it for few draws: starts, searches,
     augmentations of data sets.
+
+    Args:
+        seed: the run's seed.
+        chain: number of the chain.
+        purpose: what the random numbers are for.
+        block: number of a part of what is drawn for this purpose.
     """
     key = struct.pack("<4Q", seed, chain, purpose, block)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
@@ -62,6 +71,14 @@ def derived_seed(seed: int, chain: int, purpose: Purpose, block: int = 0) -> int
 def generator(
     seed: int, chain: int, purpose: Purpose, block: int = 0, device: torch.device | None = None
 ) -> torch.Generator:
-    """A torch generator at the start of one block of one stream."""
+    """A torch generator that is seeded by `derived_seed` of these arguments.
+
+    Args:
+        seed: the run's seed.
+        chain: number of the chain.
+        purpose: what the random numbers are for.
+        block: number of a part of what is drawn for this purpose.
+        device: device of the generator; None for the CPU.
+    """
     source = torch.Generator(device or torch.device("cpu"))
     return source.manual_seed(derived_seed(seed, chain, purpose, block))

@@ -1,7 +1,9 @@
-"""Streams of random numbers: each number is a function of seed, chain, purpose and place.
+"""Streams of random numbers: each number is a function of seed, chain, purpose and place in the
+stream.
 
-The noise of a step can be drawn without that of earlier steps, and does not depend on other chains.
-So runs with more chains, resumed runs and runs on several machines have the same noise and batches.
+The random numbers of a step can be drawn without those of earlier steps, and do not depend on other
+chains.  So runs with more chains, resumed runs and runs on several machines have the same noise and
+batches.
 """
 
 from __future__ import annotations
@@ -19,10 +21,16 @@ from pyro_scale.rng.seeds import Purpose
 
 
 def fill_normals(streams: Streams, first: int, out: Tensor) -> None:
-    """Fills `out`, `[chains, numbers]`, with standard normals number first, first + 1, ...
+    """Fills `out`, `[chains, n]`, with standard normal numbers at places first, first + 1, ... of
+    each chain's stream.
 
-    They are the same bits on every machine and device.  Dtypes other than float64 are drawn in
-    float32 and rounded.
+    The numbers are the same bits on every machine and device.  Dtypes other than float64 are drawn
+    in float32 and rounded.
+
+    Args:
+        streams: a stream for each chain.
+        first: place in the stream of the first number.
+        out: tensor to write over.
     """
     if out.dtype in philox.PER_COUNTER:
         _source(out).normals(streams, first, out)
@@ -33,12 +41,14 @@ def fill_normals(streams: Streams, first: int, out: Tensor) -> None:
 
 
 def fill_integers(streams: Streams, first: int, bound: int, out: Tensor) -> None:
-    """Fills `out`, `[chains, n]`, with integers below a bound, number first, first + 1, ..."""
+    """Fills `out`, int64 `[chains, n]`, with integers from 0 to bound - 1, equally likely, at
+    places first, first + 1, ... of each chain's stream."""
     _source(out).integers(streams, first, bound, out)
 
 
 def fill_permutations(streams: Streams, index: int, out: Tensor) -> None:
-    """Fills `out`, int32 `[chains, size]`, with the index-th permutation of every stream."""
+    """Fills `out`, int32 `[chains, size]`, with permutation number `index` of 0, ..., size - 1, one
+    from each chain's stream."""
     if out.device.type == "cpu":
         _source(out).permutations(streams, index, out)
         return
@@ -50,9 +60,21 @@ def fill_permutations(streams: Streams, index: int, out: Tensor) -> None:
 def fill_epochs(
     streams: Streams, first: int, mirrored: int, held: int, orders: Tensor, out: Tensor
 ) -> int:
-    """Writes row indices number first, first + 1, ... of streams, int64 `[chains, numbers]`.
+    """Fills `out`, int64 `[chains, n]` on any device, with indices of rows of data: numbers first,
+    first + 1, ... of an endless sequence of epochs, each of which visits all rows in random order.
 
-    Takes and returns what `philox.epochs` does.
+    Args:
+        streams: a stream for each chain.
+        first: place in the sequence of the first index.
+        mirrored: 0; or a batch size: an epoch then consists of its permutation's whole batches
+            alone, forwards and then backwards.
+        held: number of the epoch whose permutations `orders` contains; -1 for none.
+        orders: memory for the permutations of one epoch, int32 `[chains, rows]` in main memory; is
+            written over.
+        out: tensor to write over.
+
+    Returns:
+        The number of the epoch whose permutations `orders` now contains, that of the last index.
     """
     if out.device.type == "cpu":
         return _source(out).epochs(streams, first, mirrored, held, orders, out)
@@ -63,21 +85,22 @@ def fill_epochs(
 
 
 def _source(out: Tensor) -> Native:
-    """The module or library that can fill a tensor: C++ if possible, else torch."""
+    """The functions that can fill a tensor: those in C++ if the tensor is on the CPU and contiguous
+    and there is a compiler; otherwise the module `philox`, in torch."""
     on_processor = out.device.type == "cpu" and out.is_contiguous()
     return (native() if on_processor else None) or philox  # type: ignore[return-value]
 
 
 class NoiseStream:
-    """Standard normals for every step of every chain.
+    """Standard normal numbers for every step of every chain.
 
     Args:
-        seed: the run's seed, or one for each chain.
+        seed: the run's seed, or a sequence with one for each chain.
         chains: numbers of the chains.
-        shape: of the noise of one step of one chain, `[normals, D]`.
-        dtype: of the noise.
-        device: of the noise.
-        purpose: of the stream.
+        shape: shape of what one step of one chain uses, `[normals, D]`.
+        dtype: dtype of the numbers.
+        device: device of the numbers.
+        purpose: what the numbers are for; other purposes give other numbers.
     """
 
     def __init__(
@@ -93,17 +116,18 @@ class NoiseStream:
         self._shape, self._like = shape, torch.empty(0, dtype=dtype, device=device)
 
     def at(self, step: int) -> Tensor:
-        """The noise of one step, `[chains, *shape]`."""
+        """The standard normal numbers of one step, `[chains, *shape]`."""
         return self.span(step, step + 1)[:, 0]
 
     def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """The noise of steps start, ..., stop - 1, `[chains, stop - start, *shape]`.
+        """The standard normal numbers of steps start, ..., stop - 1, `[chains, stop - start,
+        *shape]`.
 
         Args:
             start: first step.
             stop: step after the last.
             out: an earlier result for as many steps, to write over: new memory, which the system
-                clears first, can take longer than drawing.
+                clears first, can take longer than drawing. None for new memory.
         """
         if out is None:
             chains = len(self._streams.chains)
@@ -114,14 +138,19 @@ class NoiseStream:
 
 
 class RefinedNoise(NoiseStream):
-    """Noise for half as long steps, on the same Brownian path as a `NoiseStream`.
+    """Standard normal numbers for steps half as long, on the same Brownian path as a `NoiseStream`:
+    to measure the bias of the step size.
 
     Each normal z of a `NoiseStream` becomes two, (z + w)/sqrt 2 and (z - w)/sqrt 2, with another
     normal w (Levy's construction of Brownian motion).  They are standard normal and independent,
     and move a chain in two steps by as much as z in one.
 
     Args:
-        as for a `NoiseStream`.
+        seed: the run's seed, or a sequence with one for each chain.
+        chains: numbers of the chains.
+        shape: shape of what one step of one chain uses, `[normals, D]`.
+        dtype: dtype of the numbers.
+        device: device of the numbers.
     """
 
     def __init__(
@@ -136,8 +165,8 @@ class RefinedNoise(NoiseStream):
         self._between = NoiseStream(seed, chains, shape, dtype, device, Purpose.SHADOW)
 
     def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """The noise of steps start, ..., stop - 1; steps 2 k and 2 k + 1 are halves of a
-        `NoiseStream`'s step k."""
+        """The standard normal numbers of half steps start, ..., stop - 1, `[chains, stop - start,
+        *shape]`; half steps 2 k and 2 k + 1 are on the path of a `NoiseStream`'s step k."""
         first, last = start // 2, -(-stop // 2)
         along, apart = super().span(first, last), self._between.span(first, last)
         halves = torch.stack([along + apart, along - apart], dim=2) / math.sqrt(2)
@@ -146,16 +175,17 @@ class RefinedNoise(NoiseStream):
 
 
 class ShardNoise:
-    """The noise of those elements of one chain that this process has: equal to these elements of a
-    `NoiseStream` of the whole chain, whatever the partition.
+    """Standard normal numbers for the elements of one chain that are on this process: equal to the
+    numbers of these elements in a `NoiseStream` of the whole chain, however elements are
+    distributed.
 
     Args:
-        seed: of the run.
-        shape: of the noise of one step of the whole chain, `[normals, D]`.
-        places: (first element, number of elements) of each piece of this process.
-        dtype: of the noise.
-        device: of the noise.
-        purpose: of the stream.
+        seed: the run's seed.
+        shape: shape of what one step of the whole chain uses, `[normals, D]`.
+        places: (first element, number of elements) of each range of elements on this process.
+        dtype: dtype of the numbers.
+        device: device of the numbers.
+        purpose: what the numbers are for; other purposes give other numbers.
         chain: number of the chain.
     """
 
@@ -174,7 +204,7 @@ class ShardNoise:
         self._like = torch.empty(0, dtype=dtype, device=device)
 
     def at(self, step: int) -> Tensor:
-        """The noise of one step, `[normals, elements of this process]`."""
+        """The standard normal numbers of one step, `[normals, elements of this process]`."""
         (normals, size), counts = self._shape, [count for _, count in self._places]
         out = self._like.new_empty(normals, sum(counts))
         for number, row in enumerate(out):
