@@ -406,8 +406,8 @@ class SteppedChain:
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Takes one step on a batch, given as the model's own arguments; returns the batch's
-        estimate, in nats, of the log joint before the step (of another method's objective),
-        averaged over particles."""
+        estimate of the objective before the step (the log joint, or the ELBO of VI and IVON), in
+        nats, averaged over particles."""
         problem = self._stepping.problem
         with without_vmap_warnings():
             draws, values = self._stepping.step(args, kwargs)

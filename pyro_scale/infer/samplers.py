@@ -25,7 +25,8 @@ Friction: TypeAlias = BySite | Literal["auto"]
 
 
 class Options(TypedDict, total=False):
-    """The arguments of every sampler; `Sampler` says what they are."""
+    """The keyword arguments that every sampler has besides its hyperparameters, for type checkers;
+    `Sampler` says what they are."""
 
     init_strategy: Any
     num_data: int | None
@@ -36,7 +37,8 @@ class Options(TypedDict, total=False):
 
 
 class Underdamped(Sampler):
-    """The arguments of samplers with momentum, friction and mass."""
+    """Base class of samplers with momentum; it has their common hyperparameters: step size,
+    friction, mass and temperature."""
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class BAOA(Underdamped):
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size (about the square root of SGD's), or `"auto"`.
         friction: the rate at which momentum decays; `"auto"` is 1.
-        mass: of the momentum.
+        mass: mass of the momentum.
         temperature: 1 is the posterior, 0 is SGD with momentum.
         options: `init_strategy`, `num_data`, `compile`, `precondition`, `control_variates`,
             `subtract_noise`; `Sampler` says what they are.
@@ -95,7 +97,7 @@ class GHMC(Underdamped):
         model: a Pyro model, a `PyroModule` or a `LogPosterior`, without `pyro.param` sites.
         lr: the step size, or `"auto"`.
         friction: the rate at which momentum decays; `"auto"` is 0.5.
-        mass: of the momentum.
+        mass: mass of the momentum.
         temperature: 1 is the posterior; above 0.
         options: `init_strategy`, `num_data`, `compile`, `precondition`; `Sampler` says what they
             are.
@@ -123,7 +125,7 @@ class SGHMC(Underdamped):
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size (the square root of SGD's), or `"auto"`.
         friction: the rate at which momentum decays; `"auto"` is 1.
-        mass: of the momentum.
+        mass: mass of the momentum.
         temperature: 1 is the posterior, 0 is SGD with momentum.
         options: `init_strategy`, `num_data`, `compile`, `precondition`, `control_variates`,
             `subtract_noise`; `Sampler` says what they are.
@@ -185,7 +187,7 @@ class SGNHT(Sampler):
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size (about the square root of SGD's), or `"auto"`.
         friction: the rate at which momentum decays without minibatches; `"auto"` is 1.
-        mass: of the momentum.
+        mass: mass of the momentum.
         temperature: 1 is the posterior, 0 is SGD with momentum.
         options: `init_strategy`, `num_data`, `compile`, `precondition`, `control_variates`,
             `subtract_noise`; `Sampler` says what they are.
@@ -225,7 +227,7 @@ class UBU(Underdamped):
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size (about the square root of SGD's), or `"auto"`.
         friction: the rate at which momentum decays; `"auto"` is 1.
-        mass: of the momentum.
+        mass: mass of the momentum.
         temperature: 1 is the posterior, 0 switches the noise off.
         options: `init_strategy`, `num_data`, `compile`, `precondition`, `control_variates`,
             `subtract_noise`; `Sampler` says what they are.
