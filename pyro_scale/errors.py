@@ -169,7 +169,7 @@ class ConvergenceWarning(PyroScaleWarning):
 
 
 class BiasWarning(PyroScaleWarning):
-    """Draws are biased, as measured or as predicted for the step size."""
+    """Draws are biased, because of the step size or minibatches, as measured or as predicted."""
 
     code = "minibatch-heat"
 

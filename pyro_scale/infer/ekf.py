@@ -148,7 +148,7 @@ class EKF(Stepwise, Approximation):
         """Absorbs all rows once, in their order, starting from the prior.
 
         Args:
-            data: as for samplers: a `DataLoader`, or the model's own arguments.
+            data: a `DataLoader`, or the model's own arguments, as for samplers.
             num_epochs: 1, since rows that are read again would count again.
             batch_size: rows a step, for tensors; all of them by default.
             num_chains: 1, since nothing is random.

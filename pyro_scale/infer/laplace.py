@@ -170,7 +170,7 @@ class Laplace(Approximation):
         for a dense structure, refined by Newton's method with the same curvature.
 
         Args:
-            data: as for samplers: a `DataLoader`, or the model's own arguments; all N rows.
+            data: all N rows: a `DataLoader`, or the model's own arguments, as for samplers.
             mode: where the Gaussian is centered: a fitted `MAP`, or a dict of constrained values by
                 site.  By default the mode is searched for.
             tune: `pyro.param` sites, such as a prior's scale or the noise, that maximize the

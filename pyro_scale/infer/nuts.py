@@ -133,8 +133,8 @@ class NUTS(Method):
         each chain.
 
         Args:
-            data: as for samplers: a `DataLoader`, which is read once and in order, or the model's
-                own arguments; all N rows.
+            data: all N rows: a `DataLoader`, which is read once and in order, or the model's own
+                arguments.
             num_samples: draws to keep, per chain.
             warmup_steps: draws that adapt, and are not kept.
             num_chains: number of chains; they run on as many cores as there are.

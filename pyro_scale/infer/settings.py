@@ -44,10 +44,10 @@ def settings_of(
         sampler: the sampler, for its name and kernel class.
         hyperparameters: hyperparameters that the user passed, by name.
         precondition: coordinates of the chains, as the user passed them to `Sampler`.
-        control_variates: as the user passed it to `Sampler`.
-        subtract_noise: as the user passed it to `Sampler`.
+        control_variates: value of this argument of `Sampler`.
+        subtract_noise: value of this argument of `Sampler`.
         starts: whether the run is to choose the chains' starts.
-        compile: as the user passed it to `Sampler`.
+        compile: value of this argument of `Sampler`.
 
     Returns:
         (The sampler's kernel, in which a hyperparameter that is `"auto"` has a placeholder until a
@@ -150,8 +150,8 @@ def _check_noise(
     Args:
         name: name of the sampler, for messages.
         kernel_class: class of the sampler's kernel.
-        control_variates: as the user passed it.
-        subtract_noise: as the user passed it.
+        control_variates: value of this argument of `Sampler`.
+        subtract_noise: value of this argument of `Sampler`.
 
     Raises:
         ArgumentError: the message names the argument.

@@ -77,8 +77,8 @@ class Stochastic(Stepwise):
 
     @property
     def _is_pure(self) -> bool:
-        """Whether the optimizer is a pure function (as TorchOpt's are, unlike torch.optim's), so
-        that its steps can be compiled and vmapped."""
+        """Whether the optimizer's steps can be compiled and vmapped; those of torch.optim, and of
+        optimizers that branch on their state's numbers, cannot."""
         return is_pure(self.kernel.optimizer)
 
     def _simulate(
@@ -237,7 +237,7 @@ class Optimized(Stochastic, Approximation):
         """Takes `num_steps` steps from each start, or as many as `num_epochs` epochs have.
 
         Args:
-            data: as for samplers: a `DataLoader`, or the model's own arguments.
+            data: a `DataLoader`, or the model's own arguments, as for samplers.
             num_steps: steps from each start; pass this or `num_epochs`.
             num_epochs: passes through the data.
             batch_size: rows a step, for tensors; all of them by default.
@@ -315,7 +315,8 @@ class Optimized(Stochastic, Approximation):
 
     @property
     def converged(self) -> bool:
-        """Whether every start has converged; see `GaussianPosterior.converged`."""
+        """Whether every start of the last run has converged, as a bool; see
+        `GaussianPosterior.converged` for the criterion."""
         return self.posterior.converged
 
     # ------------------------------------------------------------------ inside

@@ -109,7 +109,7 @@ class SVGD(Stochastic):
         particles have the same batch.
 
         Args:
-            data: as for samplers: a `DataLoader`, or the model's own arguments.
+            data: a `DataLoader`, or the model's own arguments, as for samplers.
             num_steps: number of steps; pass this or `num_epochs`.
             num_epochs: passes through the data.
             batch_size: rows a step, for tensors; all of them by default.

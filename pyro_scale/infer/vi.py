@@ -116,7 +116,7 @@ class VI(Variational):
         init_scale: first sd of every element, as for Pyro's `AutoNormal`: small, so that the first
             gradients are those near the start.  A network whose weights are too noisy learns
             nothing.
-        early_stopping: as for `MAP`, by the bound.
+        early_stopping: whether to stop once the bound no longer rises, as for `MAP`.
         options: `init_strategy`, where the mean starts; `num_data`; `compile`: as for `MAP`.
 
     Raises:
@@ -200,7 +200,7 @@ class IVON(Variational):
             inverse.  Raise it if the likelihood is sharp, such as a network's with little noise, as
             the first steps are too long otherwise.
         temperature: 1 is the posterior, below 1 a cold one; a float or a schedule.
-        early_stopping: as for `MAP`, by the bound.
+        early_stopping: whether to stop once the bound no longer rises, as for `MAP`.
         options: `init_strategy`, where the mean starts; `num_data`; `compile`: as for `MAP`.
     """
 

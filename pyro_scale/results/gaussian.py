@@ -258,11 +258,11 @@ class GaussianPosterior(Posterior):
 
     @check_calls
     def as_prior(self) -> LogPosterior:
-        """The model with this Gaussian as its prior, for any method to continue with other data
-        (the paper's equation 1).
+        """The model with this Gaussian (of the first start) as its prior, for any method to
+        continue with other data (the paper's equation 1).
 
-        The Gaussian is that at temperature 1, whatever the temperature of the fit.  Values of
-        `pyro.param` start where the model has them: `write_params` puts those of the fit there.
+        The Gaussian is that at temperature 1, whatever the temperature of the fit.  `pyro.param`
+        sites start at the model's initial values: `write_params` replaces these by the fit's.
 
         Raises:
             ArgumentError: the fit has no Gaussian, one at temperature 0, or one for some sites
@@ -336,9 +336,10 @@ class GaussianPosterior(Posterior):
         For a Gaussian in up to 100 dimensions, if gradients of all rows at its draws cost no more
         than the run: whether every mean is within 0.1 sds, and every sd within 3%, of where the
         bound is largest, apart from chance (one fit in a thousand).  Otherwise, whether the
-        objective significantly changes by less than 0.1 nats times the root of the dimensions from
-        the third quarter of the steps to the last, and has not fallen since the first; False if
-        noise hides that.  At a constant lr the fit may still fluctuate then."""
+        objective changes, from the third quarter of the steps to the last, by significantly less
+        than 0.1 nats times the square root of the number of dimensions, and has not fallen since
+        the first quarter; False if noise hides that.  At a constant lr the fit may still fluctuate
+        then."""
         return bool(self._converged.all())
 
     @property

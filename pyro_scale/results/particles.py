@@ -98,5 +98,6 @@ class ParticlePosterior(Posterior):
         raise ArgumentError(_COUPLED)
 
     def contents(self) -> dict[str, Any]:
-        """Contents of the file that `save` writes: tensors and plain values by name."""
+        """Contents of the file that `save` writes: tensors and plain values, by name, with the
+        trace."""
         return {**super().contents(), "trace": self.trace}

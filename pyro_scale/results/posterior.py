@@ -174,9 +174,9 @@ class Posterior:
         latent site, and the run's facts in `.attrs`.
 
         Args:
-            predict_at: rows to predict for, as the model's own arguments (a tensor, a tuple, a
-                dict).  Adds R-hat and ESS of each data site's predictive means there.  For
-                networks, check predictions: weights have equivalent modes.
+            predict_at: rows to predict, as the model's own arguments (a tensor, a tuple, a dict).
+                Adds R-hat and ESS of each data site's predictive means there.  For networks, check
+                predictions: weights have equivalent modes.
 
         Raises:
             ArgumentError: the model cannot be run on `predict_at`.
@@ -243,10 +243,11 @@ class Posterior:
     def log_likelihood(self, data: Any = None) -> dict[str, Tensor]:
         """Log likelihood of each row at each draw, `[chains * draws, N]` in nats by data site.
 
-        It is not scaled by N/B, but has the model's own scale and mask.  Rows are in the order of
-        the data set.  If rows depend on each other, the log likelihood of each is given the others;
-        a joint density of all rows is left out.  After `run(distributed="all")`, call this on every
-        rank, because ranks share the rows out; the same holds for `loo`, `predict` and `to_arviz`.
+        The result is not scaled by N/B, but has the model's own scale and mask.  Rows are in the
+        order of the data set.  If rows depend on each other, each row's log likelihood is
+        conditional on the others; a joint density of all rows is left out.  After
+        `run(distributed="all")`, call this on every rank, because ranks share the rows out; the
+        same holds for `loo`, `predict` and `to_arviz`.
 
         Args:
             data: data in any form that `run` takes; those of the run by default.

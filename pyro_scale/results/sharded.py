@@ -69,7 +69,7 @@ class ShardedPosterior(Posterior):
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """An empty dict: no facts of the run are kept."""
+        """Facts of the run by name: an empty dict, since none are kept for sharded networks."""
         return {}
 
     @property
