@@ -200,8 +200,9 @@ def _shapes(result: PosteriorDraws) -> dict[str, list[int]]:
 
 def _costs(posterior: Posterior) -> dict[str, float]:
     """The columns of the comparison's table about one run, by column's name: `seconds` (tuning,
-    compilation and steps), the smallest `ess` of any latent element, `ess_per_second`, and the
-    largest `r_hat`. ESS and R-hat are NaN for Gaussian fits and particles."""
+    compilation and steps), the smallest `ess` and the largest `r_hat` among up to 200 elements of
+    each latent site, and `ess_per_second`. ESS and R-hat are NaN for Gaussian fits and particles.
+    """
     result = posterior.draws
     times = ("tuning_time", "compile_time", "sampling_time", "fitting_time")
     seconds = math.fsum(result.attrs.get(name, 0.0) for name in times)

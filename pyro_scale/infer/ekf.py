@@ -245,13 +245,11 @@ class EKF(Stepwise, Approximation):
     def _prior(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[GaussianPosterior, Arguments]:
-        """(The posterior object of the prior's Gaussian, the arguments to predict at).
-
-        The observations among the arguments are replaced by draws from the prior, since the model
-        may not be called without any.
+        """(The posterior object of the prior's Gaussian; the model's arguments to predict at: those
+        that the user passed, completed by observations that are drawn from the prior).
 
         Args:
-            args, kwargs: a batch, as the model's own arguments.
+            args, kwargs: rows to predict, as the model's own arguments, without observations.
         """
         data, seed = self._open_batch(args, kwargs), choose_seed(None)
         log_posterior = as_log_posterior(self.model, data.num_data)

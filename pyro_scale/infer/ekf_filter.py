@@ -395,8 +395,7 @@ class Program:
         loop: the compiled loop. Its state consists of mean and sd together, `[1, 2 D]`, of which
             every step's is returned, and the elements of the precision, `[1, ...]`.
         constants: tensors that a step reads besides its arguments.
-        recall: function that returns the current constants, or None if they cannot be used any
-            more.
+        recall: function that returns the constants again; None if one of them has changed.
     """
 
     example: Arguments

@@ -381,7 +381,7 @@ class Laplace(Approximation):
             position: point in unconstrained space, `[D]`, at which the model is examined.
 
         Raises:
-            ModelError: the data have none of the other kinds of curvature.
+            ModelError: the likelihood has no curvature of the kind that the user asked for.
         """
         if self.curvature == "hessian":
             return "hessian", []

@@ -77,8 +77,8 @@ def fitter_for(
 
 
 def _trains(sampler: Sampler, problem: Problem, settings: Mapping[str, Any]) -> bool:
-    """Whether the sampler's runs start with training of a network, whose length differs between
-    data sets, so that they cannot be stacked."""
+    """Whether the sampler's runs start with training by an optimizer (as for networks), whose
+    length differs between data sets, so that the runs cannot be stacked."""
     lengths = [settings.get("warmup_steps", AUTO), settings.get("thinning", AUTO)]
     chooses_length = any(is_auto(length) for length in lengths)
     problem = problem.with_engine(kernel=sampler.kernel)

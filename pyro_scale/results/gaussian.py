@@ -113,8 +113,9 @@ class GaussianPosterior(Posterior):
             seed: seed of the draws, which also are the first ones for a larger `num_samples`; by
                 default, draws are from torch's generator.
             resample: whether to bring the draws closer to the posterior by importance resampling:
-                `num_samples` draws of the fit (at least 1,000 a start) are drawn from, with
-                replacement, in proportion to their weights.  This evaluates all rows at all draws.
+                draws are picked, with replacement and in proportion to their weights, among
+                `num_samples` draws of the fit (at least 1,000 a start).  This evaluates all rows at
+                all draws.
 
         Raises:
             ArgumentError: `resample` for a fit without weights (see `psis`).
