@@ -528,8 +528,8 @@ def _candidate_from(start: Tensor, fixed: Tensor | None) -> Callable[[Search], C
 
 
 def _type_of(mode: object) -> str | None:
-    """Name of the type of `mode`, which processes compare because its values are hard to compare;
-    None if the mode is searched for."""
+    """Name of the type of the user's `mode`, None if the mode is searched for. Processes compare
+    only this, since the mode that rank 0 was given is used by all."""
     return None if mode is None else type(mode).__name__
 
 
