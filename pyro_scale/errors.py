@@ -116,7 +116,7 @@ class CannotDrawError(SiteError, NotImplementedError):
     """A site's distribution has a density but cannot be drawn from; also a `NotImplementedError`.
 
     Attributes:
-        missing: NaN in the shape of a draw, by site.
+        missing: tensors of NaN by site, in the shape that a draw would have; empty if unknown.
     """
 
     missing: Mapping[str, Any] = MappingProxyType({})
@@ -153,7 +153,7 @@ class PyroScaleWarning(_Coded, UserWarning):
 
 
 class ModelWarning(PyroScaleWarning):
-    """The model can be run, but may not be what was meant."""
+    """The model can be run, but it may have a mistake."""
 
 
 class CompileWarning(PyroScaleWarning):
@@ -163,19 +163,19 @@ class CompileWarning(PyroScaleWarning):
 
 
 class ConvergenceWarning(PyroScaleWarning):
-    """A run was too short: chains disagree or remember their starts, or a bound still rises."""
+    """A run was too short: chains disagree or depend on their starts, or a bound still rises."""
 
     code = "too-short"
 
 
 class BiasWarning(PyroScaleWarning):
-    """Draws are biased, as measured or as predicted for the step size."""
+    """Draws are biased, because of the step size or minibatches, as measured or as predicted."""
 
     code = "minibatch-heat"
 
 
 class VerdictWarning(PyroScaleWarning):
-    """A run that tuned itself has a verdict other than yes; `report()` says why."""
+    """The report of a run that tuned itself has a verdict other than "yes"; `report()` says why."""
 
     code = "verdict"
 

@@ -16,14 +16,15 @@ Structure = Literal["diag", "dense"]
 
 
 class Approximation(Method):
-    """A Gaussian in unconstrained space, or several from different starts.
+    """Base class of methods that approximate the posterior by a Gaussian in unconstrained space, or
+    by several, one a start. Not used directly.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         structure: `"diag"` or `"dense"`.
-        init_strategy: where it starts: one of Pyro's, a dict of constrained tensors
+        init_strategy: where the fit starts: one of Pyro's strategies, a dict of constrained tensors
             `[num_chains, ...]`, or another fit.
-        num_data: N, which overrides what the data say.
+        num_data: number of rows in all, N; None takes it from the data.
 
     Raises:
         ArgumentError: an argument is unknown or out of range.
@@ -51,7 +52,7 @@ class Approximation(Method):
 
     @property
     def fit(self) -> Fit:
-        """The Gaussians, in unconstrained space.
+        """The Gaussians in unconstrained space, one a start, with their centers and settings.
 
         Raises:
             NotRunError: nothing has been run.
@@ -60,7 +61,8 @@ class Approximation(Method):
 
     @classmethod
     def load(cls, path: FilePath, model: Any) -> Self:
-        """A method that holds the fit that `save` wrote; see `Method.load`."""
+        """A method of this class that holds the fit that `save` wrote to the file `path`, with the
+        file's `structure`. It cannot be run; see `Method.load`."""
         loaded = super().load(path, model)
         loaded.structure = loaded.fit.attrs["structure"]
         return loaded
@@ -76,7 +78,8 @@ class Approximation(Method):
 
 
 def fit_of(value: Any) -> Fit | None:
-    """The fit of an approximation that has been run, or of its posterior; None for other values.
+    """The fit (Gaussians in unconstrained space) of an approximation that has been run, or of its
+    posterior; None for values of other types.
 
     Raises:
         NotRunError: the approximation has not been run.

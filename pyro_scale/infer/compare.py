@@ -42,16 +42,17 @@ class Comparison:
     """The result of `ps.compare`: methods side by side.
 
     Attributes:
-        table: a DataFrame, one row a method.
-        reference: the method that distances are taken from.
+        table: a pandas DataFrame, one row a method; see `compare` for the columns.
+        reference: name of the method that distances are measured from.
     """
 
     table: Any
     reference: str
 
     def plot(self) -> Figure:
-        """A figure: log predictive densities with their standard errors, if the table has them, and
-        distances from the reference against seconds."""
+        """A matplotlib figure of the table: distances from the reference against seconds, one color
+        a method; left of them, if the table has them, held-out log predictive densities with their
+        standard errors."""
         import matplotlib.pyplot as plt
 
         table, panels = self.table, 1 + ("lpd" in self.table)
@@ -88,7 +89,7 @@ def compare(
     - `mean_distance`: |mean - reference mean| / reference sd, the worst over elements of all
       latent sites.
     - `sd_distance`: |log(sd / reference sd)|, the worst likewise.  It is infinite for a MAP, and
-      at least about 1/sqrt(ESS) for draws of the same distribution.
+      about 1/sqrt(ESS) or more between draws of the same distribution.
     - `lpd`, `lpd_se`: with data, the log predictive density of a row in nats, all data sites
       together: its mean over rows, and the standard error of that mean.  All methods have the
       same rows, so differences between methods are more precise.
@@ -99,9 +100,9 @@ def compare(
         data: held-out rows, in any form that `run` takes; without, there is no `lpd`.
         reference: name of the method to measure distances from.  By default the first of these
             that there is: a NUTS at temperature 1 with an R-hat below 1.01 and no divergences; of
-            other samplers at temperature 1 with an R-hat below 1.05, and not too hot or cold by
-            the virial theorem, the one with the largest ESS; of these with a larger R-hat, the one
-            with the lowest; the first approximation, a dense one before others; any.
+            other samplers at temperature 1 that pass the virial test of temperature, the one with
+            the largest ESS among those with an R-hat below 1.05, otherwise the one with the lowest
+            R-hat; the first approximation, a dense one before others; any method.
 
     Raises:
         ArgumentError: there are no methods; their latent sites, shapes or N differ; the reference
@@ -150,7 +151,16 @@ def compare(
 
 
 def _posterior_of(name: str, method: Method | Posterior) -> Posterior:
-    """The method's posterior, which has draws; errors name the method."""
+    """The posterior of a method (or the posterior itself), checked to have kept draws.
+
+    Args:
+        name: the method's name in the comparison, for error messages.
+        method: a method that has been run, or a posterior.
+
+    Raises:
+        ArgumentError: the run kept no draws.
+        NotRunError: the method has not been run.
+    """
     try:
         posterior = method.posterior if isinstance(method, Method) else method
         posterior.kept_draws  # noqa: B018  (which raises)
@@ -160,7 +170,12 @@ def _posterior_of(name: str, method: Method | Posterior) -> Posterior:
 
 
 def _check_posteriors(results: Mapping[str, PosteriorDraws]) -> None:
-    """Checks that all have the same N, latent sites and shapes."""
+    """Raises unless all results, by method's name, have the same N (rows of data) and the same
+    latent sites of the same shapes.
+
+    Raises:
+        ArgumentError: two results differ.
+    """
     first, *others = results
     expected, size = _shapes(results[first]), results[first].log_posterior.num_data
     for name in others:
@@ -184,7 +199,10 @@ def _shapes(result: PosteriorDraws) -> dict[str, list[int]]:
 
 
 def _costs(posterior: Posterior) -> dict[str, float]:
-    """Seconds, ESS and R-hat of a run: the first columns of the table."""
+    """The columns of the comparison's table about one run, by column's name: `seconds` (tuning,
+    compilation and steps), the smallest `ess` and the largest `r_hat` among up to 200 elements of
+    each latent site, and `ess_per_second`. ESS and R-hat are NaN for Gaussian fits and particles.
+    """
     result = posterior.draws
     times = ("tuning_time", "compile_time", "sampling_time", "fitting_time")
     seconds = math.fsum(result.attrs.get(name, 0.0) for name in times)
@@ -204,7 +222,13 @@ def _costs(posterior: Posterior) -> dict[str, float]:
 def _most_trusted(
     posteriors: Mapping[str, Posterior], rows: Mapping[str, Mapping[str, float]]
 ) -> str:
-    """Name of the default reference."""
+    """The name of the method that is the reference by default, in the order of preference that
+    `compare` documents.
+
+    Args:
+        posteriors: posteriors of the methods, by method's name.
+        rows: columns of `_costs`, by method's name.
+    """
 
     def distrust(name: str) -> tuple[float, ...]:
         posterior, row = posteriors[name], rows[name]
@@ -232,7 +256,9 @@ def _is_at_temperature_1(result: PosteriorDraws) -> bool:
 
 
 def _moments(result: PosteriorDraws) -> tuple[Tensor, Tensor]:
-    """(Means, sds) of all elements of the latent sites, over weighted draws."""
+    """(Posterior means, posterior sds) of all elements of all latent sites, each `[elements]`, in
+    constrained space, with the draws' weights if they have any. An sd that is only rounding, or of
+    a single draw, is 0."""
     latents = result.log_posterior.latents
     if result.weights is None:  # in one pass, as draws may be more than memory holds
         moments = result.moments([0.5])
@@ -248,7 +274,13 @@ def _moments(result: PosteriorDraws) -> tuple[Tensor, Tensor]:
 def _distances(
     mean: Tensor, sd: Tensor, reference_mean: Tensor, reference_sd: Tensor
 ) -> dict[str, float]:
-    """`mean_distance` and `sd_distance`, the worst over elements that vary in the reference."""
+    """The columns `mean_distance` (in reference sds) and `sd_distance` (of log sds) of one method:
+    the largest over the elements that vary in the reference; NaN if none varies.
+
+    Args:
+        mean, sd: moments of the method, `[elements]`.
+        reference_mean, reference_sd: moments of the reference, `[elements]`.
+    """
     varies = reference_sd > 0
     if not bool(varies.any()):
         return {"mean_distance": math.nan, "sd_distance": math.nan}
@@ -258,7 +290,17 @@ def _distances(
 
 
 def _held_out(name: str, posterior: Posterior, data: Any) -> dict[str, float]:
-    """Mean over rows of the log predictive density, and the standard error of the mean."""
+    """The columns `lpd`, the log predictive density of a held-out row in nats, averaged over rows,
+    and `lpd_se`, the standard error of that average (NaN for one row).
+
+    Args:
+        name: the method's name, for the error message.
+        posterior: the method's posterior.
+        data: held-out rows, in any form that `run` takes.
+
+    Raises:
+        ArgumentError: the model has no data site with one value per row.
+    """
     drawn = resample_equally(posterior.draws, None)
     if not data_sites(drawn):
         raise ArgumentError(f"data: the model of '{name}' has no data site with one value per row")
@@ -276,7 +318,8 @@ def _in_short(value: float) -> str:
 
 
 def _plot_densities(ax: Axes, table: Any, colors: list[Any]) -> None:
-    """Draws one line per method, the first on top."""
+    """Draws each method's held-out log predictive density, with its standard error, on a line of
+    its own; the first method is on top."""
     for place, (name, color) in enumerate(zip(table.index, colors, strict=True)):
         row = table.loc[name]
         ax.errorbar(row.lpd, place, xerr=row.lpd_se, fmt="o", color=color, capsize=3)
@@ -292,7 +335,8 @@ def _plot_densities(ax: Axes, table: Any, colors: list[Any]) -> None:
 def _plot_distances(
     figure: Figure, ax: Axes, table: Any, reference: str, colors: list[Any]
 ) -> None:
-    """Draws the two distances of every method above each other, at its seconds."""
+    """Draws, for every method at its seconds, its distances from the reference in mean (filled) and
+    in log sd (open); the reference is a vertical line. Zero and infinite distances are left out."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     for name, color in zip(table.index, colors, strict=True):

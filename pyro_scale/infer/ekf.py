@@ -48,10 +48,10 @@ class Filtered(NamedTuple):
     the sites' values).
 
     Attributes:
-        mean: by site, `[steps, ...]`.
-        sd: by site, `[steps, ...]`.
-        log_lik: log likelihood of each batch at the mean before it, in nats, `[steps]`.  The
-            params' uncertainty is not in it.
+        mean: posterior means after each step, `[steps, ...]` by site.
+        sd: posterior sds after each step, `[steps, ...]` by site.
+        log_lik: log likelihood of each batch at the mean before the step, in nats, `[steps]`.  It
+            is not averaged over the params' uncertainty.
     """
 
     mean: dict[str, Tensor]
@@ -79,9 +79,10 @@ class EKF(Stepwise, Approximation):
         curvature: `"ggn"`, `"monte_carlo"` or `"empirical_fisher"`, as for `Laplace`.
         lr: power of the likelihood; 1 is Bayes' rule.
         transition_sd: sd of each param's random walk before each batch, in unconstrained units, for
-            a truth that changes, or to forget old data.  A number, or a dict from sites to numbers
-            or tensors of the sites' unconstrained shapes; sites that it leaves out do not walk.
-        init_strategy: a fit, whose Gaussian replaces the prior's; or where the mean starts: one of
+            true values that change over time, or to forget old data.  A number, or a dict from
+            sites to numbers or tensors of the sites' unconstrained shapes; sites that the dict
+            leaves out do not walk.
+        init_strategy: a fit, whose Gaussian replaces the prior's; or a start of the mean: one of
             Pyro's strategies or a dict of constrained tensors `[1, ...]`, with the prior's
             covariance.  A network whose weights all have prior mean 0 needs one, such as
             `ps.init_to_module`: at 0 its hidden units are all alike, and stay so.
@@ -147,11 +148,11 @@ class EKF(Stepwise, Approximation):
         """Absorbs all rows once, in their order, starting from the prior.
 
         Args:
-            data: as for samplers: a `DataLoader`, or the model's own arguments.
+            data: a `DataLoader`, or the model's own arguments, as for samplers.
             num_epochs: 1, since rows that are read again would count again.
             batch_size: rows a step, for tensors; all of them by default.
             num_chains: 1, since nothing is random.
-            seed: of draws from the fit, and of the prior draws that estimate moments.
+            seed: seed of draws from the fit, and of the prior draws that estimate moments.
             progress: whether to show a progress bar.
 
         Returns:
@@ -197,8 +198,9 @@ class EKF(Stepwise, Approximation):
         return self
 
     def begin(self, *args: Any, **kwargs: Any) -> Filter:
-        """A filter before its first batch, for your own loops; see `Stepwise.begin`.  A batch may
-        have any number of rows; without rows, the params only walk."""
+        """A filter before its first batch, for your own loops: `step(*batch)` absorbs a batch,
+        `posterior` is the Gaussian after the latest one; see `Stepwise.begin`.  A batch may have
+        any number of rows; without rows, only the random walk of `transition_sd` is applied."""
         data = self._open_batch(args, kwargs)
         log_posterior = as_log_posterior(self.model, data.num_data)
         ekf_filter = self._filter(log_posterior, data, data.first(), choose_seed(None))
@@ -210,7 +212,8 @@ class EKF(Stepwise, Approximation):
     def predict(  # type: ignore[override]  # of a wrapped function
         self, *args: Any, calibrate: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """As `GaussianPosterior.predict`; before the first step, from the prior's Gaussian."""
+        """Predictions as by `GaussianPosterior.predict`; before the first step, predictions from
+        the prior's Gaussian, for which no observations are needed."""
         if isinstance(self._last, NotRun):
             if calibrate is not None:
                 raise NotRunError("calibrate: EKF has no fit yet: run it first")
@@ -223,11 +226,12 @@ class EKF(Stepwise, Approximation):
 
     @property
     def filtered(self) -> Filtered:
-        """Means and sds after each step.
+        """Means and sds in unconstrained space after each step of the last `run`, and log
+        likelihoods of the batches.
 
         Raises:
             NotRunError: nothing has been run.
-            ArgumentError: there were too many to keep.
+            ArgumentError: the path was too long to keep, or the filter was loaded from a file.
         """
         self.posterior  # noqa: B018  (which raises)
         if not isinstance(self._last, Filter) or (path := self._last.path) is None:
@@ -241,7 +245,12 @@ class EKF(Stepwise, Approximation):
     def _prior(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[GaussianPosterior, Arguments]:
-        """(The prior's Gaussian; the rows to predict, with observations drawn from the prior)."""
+        """(The posterior object of the prior's Gaussian; the model's arguments to predict at: those
+        that the user passed, completed by observations that are drawn from the prior).
+
+        Args:
+            args, kwargs: rows to predict, as the model's own arguments, without observations.
+        """
         data, seed = self._open_batch(args, kwargs), choose_seed(None)
         log_posterior = as_log_posterior(self.model, data.num_data)
         observed, arguments = log_posterior.with_drawn_observations(data.first(), seed)
@@ -251,7 +260,14 @@ class EKF(Stepwise, Approximation):
     def _filter(
         self, log_posterior: LogPosterior, data: Data, arguments: Arguments, seed: int
     ) -> Filter:
-        """A filter on a model before its first batch; `arguments` are those of the preflight."""
+        """A filter on an analyzed model, before its first batch.
+
+        Args:
+            log_posterior: the density, which is analyzed here.
+            data: the data, for the fit and its posterior.
+            arguments: the batch on which the model is analyzed, as the model's arguments.
+            seed: seed of prior draws and of the curvature's draws.
+        """
         log_posterior.prepare(arguments, None, seed)
         dense, layout = self.structure == "dense", log_posterior.layout
         start = _start(log_posterior, arguments, self._init_strategy, dense, seed)
@@ -277,20 +293,21 @@ class EKF(Stepwise, Approximation):
 def _start(
     log_posterior: LogPosterior, arguments: Arguments, init_strategy: Any, dense: bool, seed: int
 ) -> Gaussian:
-    """The Gaussian before the first batch.
+    """The Gaussian in unconstrained space before the first batch.
 
     Args:
         log_posterior: the analyzed model.
-        arguments: a batch.
-        init_strategy: a fit, whose Gaussian is taken; otherwise the prior's Gaussian is, with its
-            mean moved to where one of Pyro's strategies or a dict of constrained tensors says.
-        dense: whether elements are correlated.
-        seed: of prior draws.
+        arguments: a batch, as the model's arguments.
+        init_strategy: a fit, whose Gaussian is used; otherwise the prior's Gaussian is used, with
+            its mean moved to the start that a Pyro strategy or a dict of constrained tensors gives;
+            None keeps the prior's mean.
+        dense: whether the Gaussian has a full covariance rather than a diagonal one.
+        seed: seed of the prior draws that estimate moments.
 
     Raises:
         ModelError: the likelihood is a joint density of all rows.
-        ArgumentError: dense matrices do not fit into memory, or `init_strategy` is of another
-            model.
+        ArgumentError: dense matrices do not fit into memory, or `init_strategy` is a fit without
+            Gaussian or of a model with other sites.
     """
     if any(rule.whole_data for rule in log_posterior.model_info.scaling.rules.values()):
         raise ModelError(
@@ -314,7 +331,17 @@ def _start(
 
 
 def _gaussian_of(fitted: Starts, layout: Layout, dense: bool) -> Gaussian:
-    """The Gaussian of a fit, or of its posterior, over the latents of `layout`."""
+    """The Gaussian (the first, at temperature 1) of a fit or of its posterior, over the latents of
+    `layout`, for a filter to start from.
+
+    Args:
+        fitted: a Laplace, VI or EKF that has been run, or its posterior.
+        layout: order and shapes of the model's latents.
+        dense: whether the result has a full covariance rather than a diagonal one.
+
+    Raises:
+        ArgumentError: there is no Gaussian, or its sites or shapes are not those of `layout`.
+    """
     fit = fit_of(fitted)
     if fit is None or not fit.gaussians:
         raise ArgumentError("init_strategy: it has no Gaussian: pass a Laplace, VI or EKF")
@@ -330,10 +357,11 @@ def _gaussian_of(fitted: Starts, layout: Layout, dense: bool) -> Gaussian:
 
 
 def _check_transition_sd(transition_sd: Any) -> None:
-    """Checks that it is a number or tensor >= 0, or a dict of these by site.
+    """Raises unless `transition_sd` is a number >= 0, or a dict from sites to such numbers or
+    tensors of them.
 
     Raises:
-        ArgumentError: it is negative, not finite, or of another type.
+        ArgumentError: a value is negative, not finite, or of another type.
     """
     by_site = transition_sd if isinstance(transition_sd, Mapping) else {None: transition_sd}
     for site, value in by_site.items():
@@ -347,10 +375,12 @@ def _check_transition_sd(transition_sd: Any) -> None:
 
 
 def _drift(transition_sd: TransitionSd, layout: Layout) -> Tensor:
-    """Variance of every element's walk before a batch, [D].
+    """The variance of the random walk of each of the D unconstrained elements before a batch,
+    `[D]`; 0 for sites that a dict leaves out.
 
     Raises:
-        ArgumentError: a site that the model does not have, or a tensor of another shape.
+        ArgumentError: the model has no site of that name, or a tensor has another shape than its
+            site.
     """
     if not isinstance(transition_sd, Mapping):
         return torch.full((layout.size,), transition_sd, dtype=layout.dtype).square()
@@ -372,7 +402,8 @@ def _drift(transition_sd: TransitionSd, layout: Layout) -> Tensor:
 
 
 def _in_numbers(transition_sd: TransitionSd) -> float | dict[str, object]:
-    """The sds as numbers and lists, for `Fit.attrs`."""
+    """`transition_sd` with tensors as nested lists and a number as float, for `Fit.attrs`, which
+    are saved."""
     if not isinstance(transition_sd, Mapping):
         return float(transition_sd)
     return {name: torch.as_tensor(value).tolist() for name, value in transition_sd.items()}

@@ -38,7 +38,7 @@ from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.run.single_step import check_rows
 
-#: Most numbers of the path that are kept: 256 MiB of float64.
+#: Largest number of means and sds that are kept, over all steps: 256 MiB of float64.
 PATH_NUMBERS = 2**25
 #: The most steps of a block, and bytes of its batches.  After a block, the progress bar moves and
 #: the run can be interrupted.
@@ -53,11 +53,12 @@ _OF_THE_SAME = 32
 
 
 class Rates(NamedTuple):
-    """How much a batch counts, and how far the params walk before it.
+    """Settings of a filter's step, as tensors.
 
     Attributes:
-        lr: power of the likelihood, 0-d.
-        drift: variances of the params' walk, [D].
+        lr: power of the batch's likelihood, 0-d; 1 is Bayes' rule.
+        drift: variances of the params' random walk before a batch, `[D]`, for D unconstrained
+            params in all.
     """
 
     lr: Tensor
@@ -65,21 +66,23 @@ class Rates(NamedTuple):
 
 
 class Filter:
-    """A filter that absorbs one batch after another.
+    """An extended Kalman filter in progress: a Gaussian over the latents that absorbs one batch
+    after another.
 
     Args:
-        step: of the filter, on the analyzed model.
-        data: the data that the filter began with.
-        start: the Gaussian before the first batch.
-        rates: of every step.
-        seed: of the curvature's draws.
-        facts: the settings, for `Fit.attrs`.
+        step: step of the filter, on the analyzed model.
+        data: data with which the filter was made; the fit refers to them.
+        start: Gaussian before the first batch.
+        rates: likelihood power and random-walk variances of every step.
+        seed: seed of the curvature's draws.
+        facts: settings of the EKF, for `Fit.attrs`.
         other_target: why the Gaussian is not meant to be the model's posterior; empty if it is.
 
     Attributes:
-        num_steps: how many batches have been absorbed.
-        programs: keeps the compiled loop, where steps are to be compiled; None where not.
-        compile_seconds: how long compilation took.
+        num_steps: number of batches that have been absorbed.
+        programs: where the compiled loop is kept between runs, if steps are to be compiled; None to
+            run every step eagerly.
+        compile_seconds: seconds that compilation took; 0 without compilation.
     """
 
     def __init__(
@@ -106,7 +109,13 @@ class Filter:
     # ------------------------------------------------------------------ steps
 
     def step(self, *args: Any, **kwargs: Any) -> float:
-        """Absorbs one batch; returns its log likelihood at the mean before it, in nats."""
+        """Absorbs one batch, given as the model's own arguments; returns the batch's log
+        likelihood, in nats, at the mean before the step.
+
+        Raises:
+            ModelError: the model subsamples by itself.
+            NonFiniteError: the Gaussian became NaN or infinite.
+        """
         if self.log_posterior.model_info.own_plate is not None:
             raise ModelError(
                 "the model subsamples by itself, so that a step does not say which rows are new: "
@@ -120,8 +129,8 @@ class Filter:
         return float(self._absorb_chunk(chunk))
 
     def absorb_all(self, data: Data) -> Iterator[Tensor]:
-        """Absorbs all batches of the data in their order; yields the log likelihoods of a few steps
-        at a time, `[steps]`."""
+        """Absorbs all batches of the data in their order, each once; yields log likelihoods
+        `[steps]` of the batches, in nats, after every few steps."""
         first = data.first()
         if self.log_posterior.model_info.own_plate is not None or rows.count(first) is None:
             for chunk in split(self.log_posterior, data.in_order(data.batch_size)):
@@ -135,10 +144,15 @@ class Filter:
             yield self._absorb(batches)
 
     def _compile(self, programs: LastProgram, batches: Arguments) -> None:
-        """Compiles the steps on batches like these, whose rows are `[steps, B, ...]`.
+        """Compiles the filter's steps, or takes the compiled loop of an earlier run, if possible;
+        otherwise warns, and steps run eagerly.
+
+        Args:
+            programs: keeper of the compiled loop.
+            batches: the first batches, as the model's arguments, whose rows are `[steps, B, ...]`.
 
         Warns:
-            CompileWarning: they cannot be compiled.
+            CompileWarning: the steps cannot be compiled.
         """
         begun = time.perf_counter()
         try:
@@ -157,8 +171,15 @@ class Filter:
         self.compile_seconds = time.perf_counter() - begun
 
     def _absorb(self, batches: Arguments) -> Tensor:
-        """Absorbs batches, whose rows are `[steps, B, ...]`, one after another; returns their log
-        likelihoods, each at the mean before it, `[steps]`."""
+        """Absorbs several batches of equal size, one after another; returns the log likelihood of
+        each at the mean before its step, in nats, `[steps]`.
+
+        Args:
+            batches: the batches, as the model's arguments, whose rows are `[steps, B, ...]`.
+
+        Raises:
+            NonFiniteError: the Gaussian became NaN or infinite.
+        """
         if self.num_steps == 0 and self.programs is not None:
             self._compile(self.programs, batches)
         if self._program is not None and self._program.takes(rows.take(batches, 0)):
@@ -172,7 +193,12 @@ class Filter:
         return torch.cat([self._absorb_chunk(Chunk(p, None, slice(None), size)) for p in parts])
 
     def _absorb_chunk(self, chunk: Chunk) -> Tensor:
-        """Absorbs one batch; returns its log likelihood at the mean before it, `[1]`."""
+        """Absorbs one batch by an eager step; returns the batch's log likelihood at the mean before
+        the step, in nats, `[1]`.
+
+        Raises:
+            NonFiniteError: the Gaussian became NaN or infinite; the message says at which step.
+        """
         seed = derived_seed(self._seed, self.num_steps, Purpose.CURVATURE)
         try:
             state, log_lik = self._step(self._state, self._rates, chunk, seed)
@@ -202,19 +228,24 @@ class Filter:
 
     @property
     def log_lik(self) -> Tensor:
-        """Log likelihood of each batch at the mean before it, in nats, `[steps]`."""
+        """Log likelihood of each absorbed batch at the mean before its step, in nats, `[steps]`."""
         return torch.cat([torch.empty(0, dtype=torch.float64), *self._log_lik])
 
     @property
     def path(self) -> tuple[Tensor, Tensor] | None:
-        """Means and sds after each step, `[steps, D]`; None if there are too many to keep."""
+        """(Means, sds) of the Gaussian after each step, in unconstrained space, each `[steps, D]`,
+        for D latent elements in all; None if they are too many to keep."""
         if self._path is None:
             return None
         mean, sd = torch.cat(self._path).chunk(2, dim=1)
         return mean, sd
 
     def fit(self, times: Mapping[str, float]) -> Fit:
-        """The Gaussian after the latest step, with what the run took in its `attrs`."""
+        """The Gaussian after the latest step, as a fit.
+
+        Args:
+            times: seconds that parts of the run took, by name, for the fit's `attrs`.
+        """
         gaussian = self._state.gaussian
         points = {name: p.unconstrained for name, p in self.log_posterior.points.items()}
         params = {**self.layout.unflatten(gaussian.mean), **points}
@@ -241,14 +272,19 @@ class Filter:
         )
 
     def finish(self, times: Mapping[str, float]) -> Fit:
-        """The fit of a whole run, which `posterior` holds, with the data, until the next step."""
+        """The fit at the end of a run over all data. Unlike after single steps, `posterior` then
+        keeps the data, until the next step.
+
+        Args:
+            times: seconds that parts of the run took, by name, for the fit's `attrs`.
+        """
         fit = self.fit(times)
         self._posterior = GaussianPosterior(fit)
         return fit
 
     @property
     def posterior(self) -> GaussianPosterior:
-        """The Gaussian after the latest step.
+        """The posterior after the latest step: a Gaussian in unconstrained space.
 
         Raises:
             NotRunError: no batch has been absorbed.
@@ -267,13 +303,14 @@ def _is_finite(state: EKFState) -> bool:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the filter on a model.
+    """One step of the extended Kalman filter on a model: a function from the filter's state and a
+    batch to the next state.
 
     Attributes:
         log_posterior: the analyzed model.
-        layout: of the latents.
-        curvature: which curvature of the likelihood is absorbed.
-        drifts: whether any param walks at random between batches.
+        layout: order and shapes of the latents in the state's vectors.
+        curvature: kind of the likelihood's curvature: "ggn", "monte_carlo" or "empirical_fisher".
+        drifts: whether any param has a random walk between batches.
     """
 
     log_posterior: LogPosterior
@@ -284,13 +321,15 @@ class Step:
     def __call__(
         self, state: EKFState, rates: Rates, chunk: Chunk, seed: int = 0
     ) -> tuple[EKFState, Tensor]:
-        """(The state after a batch, the batch's log likelihood at the mean before it).
+        """(The filter's state after a batch; the batch's log likelihood at the mean before the
+        step, in nats, 0-d).
 
         Args:
-            state: before the batch.
-            rates: of the step.
-            chunk: the batch; without rows, the params only walk.
-            seed: of the curvature's draws.
+            state: state of the filter before the batch.
+            rates: likelihood power and random-walk variances.
+            chunk: the batch; without rows, only the random walk is applied, and the log likelihood
+                is 0.
+            seed: seed of the curvature's draws.
         """
         if self.drifts:
             state = predict(state, rates.drift)
@@ -305,11 +344,16 @@ class Step:
         return absorb(state, gradient, total, rates.lr), log_lik
 
     def on_rows(self, state: EKFState, rates: Rates, batch: Arguments) -> tuple[EKFState, Tensor]:
-        """The same step, on a batch that is given as the model's arguments."""
+        """The same result as of calling the step, for a batch that is given as the model's
+        arguments instead of as a chunk."""
         return self(state, rates, Chunk(batch, None, slice(None), rows.count(batch) or 0))
 
     def check_is_traceable(self, state: EKFState, batch: Arguments) -> None:
-        """Checks that every step of a compiled loop can be the same program.
+        """Raises if the steps cannot be compiled into a loop in which every step does the same.
+
+        Args:
+            state: state of the filter.
+            batch: a batch, as the model's arguments.
 
         Raises:
             RuntimeError: the state is not on a CPU, or the curvature is estimated from draws.
@@ -323,7 +367,8 @@ class Step:
         return Curvature(self.log_posterior, self.curvature, seed=seed)
 
     def _gradient(self, params: Params, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """(Gradient of the chunk's log likelihood, [D]; the log likelihood)."""
+        """(Gradient of the chunk's log likelihood with respect to the D latent elements, `[D]`; the
+        log likelihood, in nats, 0-d), as sums over the chunk's rows."""
 
         def evaluate(params: Params) -> Evaluation:
             evaluation = self.log_posterior(params, chunk.arguments, chunk.indices)
@@ -341,15 +386,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """Steps in C++, on batches of one shape.
+    """The filter's steps, compiled to a loop in C++, for batches of one shape.
 
     Attributes:
-        example: a batch of that shape.
-        facts: other values that the steps depend on.
-        loop: over steps whose state is (mean and sd `[1, 2 D]`, which are kept; the precision's
-            elements, `[1, ...]`).
-        constants: what a step reads besides its arguments.
-        recall: returns the constants again, or None if they have changed.
+        example: a batch of that shape, as the model's arguments.
+        facts: other facts that the compiled code depends on (layout, structure, curvature, random
+            walk, number of threads), compared before the loop is used again.
+        loop: the compiled loop. Its state consists of mean and sd together, `[1, 2 D]`, of which
+            every step's is returned, and the elements of the precision, `[1, ...]`.
+        constants: tensors that a step reads besides its arguments.
+        recall: function that returns the constants again; None if one of them has changed.
     """
 
     example: Arguments
@@ -362,14 +408,20 @@ class Program:
         return type(None), ()  # None in copies, which compile their own
 
     def takes(self, batch: Arguments) -> bool:
-        """Whether the batch has the example's shapes."""
+        """Whether a batch has the shapes that the loop was compiled for."""
         return rows.are_alike(self.example, batch)
 
     def run(
         self, state: EKFState, rates: Rates, batches: Arguments
     ) -> tuple[EKFState, Tensor, Tensor]:
-        """(The state after the batches, whose rows are `[steps, B, ...]`; means and sds after each
-        of them, `[steps, 2 D]`; their log likelihoods, `[steps]`)."""
+        """(The filter's state after the batches; means and sds after each step, `[steps, 2 D]`; log
+        likelihoods of the batches, in nats, `[steps]`).
+
+        Args:
+            state: state of the filter before the batches.
+            rates: likelihood power and random-walk variances.
+            batches: batches, as the model's arguments, whose rows are `[steps, B, ...]`.
+        """
         moved, path, log_lik, _ = self.loop.run(
             [leaf[None] for leaf in _leaves(state)],
             [leaf[None] for leaf in rows.leaves(batches)],
@@ -392,13 +444,16 @@ class Program:
         tolerance: float,
         roundings: float,
     ) -> bool:
-        """Whether the program takes the step, at another state than it was traced at, and usually
-        on another batch: what leaves torch in the model (NumPy, lists) is not traced but frozen.
+        """Whether the compiled loop computes the same as an eager step.
+
+        Compares the two on the last batch, at another state than the one at which the loop was
+        traced. A part of the model outside torch (NumPy, lists) is constant in the loop, which
+        shows as a difference.
 
         Args:
             step, state, rates, batches: as for `LastProgram.compile`.
-            tolerance: largest difference, relative to the step.
-            roundings: largest difference, in roundings of the state.
+            tolerance: largest difference, relative to the change that a step makes.
+            roundings: largest difference, in units of the state's rounding.
         """
         signs = torch.linspace(-1, 1, len(state.mean)).to(state.mean)
         state = state._replace(mean=state.mean + _ELSEWHERE * signs * state.sd)
@@ -414,21 +469,24 @@ class Program:
 
 
 class LastProgram:
-    """Keeps the latest program of an `EKF`, for its next run on batches of the same shape."""
+    """Keeps the compiled loop of an `EKF`, so that its next run on batches of the same shape need
+    not compile again."""
 
     program: Program | None = None
 
     def compile(self, step: Step, state: EKFState, rates: Rates, batches: Arguments) -> Program:
-        """The program of steps from this state on: the latest one if it takes them, else a new one.
+        """A compiled loop for these steps: the kept one if it still computes the same, otherwise a
+        new one, which is then kept.
 
         Args:
-            step: what is compiled.
-            state, rates: as at the first step.
-            batches: the first ones, whose rows are `[steps, B, ...]`.
+            step: step of the filter that is compiled.
+            state: state of the filter before the first batch.
+            rates: likelihood power and random-walk variances.
+            batches: the first batches, as the model's arguments, whose rows are `[steps, B, ...]`.
 
         Raises:
-            RuntimeError: the program computes something else than the step.
-            Exception: whatever the model raises when it cannot be traced, and the compiler.
+            RuntimeError: the loop does not compute the same as the step.
+            Exception: whatever the model raises when it cannot be traced, or the compiler.
         """
         example, structure = rows.take(batches, 0), state.precision.dim()
         facts = step.layout, structure, step.curvature, step.drifts, torch.get_num_threads()
@@ -476,11 +534,13 @@ def _compile(
 
 
 def _leaves(state: EKFState) -> list[Tensor]:
-    """The state's tensors as the loop takes them."""
+    """The filter's state as the tensors of the compiled loop: [mean and sd together, `[1, 2 D]`;
+    elements of the precision, `[1, ...]`]."""
     return [torch.cat([state.mean, state.sd])[None], state.precision.reshape(1, -1)]
 
 
 def _state(mean_and_sd: Tensor, precision: Tensor, shape: torch.Size) -> EKFState:
-    """The state of the loop's tensors."""
+    """The filter's state from the compiled loop's tensors; the inverse of `_leaves`. `shape` is the
+    precision's: `[D]` if diagonal, `[D, D]` if dense."""
     mean, sd = mean_and_sd[0].chunk(2)
     return EKFState(mean, sd, precision.reshape(shape))

@@ -22,27 +22,28 @@ from pyro_scale.model.transforms import bijection
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.run.problem import as_log_posterior, check_all_rows, module_device
 
-#: Number of sites, with names that differ only in their numbers, from which they share a line.
+#: Sites whose names differ only in their numbers share a line if there are at least so many.
 _FEWEST_FOLDED = 5
 _COLUMNS = ("site", "kind", "shape", "support", "transform", "plate", "Pyro", "ours", "why")
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A table of sites and the factors that scale them.  It prints as text, and as HTML in a
-    notebook.
+    """What `explain` returns: a table of a model's sites and of the factors that scale their log
+    densities.  It prints as text, and as HTML in a notebook.
 
     Attributes:
         rows: one dict a site, by column: site, kind, shape, support, transform, plate, the factor
-            by which Pyro multiplied its log density, the factor by which we multiply it, and why.
-        num_data: N.
-        batch_size: B.
-        num_dimensions: of the unconstrained latents together.
+            by which Pyro multiplied the log density, the factor by which this library multiplies
+            it, and why.
+        num_data: number of rows of data, N.
+        batch_size: number of rows in a batch, B.
+        num_dimensions: number of elements of all latents in unconstrained space.
         partition_error: largest difference, in nats, between a row's log likelihood in the first
             batch and in a part of it; None if there are no parts to compare.
-        gaussian_prior: latents whose prior is Gaussian in unconstrained space.  EKF's start is
-            exact for them; for others it uses moments of prior draws.
-        warnings: possible mistakes.
+        gaussian_prior: names of the latents whose prior is Gaussian in unconstrained space.  For
+            these EKF's start is exact; for others it uses moments of prior draws.
+        warnings: sentences about possible mistakes in the model.
     """
 
     rows: tuple[dict[str, str], ...]
@@ -98,8 +99,8 @@ class Explanation:
 
 
 def _fold(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
-    """The rows, with one row for many whose sites differ only in the numbers of their names, such
-    as those of a loop over time."""
+    """The table's rows, with one row in place of five or more that are equal but for the numbers in
+    the site's name (such as sites of a loop over time); its site reads "first ... last (count)"."""
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         cells = tuple(row[c] for c in _COLUMNS if c != "site")
@@ -113,7 +114,8 @@ def _fold(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def _folded_names(names: Iterable[str]) -> str:
-    """The names, with "first ... last (count)" for many that differ only in their numbers."""
+    """The sites' names separated by commas, with "first ... last (count)" in place of five or more
+    names that differ only in their numbers."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_without_numbers(name), []).append(name)
@@ -124,12 +126,13 @@ def _folded_names(names: Iterable[str]) -> str:
 
 
 def _without_numbers(name: str) -> str:
-    """The name with "#" for every number, equal for sites such as "x_1" and "x_2"."""
+    """The site's name with every number replaced by "#", so that sites such as "x_1" and "x_2" give
+    equal results."""
     return re.sub(r"\d+", "#", name)
 
 
 def _span(names: Sequence[str]) -> str:
-    """The names as "first ... last (count)"."""
+    """A short form of many names: "first ... last (count)"."""
     return f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
@@ -144,8 +147,8 @@ def explain(
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         data: a loader, or the model's own arguments, as for a sampler's `run`.
-        batch_size: rows a step, for tensors.
-        num_data: N, which overrides what the data say.
+        batch_size: rows in a batch, for data that are tensors; None for all rows.
+        num_data: number of rows in all, N; None takes it from the data.
 
     Raises:
         ModelError, SiteError, PlateError, DataError, ArgumentError: as `run` would.
@@ -178,7 +181,7 @@ def explain(
 
 
 def _table(log_posterior: LogPosterior) -> list[dict[str, str]]:
-    """The rows of `Explanation`: first sites, then point-estimated params."""
+    """The rows of `Explanation`: one dict a sample site, then one a point-estimated param."""
     info = log_posterior.model_info
     ratio = log_posterior.num_data / info.batch_size
     rules = {part: rule for name, rule in info.scaling.rules.items() for part in name.split("+")}
@@ -191,7 +194,13 @@ def _table(log_posterior: LogPosterior) -> list[dict[str, str]]:
 
 
 def _site_row(site: Site, rule: Rule | None, ratio: float) -> dict[str, str]:
-    """The row of a sample site, with the rule that scales it and `ratio` = N/B."""
+    """The table's row, by column's name, about a sample site.
+
+    Args:
+        site: the site.
+        rule: rule that scales the site's log density; None if the site has none.
+        ratio: N/B, number of rows of data over rows in a batch.
+    """
     is_latent = site.kind == "latent"
     pyro, ours, why = ("", "", "") if rule is None else (rule.pyro, rule.ours, rule.why)
     if site.kind == "enumerated":
@@ -216,7 +225,8 @@ def _site_row(site: Site, rule: Rule | None, ratio: float) -> dict[str, str]:
 
 
 def _point_row(point: Point) -> dict[str, str]:
-    """The row of a `pyro.param` site or an unfrozen weight."""
+    """The table's row, by column's name, about a `pyro.param` site or an unfrozen weight, which is
+    point-estimated."""
     empty = dict.fromkeys(_COLUMNS, "")
     return empty | {
         "site": point.name,
@@ -228,7 +238,7 @@ def _point_row(point: Point) -> dict[str, str]:
 
 
 def _factor(words: str, ratio: float) -> str:
-    """The factor as a rule names it, with the number of N/B."""
+    """The factor of a scaling rule as text; "N/B" is followed by its number, `ratio`."""
     return f"N/B = {ratio:.6g}" if words == "N/B" else words
 
 
@@ -237,21 +247,22 @@ def _is_one(scale: float | Tensor) -> bool:
 
 
 def _number(scale: float | Tensor) -> str:
-    """The user's `poutine.scale`, or its shape."""
+    """The user's `poutine.scale` as text; for a tensor of several elements, its shape."""
     if isinstance(scale, Tensor) and scale.numel() > 1:
         return f"of shape {list(scale.shape)}"
     return f"{float(scale):.6g}"
 
 
 def _plate(frame: Any) -> str:
-    """The plate's name and size, such as "data [20 of 100]"."""
+    """A plate as text: its name and size, such as "data [20 of 100]" for a subsample of 20."""
     if frame.full_size in (None, frame.size):
         return f"{frame.name} [{frame.size}]"
     return f"{frame.name} [{frame.size} of {frame.full_size}]"
 
 
 def _support(constraint: Any) -> str:
-    """The constraint's name, such as "positive" or "interval(0, 1)"."""
+    """A support as short text, such as "positive" or "interval(0, 1)"; without event-dimension
+    wrappers."""
     while hasattr(constraint, "base_constraint"):
         constraint = constraint.base_constraint
     text = str(constraint)
@@ -264,7 +275,7 @@ def _support(constraint: Any) -> str:
 
 
 def _transform(transform: Any) -> str:
-    """The transform's name, such as "Exp" or "Affine then Exp"."""
+    """A transform to the support as text, such as "Exp", "Affine then Exp" or "identity"."""
     if isinstance(transform, IndependentTransform):
         return _transform(transform.base_transform)
     if isinstance(transform, ComposeTransform):
@@ -273,7 +284,8 @@ def _transform(transform: Any) -> str:
 
 
 def _warnings(info: ModelInfo) -> list[str]:
-    """Sentences on what may be a mistake in the model."""
+    """Sentences about possible mistakes in the model, or what restricts its use; empty if there are
+    none."""
     warnings = model_warnings(info)
     rules = info.scaling.rules
     by_hand = [name for name, rule in rules.items() if not rule.keeps_scale]

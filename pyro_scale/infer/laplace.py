@@ -46,8 +46,8 @@ _FAR_MODE, _FAR_PER_DIMENSION = 1.0, 0.1
 _MOST_DENSE = 1000
 #: Directions of structure="low_rank", by default.
 _RANK = 20
-#: Cost of a fit, in passes through the data that evaluate the log joint; its check may cost as
-#: much.
+#: Cost of a fit, in passes through the data that evaluate the log joint.  The check of the fit may
+#: cost as much.
 _PASSES = 100
 #: A Gaussian's center: that of a fit, or values by site; None if it is searched for.
 Mode = Mapping[str, Tensor] | Approximation | GaussianPosterior | None
@@ -72,21 +72,22 @@ class Laplace(Approximation):
             `fit.attrs["independent"]` list the sites of either kind.  `"low_rank"`, for other
             models of many dimensions: a diagonal, and the directions about which the data say most,
             in units of the prior's sds.
-        curvature: of the likelihood: `"ggn"`, the generalized Gauss-Newton matrix, never negative;
-            `"monte_carlo"`, an estimate of it from one drawn observation a row, for many outputs;
-            `"empirical_fisher"`; or `"hessian"`, the Hessian of the whole log joint.  If the Fisher
-            information of a distribution is not known, the GGN is estimated from 100 draws a row;
-            `fit.attrs["curvature"]` says so.  Data that are one joint density (a Gaussian process,
-            a loop over time, a `pyro.factor`) have no GGN; then `"ggn"` means the Hessian.
+        curvature: kind of the likelihood's curvature: `"ggn"`, the generalized Gauss-Newton matrix,
+            never negative; `"monte_carlo"`, an estimate of the GGN from one drawn observation a
+            row, for many outputs; `"empirical_fisher"`; or `"hessian"`, the Hessian of the whole
+            log joint. If the Fisher information of a distribution is not known, the GGN is
+            estimated from 100 draws a row; `fit.attrs["curvature"]` says so. Data that are one
+            joint density (a Gaussian process, a loop over time, a `pyro.factor`) have no GGN; then
+            `"ggn"` means the Hessian.
         sites: names of the sites that get a Gaussian, or patterns, such as `"net.2.*"` for a
             network's last layer; others stay at the mode.  All by default.
-        temperature: multiplies the covariance.
+        temperature: factor on the covariance; 1 is the posterior.
         rank: number of directions of `"low_rank"`; 20 by default.
         corrected: for `"kron"`, whether each block has the curvature's exact diagonal in the basis
             of its factors' eigenvectors (EKFAC; George et al. 2018).  The block is then nearer to
             the curvature, in the Frobenius norm.  This takes a second pass through the rows.
         init_strategy: where the search for the mode starts.
-        num_data: N, which overrides what the data say.
+        num_data: number of rows in all, N; None takes it from the data.
 
     Raises:
         ArgumentError: an argument is unknown or out of range.
@@ -169,17 +170,18 @@ class Laplace(Approximation):
         for a dense structure, refined by Newton's method with the same curvature.
 
         Args:
-            data: as for samplers: a `DataLoader`, or the model's own arguments; all N rows.
+            data: all N rows: a `DataLoader`, or the model's own arguments, as for samplers.
             mode: where the Gaussian is centered: a fitted `MAP`, or a dict of constrained values by
                 site.  By default the mode is searched for.
             tune: `pyro.param` sites, such as a prior's scale or the noise, that maximize the
                 marginal likelihood (type-II maximum likelihood), with the mode moving along.
                 Others are part of the mode.
-            batch_size: rows at a time, which changes the result by rounding only.
+            batch_size: number of rows that are evaluated at a time, which changes the result by
+                rounding only; None for the default.
             num_chains: number of starts of the search for the mode.  The fits are sorted by their
                 evidence, the largest first; `params` and `guide` are those of the first, and draws
                 come from all alike.
-            seed: of the starts, and of the draws.
+            seed: seed of the starts, and of draws from the fit.
             progress: whether to show a progress bar.
             distributed: `"auto"` shares the rows among the processes of torch's process group, or
                 of torchrun, each of which then has the fit.  If the likelihood is a joint density
@@ -192,7 +194,7 @@ class Laplace(Approximation):
 
         Raises:
             ArgumentError, DataError: before the model is run; or there is no mode; or the log joint
-                does not depend on what is tuned.
+                does not depend on a param in `tune`.
             ModelError, SiteError, PlateError: before any step; or the curvature is not positive.
             RankError: another process has failed or died, or has other data or arguments.
 
@@ -247,15 +249,15 @@ class Laplace(Approximation):
 
         Args:
             data: new rows.
-            mode: as for `run`, of the density with the new prior, such as a `MAP` of
-                `laplace.as_prior()`; by default searched for from the old mode.
-            batch_size: rows at a time.
+            mode: center of the Gaussian, as for `run`, of the density with the new prior, such as a
+                `MAP` of `laplace.as_prior()`; by default searched for from the old mode.
+            batch_size: number of rows that are evaluated at a time; None for the default.
             progress: whether to show a progress bar.
-            distributed: as for `run`.
+            distributed: which processes share the rows, as for `run`.
 
         Returns:
-            The method itself.  Its evidence is that of the new rows given the old ones.  Params of
-            `pyro.param` keep their old values.
+            The method itself.  Its evidence is that of the new rows given the old ones.
+            `pyro.param` sites keep their old values.
 
         Raises:
             NotRunError: there is no old posterior.
@@ -287,7 +289,9 @@ class Laplace(Approximation):
         return self
 
     def at_temperature(self, temperature: float) -> Laplace:
-        """A copy at another temperature; see `GaussianPosterior.at_temperature`."""
+        """A copy of this method whose Gaussians are those at another temperature (covariance
+        proportional to temperature); see `GaussianPosterior.at_temperature`. This method does not
+        change."""
         other = copy.copy(self)
         other._last = Finished(self.posterior.at_temperature(temperature))
         other.temperature = other.fit.temperature
@@ -306,18 +310,22 @@ class Laplace(Approximation):
         held: Tensor | None = None,
         tuned: Tensor | None = None,
     ) -> Search:
-        """The search for the Gaussian on these rows.
+        """The search for the mode and the Gaussian there, prepared for these rows of data but not
+        yet run.
 
         Args:
-            problem: the analyzed model, with starts.
-            sites: which get a Gaussian.
-            num_rows: rows at a time; None for the default.
-            fixed: the Gaussian's center, if the user passed it.
-            held: places in a position that are not moved.
-            tuned: places of params that maximize the evidence.
+            problem: the analyzed model on the data, with starts.
+            sites: names of the latent sites that get a Gaussian.
+            num_rows: number of rows that are evaluated at a time; None for the default.
+            fixed: the Gaussian's center, `[D]`, if the user passed one; otherwise None.
+            held: indices, among the D unconstrained elements, of those that the search must not
+                move; None if there are none.
+            tuned: indices, among the D unconstrained elements, of params that maximize the
+                evidence; None if there are none.
 
         Raises:
-            ArgumentError: the structure does not fit the model, or not into memory.
+            ArgumentError: the structure is impossible for the model, or its matrices do not fit
+                into memory.
         """
         density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
         structure = self.structure
@@ -343,7 +351,11 @@ class Laplace(Approximation):
         return search
 
     def _check_same(self, problem: Problem, workers: Workers) -> None:
-        """Checks that all ranks have the same data, model and arguments."""
+        """Raises unless all processes have the same data, model and arguments.
+
+        Raises:
+            RankError: a process has others.
+        """
         if not workers.is_alone:
             about = {
                 "method": type(self).__name__,
@@ -358,8 +370,19 @@ class Laplace(Approximation):
             check_same(workers, identity_of(problem, about, {}))
 
     def _kind(self, problem: Problem, position: Tensor) -> tuple[CurvatureKind, list[str]]:
-        """(The kind of curvature, which is the Hessian if the data have no GGN; notes on what is
-        estimated)."""
+        """(Kind of curvature to use for the data; notes on what is estimated from draws, for
+        `fit.attrs`).
+
+        The kind is the one that the user asked for, except "hessian" in place of "ggn" if the data
+        are one joint density, which has no GGN.
+
+        Args:
+            problem: the analyzed model on the data.
+            position: point in unconstrained space, `[D]`, at which the model is examined.
+
+        Raises:
+            ModelError: the likelihood has no curvature of the kind that the user asked for.
+        """
         if self.curvature == "hessian":
             return "hessian", []
         log_posterior = problem.log_posterior
@@ -374,7 +397,12 @@ class Laplace(Approximation):
             return "hessian", []
 
     def _sites_of(self, problem: Problem) -> tuple[str, ...]:
-        """The latent sites that get a Gaussian."""
+        """Names of the latent sites that get a Gaussian: all, or those that match the `sites` that
+        the user passed.
+
+        Raises:
+            ArgumentError: a name or pattern matches no site.
+        """
         latents = problem.log_posterior.latents
         if self._sites is None:
             return latents
@@ -392,15 +420,17 @@ class Laplace(Approximation):
         workers: Workers,
         is_passed: bool,
     ) -> None:
-        """Stores the posterior of the Gaussians, and checks its fit.
+        """Stores the result of a run in this method, as a posterior, and warns if the Gaussians fit
+        badly.
 
         Args:
-            problem: the analyzed model.
-            search: that found the Gaussians.
-            candidates: a Gaussian for every start.
-            seconds: that it took.
-            workers: the processes of the run.
-            is_passed: whether the user passed the mode.
+            problem: the analyzed model on the data.
+            search: the search that found the Gaussians.
+            candidates: the center, Gaussian and evidence for each start.
+            seconds: seconds that the search took.
+            workers: processes of the run.
+            is_passed: whether the user passed the mode; then its distance from the density's is
+                checked.
         """
         gaussians = [candidate.gaussian.temper(self.temperature) for candidate in candidates]
         attrs = {
@@ -434,12 +464,13 @@ class Laplace(Approximation):
 
 
 def _why_far(square: float, size: int) -> str | None:
-    """The warning for a mode that the user passed and that is far from the density's; None if it is
-    near.
+    """The text of a warning that the mode which the user passed is far from the density's; None if
+    it is near.
 
     Args:
-        square: of the distance in posterior sds, by a step of Newton's method.
-        size: number of dimensions.
+        square: squared distance between the two in posterior sds, estimated by a step of Newton's
+            method.
+        size: number of dimensions of the Gaussian, with which the limit grows.
     """
     if square <= _FAR_MODE + _FAR_PER_DIMENSION * size:
         return None
@@ -451,8 +482,9 @@ def _why_far(square: float, size: int) -> str | None:
 
 
 def _factors_of(gaussian: Gaussian, sites: Sequence[str], layout: Layout) -> dict[str, str]:
-    """Names of the sites with Kronecker factors and of those with independent elements, for
-    `Fit.attrs`."""
+    """Entries of `Fit.attrs` for a Gaussian of Kronecker factors: comma-separated names of the
+    sites with factors (`factors`) and of those with independent elements (`independent`); empty for
+    other Gaussians."""
     if not isinstance(gaussian, Kronecker):
         return {}
     places = layout.places(sites)[gaussian.others.cpu()].tolist()
@@ -464,7 +496,17 @@ def _factors_of(gaussian: Gaussian, sites: Sequence[str], layout: Layout) -> dic
 
 
 def _fixed_center(problem: Problem, mode: Mode, start: int) -> Tensor | None:
-    """The Gaussian's center, [D], if the user passed it."""
+    """The Gaussian's center that the user passed as `mode`, `[D]`, in unconstrained space; None if
+    `mode` is None, and has to be searched for.
+
+    Args:
+        problem: the analyzed model.
+        mode: a fit, or constrained values by site.
+        start: number of the start, to take the center of a fit from several starts.
+
+    Raises:
+        ArgumentError: `mode` is something else, or a fit of other sites.
+    """
     if mode is None:
         return None
     if isinstance(mode, Mapping):
@@ -480,17 +522,24 @@ def _fixed_center(problem: Problem, mode: Mode, start: int) -> Tensor | None:
 
 
 def _candidate_from(start: Tensor, fixed: Tensor | None) -> Callable[[Search], Candidate]:
-    """A function that searches for the Gaussian from `start`, or puts it at `fixed`."""
+    """A function of the search that returns the center with its Gaussian and evidence: the mode
+    nearest to `start`, or the point `fixed` (both `[D]`) if that is not None."""
     return lambda search: search.best(start) if fixed is None else search.at(fixed)
 
 
 def _type_of(mode: object) -> str | None:
-    """Name of the mode's type, for ranks to compare; rank 0's mode is used."""
+    """Name of the type of the user's `mode`, None if the mode is searched for. Processes compare
+    only this, since the mode that rank 0 was given is used by all."""
     return None if mode is None else type(mode).__name__
 
 
 def _tuned_places(problem: Problem, names: Sequence[str]) -> Tensor | None:
-    """Places of the tuned params in a position; None if nothing is tuned."""
+    """Indices, among the D unconstrained elements, of the `pyro.param` sites that maximize the
+    evidence; None if there are none.
+
+    Raises:
+        ArgumentError: the model has no `pyro.param` of that name.
+    """
     names, points = [names] if isinstance(names, str) else names, problem.log_posterior.points
     for name in names:
         if name not in points:

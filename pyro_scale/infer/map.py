@@ -37,8 +37,8 @@ class MAP(Optimized):
             `lambda params: torch.optim.SGD(params, lr=0.1)`, which runs eagerly.  The optimizer
             minimizes the negative log joint over N: the mean loss over rows, plus the prior's
             over N.
-        structure: `"dense"` ends with L-BFGS and steps of Newton's method on all rows, which find
-            the mode to rounding; `"diag"` does not.
+        structure: `"dense"` ends the run with L-BFGS and Newton's method on all rows, which find
+            the mode to rounding; `"diag"` ends after the optimizer's steps.
         early_stopping: whether to stop once no start's log joint rises significantly from the third
             quarter of the steps so far to the last (see `converged`).  Do not combine it with an lr
             that is to fall first.
@@ -47,9 +47,9 @@ class MAP(Optimized):
             approximation at the mode, the loss has curvature 1 there in every direction, and
             `torchopt.sgd(1.0)` on all rows is Newton's method.  With Kronecker factors, a step is
             K-FAC's (Martens and Grosse 2015) with constant factors.
-        options: `init_strategy`, where it starts: one of Pyro's, a dict of constrained tensors
-            `[num_chains, ...]`, or another fit; `num_data`, N, which overrides what the data say;
-            `compile`, as for samplers.
+        options: `init_strategy`, where the search starts: one of Pyro's strategies, a dict of
+            constrained tensors `[num_chains, ...]`, or another fit; `num_data`, the number of rows
+            in all, N, if not that of the data; `compile`, as for samplers.
 
     Raises:
         ArgumentError: an argument is unknown or out of range, such as a fit of only some sites.

@@ -48,7 +48,15 @@ T = TypeVar("T")
 
 
 def asks(question: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Makes a method of inference classes that calls the posterior's method of the same name."""
+    """Makes a method for inference classes that answers by calling the method of the same name on
+    the instance's posterior.
+
+    Args:
+        question: a method of a posterior class, whose name, signature and docstring the result has.
+
+    Returns:
+        The method.  It raises NotRunError if there is no posterior yet.
+    """
 
     @functools.wraps(question)
     def answer(method: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -59,11 +67,11 @@ def asks(question: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any
 
 @dataclass(frozen=True)
 class NotRun:
-    """The state of a method that has no posterior.
+    """The state of an inference method that has no posterior.
 
     Attributes:
-        name: of the method.
-        reason: why there is no posterior, after the method's name.
+        name: name of the inference class, such as "BAOA".
+        reason: why there is no posterior, as the end of a sentence that begins with the name.
     """
 
     name: str
@@ -71,7 +79,7 @@ class NotRun:
 
     @property
     def posterior(self) -> Never:
-        """Raises an error that says why there is none.
+        """Never returns: raises an error that says why there is no posterior.
 
         Raises:
             NotRunError: always.
@@ -80,11 +88,12 @@ class NotRun:
 
 
 class Finished(NamedTuple):
-    """The state of a method after a run.
+    """The state of an inference method after a run.
 
     Attributes:
-        posterior: the run's result.
-        plan: of the run, if the method can take its steps again.
+        posterior: result of the run.
+        plan: plan of the run, from which its steps can be taken again (for `step_size_bias`); None
+            if the method does not support this.
     """
 
     posterior: Posterior
@@ -92,25 +101,27 @@ class Finished(NamedTuple):
 
 
 class Chain(Protocol):
-    """A chain that is moved step by step, as `begin` returns it."""
+    """What `begin` returns: a chain, optimizer or filter that the caller moves step by step."""
 
     def step(self, *args: Any, **kwargs: Any) -> float:
-        """Takes one step on a batch, given as the model's own arguments; returns the estimate of
-        the objective before it."""
+        """Takes one step on a batch, given as the model's own arguments; returns the batch's
+        estimate of the objective before the step, in nats (see `Stepwise.step`)."""
         ...
 
     @property
     def posterior(self) -> Posterior:
-        """The state after the latest step."""
+        """The posterior that the state after the latest step gives, such as a single draw of a
+        sampler."""
         ...
 
 
 @runtime_checkable
 class Starts(Protocol):
-    """A fit or run that chains can start from."""
+    """A fit or run from which chains of another run can start."""
 
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
-        """Constrained values of latent sites, `[num_chains, ...]`."""
+        """Starting points for `num_chains` chains: constrained values by latent site, `[num_chains,
+        ...]`."""
         ...
 
 
@@ -119,9 +130,9 @@ class Method:
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
-        init_strategy: where chains start: one of Pyro's (`init_to_median`, ...), a dict of
-            constrained tensors `[num_chains, ...]`, or a fit, from which starts are drawn.
-        num_data: N, which overrides what the data say.
+        init_strategy: where chains start: one of Pyro's strategies (`init_to_median`, ...), a dict
+            of constrained tensors `[num_chains, ...]`, or a fit, from which starts are drawn.
+        num_data: number of rows in all, N; None takes it from the data.
 
     Raises:
         ArgumentError: the model is not callable, the init strategy is unknown, or N is below 1.
@@ -165,7 +176,8 @@ class Method:
                 setattr(cls, name, check_calls(function, base))
 
     def __getattr__(self, name: str) -> Any:
-        """Raises an error that names our counterpart of another library's attribute."""
+        """Never returns: raises an AttributeError for an unknown attribute, which names this
+        library's counterpart if the attribute is one of another library."""
         raise missing_attribute(self, name, OF_METHOD)
 
     def __repr__(self) -> str:
@@ -177,8 +189,12 @@ class Method:
         return f"<{type(self).__name__}({settings}), {size}>"
 
     def _settings_in_words(self, facts: Mapping[str, Any]) -> str:
-        """Hyperparameters that are numbers or words, as "name=value, ...": the run's values if
-        `facts` has them, else those that were passed."""
+        """Hyperparameters that are numbers or words, as text "name=value, ...", for `repr`.
+
+        Args:
+            facts: the posterior's `attrs`, whose values have precedence over those that the user
+                passed, since `"auto"` is resolved there; empty before a run.
+        """
         values = self.kernel.hyperparameters() if hasattr(self, "kernel") else {}
         if hasattr(self, "structure"):
             values = {"structure": self.structure, **values}
@@ -196,7 +212,8 @@ class Method:
 
     @property
     def posterior(self) -> Posterior:
-        """The result of the last run or step: a value that later runs do not change.
+        """The posterior of the last run or step.  Later runs and steps make new posteriors and do
+        not change this one.
 
         Raises:
             NotRunError: nothing has been run, or the run ended without draws.
@@ -217,19 +234,22 @@ class Method:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """Values of `pyro.param` sites and unfrozen weights after the last step."""
+        """Constrained values of `pyro.param` sites and unfrozen weights after the last step, by
+        name."""
         return self.posterior.params
 
     @classmethod
     def load(cls, path: files.FilePath, model: Any) -> Self:
-        """A method with the posterior that `save` wrote, bit for bit.  It cannot be run or stepped.
+        """An instance with the posterior that `save` wrote, bit for bit.  It cannot be run or
+        stepped.
 
         Methods that read the run's data (`log_likelihood`, most groups of `to_arviz`) need `data=`.
 
         Args:
-            path: the file.
-            model: the model of the run, as for the constructor.  It is run on the file's batch, and
-                must have the same sites, and at two points the same log prior and log likelihood.
+            path: path of the file.
+            model: the model of the run, as for the constructor.  The model is run on the file's
+                batch, and must have the same sites, and at two points the same log prior and log
+                likelihood.
 
         Raises:
             ArgumentError: `path` is no path, or `model` is not callable.
@@ -253,15 +273,21 @@ class Method:
     # ------------------------------------------------------------------ inside
 
     def _forget(self) -> None:
-        """Drops the results of earlier runs and steps, at the start of a run."""
+        """Drops the results of earlier runs and steps; called at the start of a run."""
         self._last = NotRun(type(self).__name__, self._not_run)
 
     def _open(self, data: Any, batch_size: int | None) -> Data:
-        """The data that the user passed, opened on the model's device."""
+        """The data that the user passed to `run`, opened on the model's device.
+
+        Args:
+            data: a loader, or the model's own arguments.
+            batch_size: number of rows in a batch, for tensors; None for all rows.
+        """
         return open_data(data, batch_size, self._num_data, module_device(self.model))
 
     def _target(self, log_posterior: LogPosterior) -> LogPosterior:
-        """The density that the method works on; by default the posterior in unconstrained space."""
+        """The density that the method works on: by default the posterior in unconstrained space
+        itself; `MAP` drops the Jacobians."""
         return log_posterior
 
     def _analyze(
@@ -273,16 +299,17 @@ class Method:
         seed: int,
         must_be_usable: bool = True,
     ) -> Problem:
-        """The analyzed model on the data, with chains at their starts.  If possible, the analysis
-        of the last run is reused.
+        """The analyzed model on the data, with chains at their starts, as every run needs it.  If
+        possible, the analysis of the last run is reused.
 
         Args:
-            data: of the run.
-            num_data: N; None if the model says it.
-            kernel: moves the chains; `Hyperparameters()` if nothing is moved step by step.
+            data: data of the run.
+            num_data: number of rows in all, N; None if the model's plate says it.
+            kernel: sampler's or optimizer's kernel, with its hyperparameters; `Hyperparameters()`
+                if nothing is moved step by step.
             num_chains: number of chains.
-            seed: of the run.
-            must_be_usable: as for `prepare`.
+            seed: seed of the run.
+            must_be_usable: whether the starts have to be finite, as for `prepare`.
         """
         log_posterior = self._target(as_log_posterior(self.model, num_data))
         starts, earlier = self._starts(num_chains, seed), self._understood
@@ -294,14 +321,16 @@ class Method:
         return problem
 
     def _starts(self, num_chains: int, seed: int) -> Any:
-        """The init strategy; if it is a fit, starts drawn from it."""
+        """The init strategy that the user passed; if that is a fit, `num_chains` starts drawn from
+        it, as constrained values by site."""
         if isinstance(self._init_strategy, Starts):
             return self._init_strategy.starts(num_chains, seed)
         return self._init_strategy
 
 
 class Stepwise(Method):
-    """A method whose chain can be moved step by step."""
+    """Base class of methods that can be moved step by step, by `begin` or `step`, and not only by
+    `run`."""
 
     def begin(self, *args: Any, **kwargs: Any) -> Chain:
         """A chain at its start, for your own loops: `chain.step(*batch)` moves it, and
@@ -312,7 +341,7 @@ class Stepwise(Method):
 
         Args:
             *args: a batch, as the model's own arguments, on which the model is analyzed.
-            **kwargs: likewise.
+            **kwargs: the batch's arguments that are passed by name.
 
         Raises:
             ArgumentError: an option needs all data.
@@ -340,18 +369,27 @@ class Stepwise(Method):
         return value
 
     def _open_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Data:
-        """A batch, given as the model's own arguments, as data."""
+        """The batch that the user passed to `step` or `begin`, as data.
+
+        Args:
+            args, kwargs: the batch, as the model's own arguments.
+        """
         return batch_as_data(self.model, self._num_data, args, kwargs)
 
 
 class SteppedChain:
-    """A chain, or particles, that a kernel moves step by step.
+    """A chain, or particles, that a sampler's or optimizer's kernel moves step by step.
+
+    In the two functions, `draws` has the states after one step, `values` the hyperparameters of the
+    step by name.
 
     Args:
-        problem: the analyzed model with the chain's start.
-        kernel: moves the chain, with its schedules.
-        check: (problem, draws, values, batch) -> None; raises an error if the step broke the chain.
-        posterior_of: (problem, draws, values, first batch) -> the posterior of one step's draws.
+        problem: the analyzed model, with the start.
+        kernel: kernel that moves the chain, with its schedules.
+        check: function (problem, draws, values, batch) -> None that is called if the step broke the
+            chain; raises the error.
+        posterior_of: function (problem, draws, values, first batch) -> the posterior of one step's
+            draws.
     """
 
     def __init__(
@@ -367,8 +405,9 @@ class SteppedChain:
         self._posterior: Posterior | None = None
 
     def step(self, *args: Any, **kwargs: Any) -> float:
-        """Takes one step on a batch, given as the model's own arguments; returns the log joint
-        before it, in nats."""
+        """Takes one step on a batch, given as the model's own arguments; returns the batch's
+        estimate of the objective before the step (the log joint, or the ELBO of VI and IVON), in
+        nats, averaged over particles."""
         problem = self._stepping.problem
         with without_vmap_warnings():
             draws, values = self._stepping.step(args, kwargs)
@@ -379,7 +418,8 @@ class SteppedChain:
 
     @property
     def posterior(self) -> Posterior:
-        """The state after the latest step.
+        """The posterior of the state after the latest step: a single draw of a sampler, all
+        particles, or a fit.
 
         Raises:
             NotRunError: no step has been taken.
@@ -393,7 +433,8 @@ class SteppedChain:
 
 
 class Loaded:
-    """Base, besides the method's class, of objects that `load` returns."""
+    """Base class, besides the method's own class, of what `load` returns: results without the
+    ability to run."""
 
     def run(self, *args: Any, **kwargs: Any) -> Never:
         """Raises an error: the file has no hyperparameters to run with.
@@ -412,7 +453,8 @@ class Loaded:
 
 
 def _family(kind: type) -> Iterator[type]:
-    """The class and all its subclasses, without those of loaded objects."""
+    """Yields a class and all its subclasses, depth first, except the classes of objects that `load`
+    made; `load` looks a class up by name among these."""
     yield kind
     subclass: type
     for subclass in kind.__subclasses__():

@@ -48,12 +48,14 @@ class NUTS(Method):
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
-        num_data: N; not needed, as all rows are there.
-        init_strategy: one of Pyro's, a dict of constrained values `[num_chains, ...]`, or a fit.
+        num_data: number of rows in all, N; not needed, as the data have all rows.
+        init_strategy: where chains start: one of Pyro's strategies, a dict of constrained tensors
+            `[num_chains, ...]`, or a fit.
         max_depth: trajectories have at most 2^max_depth leapfrog steps.
         target_accept: acceptance rate that the step size is adapted to; larger values take smaller
             steps, which helps against divergences.
-        mass: `"diag"`, or `"low_rank"` for strongly correlated posteriors.
+        mass: structure of the mass matrix: `"diag"`, or `"low_rank"` for strongly correlated
+            posteriors.
         temperature: 1 is the posterior; T samples exp(log joint / T).
         compile: `"auto"` and True compile the log density if possible; False does not.
 
@@ -131,8 +133,8 @@ class NUTS(Method):
         each chain.
 
         Args:
-            data: as for samplers: a `DataLoader`, which is read once and in order, or the model's
-                own arguments; all N rows.
+            data: all N rows: a `DataLoader`, which is read once and in order, or the model's own
+                arguments.
             num_samples: draws to keep, per chain.
             warmup_steps: draws that adapt, and are not kept.
             num_chains: number of chains; they run on as many cores as there are.
@@ -198,7 +200,17 @@ class NUTS(Method):
     starts = asks(Posterior.starts)
 
     def _problem(self, data: Any, num_chains: int, batch_size: int | None, seed: int) -> Problem:
-        """The analyzed model on all rows, with chains at their starts."""
+        """The analyzed model on all rows of the data, with chains at their starts.
+
+        Args:
+            data: data as for `run`; a loader is read once, in order.
+            num_chains: number of chains.
+            batch_size: what the user passed: None or N.
+            seed: seed of the run.
+
+        Raises:
+            ArgumentError: `batch_size` is smaller than N.
+        """
         opened = self._open(data, None)
         if opened.batch_size is not None or not isinstance(opened, TensorData):  # a loader
             arguments = rows.concatenate(list(opened.in_order()))
@@ -215,7 +227,15 @@ class NUTS(Method):
     def _result(
         self, problem: Problem, draws: Draws, settings: Settings, times: Mapping[str, Any]
     ) -> PosteriorDraws:
-        """The draws with the model's points, and with the settings in `attrs`."""
+        """The posterior's draws: NUTS's draws of the latents, together with the fixed values of
+        `pyro.param` sites.
+
+        Args:
+            problem: the analyzed model.
+            draws: draws and statistics of all chains.
+            settings: settings of the run, for `attrs`.
+            times: seconds and program of the run, for `attrs`.
+        """
         num_chains, layout = len(problem.positions), problem.engine.layout
         points = problem.positions[0, problem.engine.num_latents :].double()
 
@@ -244,7 +264,12 @@ class NUTS(Method):
 
     @staticmethod
     def _warn(result: PosteriorDraws, interrupted: bool) -> None:
-        """Warns if the run was interrupted or trajectories diverged."""
+        """Warns if the run was interrupted, or if any kept trajectory diverged.
+
+        Args:
+            result: draws of the run.
+            interrupted: whether the user interrupted the run.
+        """
         if interrupted:
             chains, draws = result.positions.shape[:2]
             others = 0 if result.unfinished is None else len(result.unfinished)
@@ -269,7 +294,8 @@ class NUTS(Method):
 
 
 def _program_of(density: LogDensity) -> str:
-    """How nutpie evaluates the density, in words."""
+    """A phrase for titles and reports: how nutpie evaluates the log density, such as compiled to C
+    or called from Python."""
     if density.native is None or takes_pointers():
         return density.program
     return (
@@ -278,8 +304,11 @@ def _program_of(density: LogDensity) -> str:
 
 
 def _with_enough_digits(result: PosteriorDraws, problem: Problem) -> PosteriorDraws:
-    """The result with those latents in float64 whose draws, or whose deterministic sites, would be
-    visibly rounded in the model's dtype; unchanged if the model does not take such values."""
+    """The draws, with those latents in float64 that the model's dtype would visibly round, because
+    their posterior sd is near the spacing of its numbers.
+
+    Where a deterministic site would be rounded, all latents become float64.  The result is
+    unchanged if nothing is rounded or the model does not run on float64 values."""
     layout, rounded = result.layout, {finding.site for finding in resolution(result)}
     latents = set(result.log_posterior.latents)
     for names in (rounded & latents, latents) if rounded else ():
@@ -297,7 +326,12 @@ def _with_enough_digits(result: PosteriorDraws, problem: Problem) -> PosteriorDr
 
 def _what_broke(problem: Problem, density: LogDensity) -> str:
     """A clause for the warning of divergences: at which site the log density or its gradient was
-    not finite."""
+    not finite when evaluated during the run.
+
+    Args:
+        problem: the analyzed model.
+        density: log density, which remembers the point at which it was not finite.
+    """
     layout, position = density.layout, density.function.not_finite_at
     points = {name: p.unconstrained for name, p in problem.log_posterior.points.items()}
     params = layout.unflatten(position.to(layout.dtype)) | points

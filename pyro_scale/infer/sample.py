@@ -58,15 +58,16 @@ def sample(
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         data: a `DataLoader`, or the model's own arguments.
-        seconds: that sampling may take, approximately.  Compilation takes some ten seconds more.
+        seconds: time that sampling may take, approximately.  Compilation takes some ten seconds
+            more.
         num_samples: draws to keep, per chain.
         num_chains: number of chains.
         seed: the same seed gives the same draws, unless time runs out.
         progress: whether to show a progress bar.
 
     Returns:
-        `NUTS`, `GHMC` or `BAOA`, after its run.  `posterior.attrs["sample"]` says which method it
-        is, why, and the estimated times of the methods.
+        `NUTS`, `GHMC` or `BAOA`, after its run.  `posterior.attrs["sample"]` says which method
+        was chosen and why, with the estimated times of the methods.
 
     Raises:
         ArgumentError: `seconds` is not a number above 0; and what the methods raise.
@@ -126,13 +127,15 @@ def sample(
 
 
 def _numbers_per_row(data: Data) -> float:
-    """How many numbers a gradient reads for a row of the data."""
+    """An estimate of the cost of a gradient: how many numbers it reads for one row of the data
+    (elements of the row, averaged over the tensors of rows, plus one)."""
     batch = data.arguments if isinstance(data, TensorData) else data.first()
     leaves = [leaf for leaf in rows.leaves(batch) if rows.is_rows(leaf)]
     return sum(leaf.numel() / max(1, len(leaf)) for leaf in leaves) + 1
 
 
 def _with_reason(method: Method, why: str) -> Method:
-    """The method, whose posterior's `attrs` say why it was chosen."""
+    """The method itself, after the sentence `why`, on why it was chosen, was written to
+    `posterior.attrs["sample"]`."""
     method.posterior.attrs["sample"] = why
     return method

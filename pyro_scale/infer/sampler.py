@@ -39,20 +39,21 @@ class Sampler(Stepwise):
     """A stochastic-gradient MCMC sampler on a Pyro model.
 
     Args:
-        hyperparameters: the kernel's: floats or schedules (step -> float), or for some kernels
-            dicts of these by site; sites that a dict leaves out have the default, if there is one.
+        hyperparameters: hyperparameters of the sampler's kernel, such as `lr`: floats or schedules
+            (step -> float), or for some kernels dicts of these by site; sites that a dict leaves
+            out have the default, if there is one.
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
-        init_strategy: where chains start: one of Pyro's, drawn anew for each chain
+        init_strategy: where chains start: one of Pyro's strategies, drawn anew for each chain
             (`init_to_uniform` by default), a dict of constrained tensors `[num_chains, ...]`, or
-            a fit (`MAP`, `Laplace`, `VI`, `EKF`), from which they are drawn.
-        num_data: N, which overrides what the data say.
+            a fit (`MAP`, `Laplace`, `VI`, `EKF`), from which starts are drawn.
+        num_data: number of rows in all, N; None takes it from the data.
         compile: whether the steps become one compiled program.  `"auto"` compiles runs of at least
             3,000 steps (1,500 with 251 chains or more), which repay the few seconds that
             compilation takes; a resumed run is compiled if the interrupted one was.  False never
             compiles.
-        control_variates: True finds the mode and replaces the minibatch gradient by its
-            difference to the one at the mode.  A dict of constrained values by site names that
-            point.  A step then needs two gradients of a batch.  `"auto"` uses control variates if
+        control_variates: True finds the mode and replaces the minibatch gradient by its difference
+            to the one at the mode.  A dict of constrained values by site is used as that point
+            instead.  A step then needs two gradients of a batch.  `"auto"` uses control variates if
             the step size is chosen and steps take minibatches.
         precondition: the coordinates that chains move in.  `"auto"` whitens the posterior, so that
             lr and friction mean the same on every posterior: by a matrix up to 500 dimensions
@@ -106,13 +107,13 @@ class Sampler(Stepwise):
     def from_sgd(
         cls, model: Any, *, lr: float | Schedule, momentum: float = 0.0, **others: Any
     ) -> Self:
-        """The sampler that is `torch.optim.SGD` at temperature 0, step for step, on the negative
-        log joint over N: the mean loss over rows, plus the prior's over N.
+        """A sampler whose steps at temperature 0 are exactly those of `torch.optim.SGD` on the
+        negative log joint over N (the mean loss over rows, plus the prior's over N).
 
         Args:
-            model: as for the constructor.
+            model: model as for the constructor.
             lr: SGD's learning rate, a float or a schedule.
-            momentum: SGD's; dampening is 0.
+            momentum: SGD's momentum; dampening is 0.
             others: the constructor's other arguments.
 
         Raises:
@@ -293,7 +294,13 @@ class Sampler(Stepwise):
         return self
 
     def begin(self, *args: Any, **kwargs: Any) -> Chain:
-        """A chain at its start, for your own loops; see `Stepwise.begin`."""
+        """A chain at its start, for your own loops: `step(*batch)` moves it, `posterior` is its
+        state; see `Stepwise.begin`.
+
+        Raises:
+            ArgumentError: the sampler accepts or rejects proposals, or an option has to be chosen
+                or measured from all rows.
+        """
         if (chain := begin_sharded(self, args, kwargs)) is not None:
             return chain
         if self.kernel.adjusted:

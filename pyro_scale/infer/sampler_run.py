@@ -60,17 +60,18 @@ def run_stages(
     workers: Workers,
     rows_by_rank: bool,
 ) -> None:
-    """Runs a sampler from its checked arguments to its posterior, which it stores in the sampler.
+    """Runs a sampler from its checked arguments to its posterior, which it stores in the sampler:
+    tunes, takes the steps, measures the draws, and raises or warns about what went wrong.
 
     Args:
         sampler: the sampler that is run.
-        data: as for `Sampler.run`.
-        config: the checked arguments.
-        budget: of rows and seconds.
-        journal: of checkpoints.
-        seed: of the run; None draws one.
-        workers: the processes of the run.
-        rows_by_rank: whether every rank's data are rows of its own.
+        data: data as for `Sampler.run`.
+        config: the checked arguments of `Sampler.run`.
+        budget: limits on gradients of rows and on seconds.
+        journal: writes checkpoints, and has the one that is resumed.
+        seed: seed of the run; None draws one.
+        workers: processes of the run.
+        rows_by_rank: whether every process's data are rows of its own.
 
     Raises:
         NonFiniteError: a chain broke; and what the stages raise.
@@ -118,15 +119,18 @@ def _collect(
     choice: Choice | None,
     sink: ToDisk | ToMoments | None,
 ) -> tuple[PosteriorDraws | None, BaseException | None]:
-    """(The run's draws with their measurements and report, None without draws; what ended the run
-    early or stopped the measurements).
+    """Collects, measures and reports on a run's draws, and stores them in the sampler.
 
     Args:
-        sampler: is given the posterior.
-        trajectory: of the run, gathered from all processes.
-        config: the run's arguments.
-        choice: what warm-up chose; None if everything was set by the user.
-        sink: where draws went; None for memory.
+        sampler: the sampler, which is given the posterior.
+        trajectory: steps of the run, gathered from all processes.
+        config: the checked arguments of the run.
+        choice: what tuning chose; None if the user set everything.
+        sink: where draws were written during the run; None for memory.
+
+    Returns:
+        (The draws with their measurements and report, None if there are no draws; the exception
+        that ended the run early or stopped the measurements, None if there was none).
     """
     draws, workers, values = trajectory.draws, trajectory.problem.workers, _mean_values(trajectory)
     result = _draws_of(type(sampler).__name__, trajectory, config, choice, sink)
@@ -165,8 +169,16 @@ def _draws_of(
     choice: Choice | None,
     sink: ToDisk | ToMoments | None,
 ) -> PosteriorDraws | None:
-    """The draws of a run before anything is measured; None if there are none.  Arguments as for
-    `_collect`."""
+    """The draws of a run, with the run's facts but before anything is measured; None if there are
+    no draws.
+
+    Args:
+        name: name of the method.
+        trajectory: steps of the run, gathered from all processes.
+        config: the checked arguments of the run.
+        choice: what tuning chose; None if the user set everything.
+        sink: where draws were written during the run; None for memory.
+    """
     plan, problem, _, draws = trajectory
     kept = len(draws.kept_steps)
     if isinstance(sink, ToDisk):
@@ -193,7 +205,13 @@ def _draws_of(
 
 
 def _share_findings(result: PosteriorDraws | None, workers: Workers) -> PosteriorDraws | None:
-    """This rank's draws, with rank 0's tables and report about all chains."""
+    """This process's draws, with the tables (summary, diagnostics) and report about the chains of
+    all processes, which rank 0 computed. Has to be called on every rank.
+
+    Args:
+        result: draws of this process; None if it has none.
+        workers: processes of the run.
+    """
     findings = None
     if workers.is_first and result is not None:
         posterior = Posterior(result)
@@ -214,7 +232,15 @@ def _share_findings(result: PosteriorDraws | None, workers: Workers) -> Posterio
 def _broken_chains(
     name: str, trajectory: Trajectory, result: PosteriorDraws | None, journal: Journal
 ) -> str:
-    """The error message for chains that broke.  Writes a file for `ps.replay`."""
+    """The error message for chains whose state became NaN or infinite. Also writes a file for
+    `ps.replay`, which the message names.
+
+    Args:
+        name: name of the method.
+        trajectory: steps of the run.
+        result: draws of the chains that finished; None if there are none.
+        journal: has the directory of checkpoints, for the file.
+    """
     plan, problem, _, draws = trajectory
     replay = crash_dump.write(problem, name, draws, journal.path)
     sites = broken_sites(problem, draws)
@@ -222,8 +248,14 @@ def _broken_chains(
 
 
 def _warn_of_run(trajectory: Trajectory, result: PosteriorDraws, choice: Choice | None) -> None:
-    """Warns of chains that exploded, of a report whose verdict is not "yes", or of a short
-    warm-up."""
+    """Warns if chains exploded, if the report's verdict is not "yes" (of a run that tuned itself),
+    or if warm-up was short (of a run whose arguments the user set).
+
+    Args:
+        trajectory: steps of the run.
+        result: draws of the run.
+        choice: what tuning chose; None if the user set everything.
+    """
     if explosion_message := explosion(result):
         warn(BiasWarning, explosion_message, code="exploded")
     elif choice is None:
@@ -242,8 +274,16 @@ def _warn_of_run(trajectory: Trajectory, result: PosteriorDraws, choice: Choice 
 def _end_early(
     name: str, draws: Draws, result: PosteriorDraws | None, error: BaseException, hint: str
 ) -> None:
-    """Raises the error that ended a run early; warns if that was the user's Control-C and there
-    are draws."""
+    """Raises the error that ended a run early, with a note on the draws until then; only warns if
+    that was the user's Control-C and there are draws.
+
+    Args:
+        name: name of the method.
+        draws: steps of the run.
+        result: draws that were kept; None if there are none.
+        error: exception that ended the run.
+        hint: end of the message: how to resume.
+    """
     kept = 0 if result is None else len(result.sample_stats["step"][0])
     held = f"{_held_by(result)} holds the {kept} draws a chain until then" if kept else "no draws"
     lost = len(draws.kept_steps) - kept if draws.finished else 0  # the disk may be full
@@ -256,7 +296,8 @@ def _end_early(
 
 
 def _held_by(result: PosteriorDraws | None) -> str:
-    """Name of the method that returns the draws, or without draws their moments."""
+    """The method that the user can call on the draws, as text for messages: "get_samples()", or
+    "moments()" if only moments were kept."""
     return "moments()" if result is not None and result.online else "get_samples()"
 
 
@@ -266,10 +307,16 @@ def _held_by(result: PosteriorDraws | None) -> str:
 def raise_broken_step(
     problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
 ) -> None:
-    """Raises the error for a single step that broke the chain.
+    """Raises the error for a single step (of `step`) that made the chain's state NaN or infinite.
+
+    Args:
+        problem: the analyzed model.
+        draws: states after the step.
+        values: hyperparameters of the step, by name.
+        batch: batch of the step, as the model's arguments.
 
     Raises:
-        NonFiniteError: it names the site.
+        NonFiniteError: always; the message names the site.
     """
     sites = broken_sites(problem, draws, batch)
     raise NonFiniteError(message(draws, values["lr"], sites))
@@ -278,7 +325,15 @@ def raise_broken_step(
 def posterior_of_step(
     name: str, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
 ) -> Posterior:
-    """The chain's state after a single step, as a posterior of one draw."""
+    """A posterior of one draw: the chain's state after a single step (of `step`).
+
+    Args:
+        name: name of the method.
+        problem: the analyzed model.
+        draws: states after the step.
+        values: hyperparameters of the step, by name.
+        batch: first batch, which the posterior keeps in place of the data.
+    """
     result = collect(problem, draws, values, _method_facts(name, problem.engine.kernel))
     return Posterior(dataclasses.replace(result, data=None), batch)
 
@@ -287,7 +342,8 @@ def posterior_of_step(
 
 
 def _method_facts(name: str, kernel: Kernel) -> dict[str, Any]:
-    """The method's name and its hyperparameters, as a posterior's `attrs` have them."""
+    """The method's name and hyperparameters as plain numbers and words, by name, for the
+    posterior's `attrs`."""
     hyperparameters = {
         label: {site: _as_fact(value) for site, value in hyper.items()}
         if isinstance(hyper, Mapping)
@@ -304,6 +360,7 @@ def _as_fact(hyper: Any) -> float | str:
 
 
 def _mean_values(trajectory: Trajectory) -> dict[str, Tensor]:
-    """Value of every hyperparameter, averaged over the draws."""
+    """Hyperparameters of the run by name, as tensors, averaged over the steps that were kept as
+    draws."""
     kept = trajectory.draws.kept_steps
     return {name: column[kept].mean(0) for name, column in trajectory.plan.columns.items()}

@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 
 
 def check_config(sampler: Sampler, config: RunConfig) -> None:
-    """Checks the arguments of `Sampler.run` against the method's settings and hyperparameters.
+    """Raises if the arguments of `Sampler.run` contradict the sampler's settings and
+    hyperparameters, such as a schedule for a run of unknown length.
 
     Raises:
-        ArgumentError: it names the argument.
+        ArgumentError: the message names the argument.
     """
     kernel, steps = sampler.kernel, config.steps
     if steps is None:
@@ -61,7 +62,15 @@ def check_config(sampler: Sampler, config: RunConfig) -> None:
 def run_problem(
     sampler: Sampler, data: Any, config: RunConfig, seed: int, workers: Workers, rows_by_rank: bool
 ) -> Problem:
-    """The analyzed model on the data, with all chains at their starts.
+    """The analyzed model on the data, with all chains at their starts, ready for tuning.
+
+    Args:
+        sampler: the sampler that is run.
+        data: data as for `Sampler.run`.
+        config: the checked arguments of `Sampler.run`.
+        seed: seed of the run.
+        workers: processes of the run.
+        rows_by_rank: whether every process's data are rows of its own.
 
     Raises:
         ArgumentError: an option cannot be used with these data.
@@ -101,11 +110,17 @@ def run_problem(
 def run_facts(
     sampler: Sampler, problem: Problem, config: RunConfig, journal: Journal
 ) -> dict[str, Any]:
-    """Facts that identify the run, to compare it with a checkpoint's and among ranks; empty if
-    there are neither.
+    """Facts by name (model, data, arguments, seed) that identify the run, to compare with those of
+    a checkpoint and of other processes; empty if there are neither.
+
+    Args:
+        sampler: the sampler that is run.
+        problem: the analyzed model on the data.
+        config: the checked arguments of `Sampler.run`.
+        journal: writes checkpoints, and has the one that is resumed.
 
     Raises:
-        RankError: ranks have other data or arguments.
+        RankError: another process has other data or arguments.
         FileError: the checkpoint to resume is of another run.
     """
     if journal.path is None and problem.workers.is_alone:
@@ -125,10 +140,11 @@ def run_facts(
 
 
 def _check_constant(kernel: Kernel) -> None:
-    """Checks that a run whose length is to be chosen has no schedules.
+    """Raises if a hyperparameter is a schedule; called if the run's length is chosen during the
+    run.
 
     Raises:
-        ArgumentError: it names the hyperparameter.
+        ArgumentError: the message names the hyperparameter.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(kernel)}
     for name, value in kernel.hyperparameters().items():
@@ -141,19 +157,19 @@ def _check_constant(kernel: Kernel) -> None:
 
 
 def checked_sampling(sampler: Sampler, sampling: Sampling | None, in_batches: bool) -> Sampling:
-    """How rows are drawn: as the user said, or by default as the method needs it.
+    """How rows are drawn: "shuffle", "replacement" or "symmetric".
 
     Args:
-        sampler: the method.
-        sampling: what the user passed.
+        sampler: the sampler that is run.
+        sampling: what the user passed; None for the sampler's default.
         in_batches: whether steps take minibatches.
 
     Raises:
         ArgumentError: `sampling` is unknown, or excludes `subtract_noise`.
 
     Warns:
-        BiasWarning: the method's thermostat corrects for noise of batches that are drawn with
-            replacement, and these are not.
+        BiasWarning: the sampler's thermostat corrects for noise of batches that are drawn with
+            replacement, but these are not.
     """
     if sampling is None:
         return "replacement" if sampler._settings.subtract_noise else sampler.kernel.sampling
@@ -175,10 +191,16 @@ def checked_sampling(sampler: Sampler, sampling: Sampling | None, in_batches: bo
 
 
 def _num_rows_of_all(sampler: Sampler, data: Data, workers: Workers) -> int | None:
-    """N of the run, where `data` are the rows of this rank (`rows_by_rank=True`).
+    """Number of rows that the run stands for, N, if every process has its own rows
+    (`rows_by_rank=True`): the sum over processes, or the user's `num_data`.
+
+    Args:
+        sampler: the sampler that is run.
+        data: rows of this process.
+        workers: processes of the run.
 
     Raises:
-        ArgumentError: an option needs all rows.
+        ArgumentError: an option needs all rows, which no process has.
     """
     if needs_all_rows(sampler._settings):
         raise ArgumentError(
@@ -189,7 +211,8 @@ def _num_rows_of_all(sampler: Sampler, data: Data, workers: Workers) -> int | No
 
 
 def asked_hyperparameters(sampler: Sampler) -> dict[str, Any]:
-    """The hyperparameters and settings by name, with `"auto"` for those that are to be chosen."""
+    """What the user asked for: hyperparameters and settings by name, with `"auto"` for
+    hyperparameters that a run chooses, and the kind of preconditioner as text."""
     settings, precondition = sampler._settings, sampler._settings.precondition
     kind = precondition if isinstance(precondition, str) else type(precondition).__name__
     return {
@@ -202,8 +225,9 @@ def asked_hyperparameters(sampler: Sampler) -> dict[str, Any]:
 
 
 def _numbers_of_fit(fit: Any) -> dict[str, float]:
-    """Two weighted sums over the elements of a fit that was passed as preconditioner, to detect
-    another fit at `resume`; empty without a fit."""
+    """A fingerprint of a fit that was passed as preconditioner: two weighted sums over its
+    elements, by name, which `resume` compares with those of the interrupted run; empty without a
+    fit."""
     if not isinstance(fit, Gaussian):
         return {}
     factors = torch.arange(1, len(fit.mean) + 1).to(fit.mean).sin()
@@ -214,8 +238,8 @@ def _numbers_of_fit(fit: Any) -> dict[str, float]:
 
 
 def _norms_of_starts(problem: Problem, fit: Any) -> dict[str, str]:
-    """Norms of the starts and of the preconditioner, to 4 digits, to detect ranks with different
-    ones."""
+    """Norms of the starts and of the preconditioning fit, by name, as text with 4 digits, by which
+    processes detect that they have different ones."""
     tensors = {"starts": problem.positions}
     if fit is not None and not isinstance(fit, str):
         tensors |= {"precondition.mean": fit.mean, "precondition.sd": fit.variance.sqrt()}
@@ -223,11 +247,16 @@ def _norms_of_starts(problem: Problem, fit: Any) -> dict[str, str]:
 
 
 def check_superchains(superchains: Any, num_chains: int, init_strategy: Any) -> int:
-    """The number of groups of chains that share a start, checked.
+    """The number of superchains (groups of chains that share a start), as an int, checked.
+
+    Args:
+        superchains: what the user passed.
+        num_chains: number of chains.
+        init_strategy: what the user passed; only a dict is looked at.
 
     Raises:
-        ArgumentError: they do not divide the chains into equal groups of two or more; a dict of
-            starts has different ones within a group.
+        ArgumentError: the chains cannot be divided into so many equal groups of two or more; or a
+            dict of starts has different starts within a group.
     """
     superchains = as_count("superchains", superchains, least=2)
     size, remainder = divmod(num_chains, superchains)

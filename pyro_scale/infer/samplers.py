@@ -25,7 +25,8 @@ Friction: TypeAlias = BySite | Literal["auto"]
 
 
 class Options(TypedDict, total=False):
-    """The arguments of every sampler; `Sampler` says what they are."""
+    """The keyword arguments that every sampler has besides its hyperparameters, for type checkers;
+    `Sampler` says what they are."""
 
     init_strategy: Any
     num_data: int | None
@@ -36,7 +37,8 @@ class Options(TypedDict, total=False):
 
 
 class Underdamped(Sampler):
-    """The arguments of samplers with momentum, friction and mass."""
+    """Base class of samplers with momentum; it has their common hyperparameters: step size,
+    friction, mass and temperature."""
 
     def __init__(
         self,
@@ -57,13 +59,13 @@ class BAOA(Underdamped):
 
     Use this unless you have a reason for another sampler.  On a Gaussian its variance is exact at
     any stable step size; otherwise its bias is of second order in lr.  Cost: one gradient and one
-    normal a step.  `pyro_scale.kernels.BAOA` has the equations.
+    normal draw per element a step.  `pyro_scale.kernels.BAOA` has the equations.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size (about the square root of SGD's), or `"auto"`.
         friction: the rate at which momentum decays; `"auto"` is 1.
-        mass: of the momentum.
+        mass: mass of each element's momentum: larger ones move more slowly.
         temperature: 1 is the posterior, 0 is SGD with momentum.
         options: `init_strategy`, `num_data`, `compile`, `precondition`, `control_variates`,
             `subtract_noise`; `Sampler` says what they are.
@@ -85,8 +87,8 @@ class GHMC(Underdamped):
 
     Use this if every step can take all rows and draws have to be exact, as NUTS's are, without an
     extra library.  No step size biases it, so lr="auto" takes the longest step at which nine in ten
-    proposals are accepted.  Cost: one gradient of all rows and one normal a step.  It takes no
-    minibatches; BAOA does.  `pyro_scale.kernels.GHMC` has the equations.
+    proposals are accepted.  Cost: one gradient of all rows and one normal draw per element a step.
+    It takes no minibatches; BAOA does.  `pyro_scale.kernels.GHMC` has the equations.
 
     Differences of log joints decide about proposals.  If log joints are beyond some 10^5 nats,
     write the model in float64.
@@ -95,7 +97,7 @@ class GHMC(Underdamped):
         model: a Pyro model, a `PyroModule` or a `LogPosterior`, without `pyro.param` sites.
         lr: the step size, or `"auto"`.
         friction: the rate at which momentum decays; `"auto"` is 0.5.
-        mass: of the momentum.
+        mass: mass of each element's momentum: larger ones move more slowly.
         temperature: 1 is the posterior; above 0.
         options: `init_strategy`, `num_data`, `compile`, `precondition`; `Sampler` says what they
             are.
@@ -116,14 +118,14 @@ class SGHMC(Underdamped):
     """Stochastic gradient Hamiltonian Monte Carlo.
 
     Use this to reproduce published results; BAOA costs the same and has less bias.  Cost: one
-    gradient and one normal a step.  The bias is of second order in lr.  `pyro_scale.kernels.SGHMC`
-    has the equations.
+    gradient and one normal draw per element a step.  The bias is of second order in lr.
+    `pyro_scale.kernels.SGHMC` has the equations.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size (the square root of SGD's), or `"auto"`.
         friction: the rate at which momentum decays; `"auto"` is 1.
-        mass: of the momentum.
+        mass: mass of each element's momentum: larger ones move more slowly.
         temperature: 1 is the posterior, 0 is SGD with momentum.
         options: `init_strategy`, `num_data`, `compile`, `precondition`, `control_variates`,
             `subtract_noise`; `Sampler` says what they are.
@@ -143,7 +145,8 @@ class SGLD(Sampler):
     """Stochastic gradient Langevin dynamics.
 
     Use this if simplicity matters: two hyperparameters, no momentum.  Cost: one gradient and one
-    normal a step.  The bias is of first order in lr.  `pyro_scale.kernels.SGLD` has the equations.
+    normal draw per element a step.  The bias is of first order in lr.  `pyro_scale.kernels.SGLD`
+    has the equations.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
@@ -178,14 +181,14 @@ class SGNHT(Sampler):
 
     Use this if minibatches are noisy and the noise is about the same for all elements: the friction
     adapts to the noise and removes the bias that it causes.  Start it near the mode
-    (`init_strategy`).  Cost: one gradient and one normal a step.  The bias is of second order in
-    lr.  `pyro_scale.kernels.SGNHT` has the equations.
+    (`init_strategy`).  Cost: one gradient and one normal draw per element a step.  The bias is of
+    second order in lr.  `pyro_scale.kernels.SGNHT` has the equations.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size (about the square root of SGD's), or `"auto"`.
         friction: the rate at which momentum decays without minibatches; `"auto"` is 1.
-        mass: of the momentum.
+        mass: mass of each element's momentum: larger ones move more slowly.
         temperature: 1 is the posterior, 0 is SGD with momentum.
         options: `init_strategy`, `num_data`, `compile`, `precondition`, `control_variates`,
             `subtract_noise`; `Sampler` says what they are.
@@ -218,14 +221,14 @@ class UBU(Underdamped):
     """Underdamped Langevin dynamics: free motion, kick, free motion.
 
     Use this with `sampling="symmetric"`, if the paths of chains, and not only their stationary
-    distribution, have to be accurate to second order in lr.  Cost: one gradient and four normals a
-    step.  `pyro_scale.kernels.UBU` has the equations.
+    distribution, have to be accurate to second order in lr.  Cost: one gradient and four normal
+    draws per element a step.  `pyro_scale.kernels.UBU` has the equations.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         lr: the step size (about the square root of SGD's), or `"auto"`.
         friction: the rate at which momentum decays; `"auto"` is 1.
-        mass: of the momentum.
+        mass: mass of each element's momentum: larger ones move more slowly.
         temperature: 1 is the posterior, 0 switches the noise off.
         options: `init_strategy`, `num_data`, `compile`, `precondition`, `control_variates`,
             `subtract_noise`; `Sampler` says what they are.
@@ -247,7 +250,7 @@ class pSGLD(Sampler):
     """Preconditioned stochastic gradient Langevin dynamics: RMSprop with noise.
 
     Use this if elements differ widely in scale and there is no fit to start the chains from.  Cost:
-    one gradient and one normal a step.  The bias is of first order in lr.
+    one gradient and one normal draw per element a step.  The bias is of first order in lr.
     `pyro_scale.kernels.pSGLD` has the equations.
 
     Args:

@@ -98,8 +98,8 @@ def sbc(
     Args:
         inference: a method with the settings under test, such as `ps.BAOA(model)`; or a dict of
             several, by name, which are fitted to the same data sets.
-        data: as for `run`, observations included.  Covariates are used; the values of observations
-            only with `method="posterior"`.
+        data: data as for the method's `run`, observations included.  Covariates are used; the
+            values of observations only with `method="posterior"`.
         num_simulations: at least 20; 1,000 detect an sd that is off by 10%.
         method: `"prior"`; or `"posterior"` (Saeilynoja et al. 2025), for an `inference` that has
             been run on the data.  Then latents are drawn from its posterior, new data from these
@@ -121,7 +121,8 @@ def sbc(
         resume: the result of an interrupted call with the same arguments.  Another model,
             simulator, prior, other rows or quantities raise an error, if they change the first
             simulations.
-        settings: of `run`, such as `warmup_steps=`, `thinning=`, `batch_size=`.
+        settings: arguments of the method's `run`, such as `warmup_steps=`, `thinning=`,
+            `batch_size=`.
 
     Returns:
         An `SBC`, whose text is the verdict; it has `summary()`, `plot()` and `to_datatree()`.  For
@@ -134,7 +135,7 @@ def sbc(
         ModelError: the model has `pyro.param` sites, or `method="posterior"` cannot test it.
 
     Warns:
-        PyroScaleWarning: it was interrupted; the result has the simulations done so far.
+        PyroScaleWarning: the call was interrupted; the result has the simulations done so far.
 
     Examples:
         >>> import pyro, pyro.distributions as dist, torch, pyro_scale as ps
@@ -218,10 +219,19 @@ def _truth(
     simulator: Callable[..., Any] | None,
     resample: bool,
 ) -> Truth:
-    """The distribution that true latents and data sets are drawn from.
+    """The distribution from which each simulation's true latents and data set are drawn: prior or
+    posterior.
+
+    Args:
+        inference: the method under test.
+        data: data as for `sbc`.
+        method: "prior" or "posterior".
+        simulator: another model to draw from; None for the method's own model.
+        resample: whether rows of covariates are drawn anew for each data set.
 
     Raises:
-        ArgumentError: a simulator or resampled covariates are combined with a posterior.
+        ArgumentError: a simulator or resampled covariates are combined with "posterior", or the
+            data are not those of the method's run.
     """
     opened = inference._open(data, None)
     arguments = opened.first()
@@ -255,7 +265,13 @@ def _truth(
 
 
 def _problem(fitted: Generator, first: Mapping[str, Tensor], seed: int) -> Problem:
-    """The analyzed model on the first data set."""
+    """The analyzed model on the first simulated data set.
+
+    Args:
+        fitted: model under test with its covariates.
+        first: simulated observations by site, `[1, ...]`, of the first data set.
+        seed: seed of the analysis.
+    """
     arguments = fitted.shared_arguments(), {name: table[0] for name, table in first.items()}
     log_posterior = LogPosterior(fitted.stacked_model(), fitted.num_rows)
     opened = open_data(arguments, None, fitted.num_rows)
@@ -270,7 +286,20 @@ def _stack(
     settings: Mapping[str, Any],
     seed: int,
 ) -> Stack:
-    """A stack of one data set, the first, with what all data sets share."""
+    """A stack of data sets that holds only the first one so far, with everything that all data sets
+    share (model, covariates, batch size, compiled program).
+
+    Args:
+        fitted: model under test with its covariates.
+        first: simulated observations by site, `[1, ...]`, of the first data set.
+        problem: the analyzed model on the first data set.
+        inference: the method under test.
+        settings: arguments of the method's `run`.
+        seed: seed of the first data set's fit.
+
+    Raises:
+        ArgumentError: the batch size or the way of drawing rows is impossible.
+    """
     num_rows, size = fitted.num_rows, settings.get("batch_size")
     if size is not None and not is_auto(size):
         size = as_count("batch_size", size, hint=", or None for all rows")
@@ -299,10 +328,10 @@ def _stack(
 
 
 def _check_batches(truth: Truth, stack: Stack) -> None:
-    """Checks that the model can be run on batches, if a batch size is set.
+    """Raises if a batch size is set and the model cannot be run on batches.
 
     Raises:
-        PlateError, SiteError: it cannot.
+        PlateError, SiteError: the model cannot be run on batches.
     """
     if stack.batch_size is not None:
         fitted = truth.fitted
@@ -315,11 +344,16 @@ def _check_batches(truth: Truth, stack: Stack) -> None:
 
 
 def _check(inference: Any, method: Any, settings: Mapping[str, Any]) -> None:
-    """Checks that `inference` is a method, and has the settings.
+    """Raises unless `inference` is a method with draws whose `run` has all the settings.
+
+    Args:
+        inference: what the user passed as the method.
+        method: what the user passed as "prior" or "posterior".
+        settings: arguments of the method's `run`, by name.
 
     Raises:
-        ArgumentError: it is no method, or one without draws.
-        CallError: its `run` does not have a setting, or `sbc` sets it.
+        ArgumentError: `inference` is no method, or one without draws; or `method` is unknown.
+        CallError: the method's `run` does not have a setting, or `sbc` sets it.
     """
     if not isinstance(inference, Method):
         raise ArgumentError(
@@ -346,10 +380,11 @@ def _check(inference: Any, method: Any, settings: Mapping[str, Any]) -> None:
 
 
 def _check_all(inference: Mapping[str, Any], method: Any, settings: Any, resume: Any) -> None:
-    """Checks that there are methods, that all have the settings, and that none is resumed.
+    """Raises unless `inference` is a non-empty dict of methods that all have the settings, and no
+    earlier result is to be resumed.
 
     Raises:
-        ArgumentError, CallError: as `_check`; or `resume` is not None.
+        ArgumentError, CallError: as `_check`; or `resume` is not None; or the dict is empty.
     """
     if resume is not None:
         raise ArgumentError(
@@ -362,7 +397,12 @@ def _check_all(inference: Mapping[str, Any], method: Any, settings: Any, resume:
 
 
 def _seed_of(resume: Any, count: int) -> int:
-    """The seed of an interrupted call, which is continued to `count` simulations."""
+    """The seed of an interrupted call of `sbc`, whose result `resume` is continued to `count`
+    simulations.
+
+    Raises:
+        ArgumentError: `resume` is no result of `sbc`, or has `count` simulations already.
+    """
     if not isinstance(resume, SBC):
         raise ArgumentError("resume: pass what the interrupted call returned")
     if resume.num_simulations >= count:
@@ -374,7 +414,7 @@ def _seed_of(resume: Any, count: int) -> int:
 
 
 def _in_words(inference: Method) -> str:
-    """The method with its settings, such as "BAOA(lr=auto, ...)"."""
+    """The method under test with its settings as text, such as "BAOA(lr=auto, ...)"."""
     if isinstance(inference, Sampler):
         settings = asked_hyperparameters(inference)
         return f"{type(inference).__name__}({', '.join(f'{n}={v}' for n, v in settings.items())})"

@@ -37,12 +37,13 @@ from pyro_scale.tuning.policy import GEOMETRY, SIMULATIONS, WARM_UP
 def fitter_for(
     inference: Method, problem: Problem, stack: Stack, settings: Mapping[str, Any]
 ) -> Fitter:
-    """The function that fits the method to many data sets: stacked if possible, else one by one.
+    """The fitter that `sbc` uses for a method: an object that fits the method to many data sets,
+    all at once by one program if the method can be stacked, otherwise one after another.
 
     Args:
-        inference: the method, with its settings.
+        inference: the method under test, with its settings.
         problem: the analyzed model on the first data set.
-        stack: of the first data set.
+        stack: stack of the first data set, with what all data sets share.
         settings: arguments of the method's `run`.
 
     Raises:
@@ -76,7 +77,8 @@ def fitter_for(
 
 
 def _trains(sampler: Sampler, problem: Problem, settings: Mapping[str, Any]) -> bool:
-    """Whether the sampler's runs start with training, whose length differs between data sets."""
+    """Whether the sampler's runs start with training by an optimizer (as for networks), whose
+    length differs between data sets, so that the runs cannot be stacked."""
     lengths = [settings.get("warmup_steps", AUTO), settings.get("thinning", AUTO)]
     chooses_length = any(is_auto(length) for length in lengths)
     problem = problem.with_engine(kernel=sampler.kernel)
@@ -86,8 +88,14 @@ def _trains(sampler: Sampler, problem: Problem, settings: Mapping[str, Any]) -> 
 def _stacked_fit(
     inference: VI | IVON, problem: Problem, stack: Stack, settings: Mapping[str, Any]
 ) -> StackedFit | None:
-    """Fits all data sets by one program; None if fits stop early, or their optimizer is not a
-    function."""
+    """A fitter that fits VI or IVON to all data sets by one program; None if fits stop early, or
+    the optimizer is stateful (torch.optim's), so that they must be run one by one.
+
+    Arguments as for `fitter_for`.
+
+    Raises:
+        ArgumentError: the number of steps is missing or out of range.
+    """
     if inference._early_stopping or not inference._is_pure:
         return None
     num_steps, num_epochs = settings.get("num_steps"), settings.get("num_epochs")
@@ -112,8 +120,14 @@ def _stacked_fit(
 
 
 def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> Stacked | None:
-    """The sampler for chains with one data set each; None if it cannot be run so, for example with
-    control variates, which belong to one data set."""
+    """A fitter that runs the sampler on all data sets by one program, one chain a data set; None if
+    that is impossible, for example with control variates, which are computed for one data set.
+
+    Args:
+        sampler: the sampler under test.
+        stack: stack of the first data set.
+        settings: arguments of the sampler's `run`.
+    """
     options, kernel, lr = sampler._settings, sampler.kernel, "lr" in sampler._settings.chosen
     anchor = options.control_variates
     anchored = stack.batch_size is not None if is_auto(anchor) else bool(anchor)
@@ -145,7 +159,15 @@ def _stacked(sampler: Sampler, stack: Stack, settings: Mapping[str, Any]) -> Sta
 def _alone(
     inference: Method, stack: Stack, settings: Mapping[str, Any]
 ) -> Callable[[Arguments, int, Mapping[str, Tensor] | None], tuple[Tensor, bool]]:
-    """A function that runs the method on one data set, as a user would."""
+    """A function that runs the method on one data set, as a user would: (the model's arguments, a
+    seed, the mode by site or None to search) -> (unconstrained draws `[chains, draws, D]`; whether
+    they count as independent, as those of approximations and SVGD do).
+
+    Args:
+        inference: the method under test.
+        stack: stack of data sets, for the model.
+        settings: arguments of the method's `run`.
+    """
     if isinstance(inference, Sampler | NUTS):
         settings = {"num_chains": 1, **settings}
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 #: The hyperparameters that can be "auto".
 _CHOSEN = ("lr", "friction")
 
-#: `control_variates`: whether there are any, where their anchor is, or `"auto"`.
+#: The argument `control_variates`: whether to use them, constrained values by site of the point
+#: (anchor) to use, or `"auto"`.
 Anchor: TypeAlias = bool | Mapping[str, Tensor] | Literal["auto"]
 
 
@@ -37,14 +38,20 @@ def settings_of(
     starts: bool,
     compile: bool | Literal["auto"],
 ) -> tuple[Kernel, Settings]:
-    """Makes (the kernel, with placeholders for hyperparameters that are to be chosen; the
-    settings).
+    """Checks the arguments of a sampler's constructor.
 
     Args:
-        sampler: provides its name and kernel class.
-        hyperparameters: those that the user passed.
-        precondition: as for `Sampler`, like the others, except for `starts`.
-        starts: whether the chains' starts are to be chosen.
+        sampler: the sampler, for its name and kernel class.
+        hyperparameters: hyperparameters that the user passed, by name.
+        precondition: coordinates of the chains, as the user passed them to `Sampler`.
+        control_variates: value of this argument of `Sampler`.
+        subtract_noise: value of this argument of `Sampler`.
+        starts: whether the run is to choose the chains' starts.
+        compile: value of this argument of `Sampler`.
+
+    Returns:
+        (The sampler's kernel, in which a hyperparameter that is `"auto"` has a placeholder until a
+        run chooses it; the checked settings, which name those hyperparameters).
 
     Raises:
         ArgumentError: a value is out of range, or cannot be combined with another one.
@@ -91,7 +98,8 @@ def settings_of(
 
 
 def needs_all_rows(settings: Settings) -> bool:
-    """Whether something is to be chosen or measured from all rows before the first step."""
+    """Whether the sampler's settings make a run choose or measure something from all rows before
+    the first step, so that steps on single batches are impossible."""
     return bool(
         "lr" in settings.chosen
         or settings.precondition is not None
@@ -101,7 +109,12 @@ def needs_all_rows(settings: Settings) -> bool:
 
 
 def _chosen_of(kernel_class: type[Kernel], hyperparameters: Mapping[str, Any]) -> set[str]:
-    """Names of the hyperparameters that are `"auto"`."""
+    """Names of the hyperparameters that the user passed as `"auto"`, for a run to choose.
+
+    Raises:
+        ArgumentError: a hyperparameter is a text that it cannot be, or lr cannot be chosen for this
+            kernel class.
+    """
     for name, value in hyperparameters.items():
         also = " or 'auto'" if name in _CHOSEN else ""
         if isinstance(value, str) and not (also and value == AUTO):
@@ -115,7 +128,11 @@ def _chosen_of(kernel_class: type[Kernel], hyperparameters: Mapping[str, Any]) -
 
 
 def _check_anchor(control_variates: Anchor) -> None:
-    """Checks that `control_variates` has one of its values."""
+    """Raises unless `control_variates` is a flag, `"auto"` or a non-empty dict.
+
+    Raises:
+        ArgumentError: the value is of another kind.
+    """
     is_one = isinstance(control_variates, bool | Mapping) and control_variates != {}
     if not (is_auto(control_variates) or is_one):
         raise ArgumentError(
@@ -127,10 +144,17 @@ def _check_anchor(control_variates: Anchor) -> None:
 def _check_noise(
     name: str, kernel_class: type[Kernel], control_variates: Anchor, subtract_noise: bool
 ) -> None:
-    """Checks that there is minibatch noise to subtract, and that it is subtracted once.
+    """Raises if `subtract_noise` or control variates make no sense for the sampler: if there is no
+    minibatch noise to remove, or both would remove it.
+
+    Args:
+        name: name of the sampler, for messages.
+        kernel_class: class of the sampler's kernel.
+        control_variates: value of this argument of `Sampler`.
+        subtract_noise: value of this argument of `Sampler`.
 
     Raises:
-        ArgumentError: it names the argument.
+        ArgumentError: the message names the argument.
     """
     anchored, theory = bool(control_variates) and not is_auto(control_variates), kernel_class.theory
     if kernel_class.adjusted and (subtract_noise or anchored):
@@ -161,17 +185,18 @@ def as_precondition(
     hyperparameters: Mapping[str, Any],
     chosen: set[str],
 ) -> Precondition:
-    """`"auto"`, a kind of coordinates, a fit's Gaussian, or None for the parameters themselves.
+    """The checked value of `precondition`: `"auto"`, another kind of coordinates as text, the
+    Gaussian of a fit, or None if chains move in the params themselves.
 
     Args:
         precondition: what the user passed.
-        kernel_class: of the method.
-        hyperparameters: those that the user passed.
-        chosen: names of those that are to be chosen.
+        kernel_class: class of the sampler's kernel.
+        hyperparameters: hyperparameters that the user passed, by name.
+        chosen: names of the hyperparameters that a run chooses.
 
     Raises:
-        ArgumentError: `precondition` is none of these, or other arguments have no meaning in such
-            coordinates.
+        ArgumentError: `precondition` has none of these values, or other arguments have no meaning
+            in such coordinates.
     """
     by_site = [name for name, value in hyperparameters.items() if isinstance(value, Mapping)]
     has_mass = hyperparameters.get("mass", 1.0) != 1.0 or "mass" in by_site
@@ -199,7 +224,8 @@ def as_precondition(
 
 
 def gaussian_of(value: Any) -> Gaussian | None:
-    """The Gaussian of a fit of all sites, in float64; None for any other value.
+    """The Gaussian of a fit of all sites (that of its first start), in float64; None for any other
+    value, a fit that has not been run, or a fit of some sites only.
 
     Raises:
         ArgumentError: the fit's temperature is 0.
@@ -219,9 +245,10 @@ def gaussian_of(value: Any) -> Gaussian | None:
 
 
 def count_or_auto(name: str, value: Any, least: int = 1) -> int | None:
-    """The value as an int, or None if it is `"auto"`.
+    """The value of the argument `name` as an int, or None if it is `"auto"`.
 
     Raises:
-        ArgumentError: it is neither; the message names the argument.
+        ArgumentError: the value is neither `"auto"` nor a count of at least `least`; the message
+            names the argument.
     """
     return None if is_auto(value) else as_count(name, value, least=least, hint=", or 'auto'")

@@ -60,7 +60,9 @@ _MAY_DIFFER = {"self", "data", "progress", "memory_budget"}
 
 
 def or_sharded(run: F) -> F:
-    """A method's `run` that calls `run_sharded` instead if the model calls a sharded network."""
+    """Decorates a method's `run`, so that it runs the steps of sharded networks (`run_sharded`) if
+    the model calls a network whose weights are sharded over processes, and the original `run`
+    otherwise."""
     signature = inspect.signature(run)
 
     @functools.wraps(run)
@@ -97,11 +99,11 @@ def run_sharded(
     Args:
         method: the sampler or approximation.
         network: the first sharded network that the model calls.
-        data: of the run, the same on all ranks.
-        arguments: of the call of `run`, by name.
+        data: data of the run, the same on all ranks.
+        arguments: arguments of the call of `run`, by name.
 
     Raises:
-        ArgumentError: a method, an option or an argument that sharded networks do not have.
+        ArgumentError: the method, an option or an argument is not available for sharded networks.
     """
     for name, only in _ONLY_VALUE.items():
         if arguments.get(name, only) != only:
@@ -153,7 +155,8 @@ def run_sharded(
 
 
 class ShardedSteps:
-    """A chain of a sharded network that is moved step by step."""
+    """A chain of a sharded network, as `begin` returns it: the caller moves it step by step, on all
+    ranks together."""
 
     def __init__(self, problem: Problem):
         self._kernel = problem.engine.kernel
@@ -162,14 +165,14 @@ class ShardedSteps:
     @without_vmap_warnings()
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Takes one step on this rank's rows of a batch, given as the model's own arguments;
-        returns the log joint before it, in nats."""
+        returns the estimate of the log joint before the step, in nats."""
         chain = self._chain
         arguments = chain.problem.log_posterior.bind(args, kwargs)
         return chain.step(arguments, self._kernel.values(chain.count))
 
     @property
     def posterior(self) -> ShardedPosterior:
-        """The state after the latest step, as a draw or as a fit."""
+        """The posterior of the state after the latest step: one draw of a sampler, or a fit."""
         problem = self._chain.problem
         draws = Draws.allocate(problem.positions, Steps(0, positions=False))
         draws.state, draws.num_steps = self._chain.state, self._chain.count
@@ -179,15 +182,16 @@ class ShardedSteps:
 def begin_sharded(
     method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ShardedSteps | None:
-    """A chain at its start, if the model calls a sharded network; None otherwise.
+    """A chain at its start that can be moved step by step, if the model calls a sharded network;
+    None otherwise.
 
     Args:
         method: the sampler or approximation.
-        args: this rank's rows of a batch, as the model's own arguments.
-        kwargs: likewise.
+        args: this rank's rows of a batch, as the model's own arguments by position.
+        kwargs: the batch's arguments by name.
 
     Raises:
-        ArgumentError: a method or an option that sharded networks do not have.
+        ArgumentError: the method or an option is not available for sharded networks.
     """
     arguments: Arguments = as_log_posterior(method.model, None).bind(args, kwargs)
     network = sharded_network(method.model, arguments)
@@ -209,7 +213,16 @@ def _prepare(
     seed: int,
     workers: Workers,
 ) -> Problem:
-    """The problem of a method's chain, after checks of the method."""
+    """The analyzed model with its chain's start, of which this rank holds its part.
+
+    Args:
+        method: the sampler or approximation.
+        network: the sharded network.
+        data: data of the run.
+        kernel: sampler's or optimizer's kernel with its schedules.
+        seed: seed of the run, the same on all ranks.
+        workers: processes that share the network.
+    """
     log_posterior = as_log_posterior(method.model, method._num_data or data.num_data)
     if not isinstance(kernel, Kernel):
         log_posterior = method._target(log_posterior)
@@ -218,11 +231,11 @@ def _prepare(
 
 
 def _check_method(method: Any) -> None:
-    """Checks that a method can move a part of a position, and that none of its options needs
-    several chains or gradients of all rows.
+    """Raises if a method or its options are not available for sharded networks: each process moves
+    only its part of the params, there is one chain, and gradients of all rows are not computed.
 
     Raises:
-        ArgumentError: it cannot, or an option does.
+        ArgumentError: the message names the method or the option.
     """
     name, kernel = type(method).__name__, method.kernel
     check_kernel(name, kernel)
@@ -248,7 +261,11 @@ def _check_method(method: Any) -> None:
 
 
 def _config_of(sampler: Any, arguments: Mapping[str, Any]) -> RunConfig:
-    """The arguments of a sampler's `run`, checked."""
+    """The arguments of a sampler's `run`, checked, for a sharded network.
+
+    Raises:
+        ArgumentError: an argument is out of range, or a length is "auto".
+    """
     for name in ("warmup_steps", "thinning"):
         if is_auto(arguments[name]):
             raise ArgumentError(
@@ -276,7 +293,12 @@ def _config_of(sampler: Any, arguments: Mapping[str, Any]) -> RunConfig:
 
 
 def _steps_of_optimizer(method: Any, data: Data, arguments: Mapping[str, Any]) -> Steps:
-    """The steps of an approximation's `run`."""
+    """The number of steps of the `run` of an approximation on a sharded network, from `num_steps`
+    or `num_epochs`.
+
+    Raises:
+        ArgumentError: both or neither are passed, one is out of range, or early stopping is on.
+    """
     num_steps, num_epochs = arguments["num_steps"], arguments["num_epochs"]
     if (num_steps is None) == (num_epochs is None):
         raise ArgumentError("pass one of num_steps and num_epochs, such as num_steps=5000")

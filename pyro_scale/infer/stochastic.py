@@ -54,7 +54,8 @@ _WINDOW = 100
 
 
 class Options(TypedDict, total=False):
-    """Arguments of `MAP`, `VI` and `IVON`; `Optimized` says what they are."""
+    """The keyword arguments that `MAP`, `VI` and `IVON` have in common, for type checkers;
+    `Optimized` says what they are."""
 
     init_strategy: Any
     num_data: int | None
@@ -62,8 +63,8 @@ class Options(TypedDict, total=False):
 
 
 class Stochastic(Stepwise):
-    """A method whose chains (starts or particles) a stochastic optimizer moves: what `MAP`, `VI`,
-    `IVON` and `SVGD` share."""
+    """Base class of methods whose chains (starts or particles) are moved by a stochastic optimizer:
+    `MAP`, `VI`, `IVON` and `SVGD`."""
 
     #: Name of the objective, in reports and warnings.
     objective: ClassVar[str] = "log joint"
@@ -76,7 +77,8 @@ class Stochastic(Stepwise):
 
     @property
     def _is_pure(self) -> bool:
-        """Whether the optimizer is a function, which can be compiled and vmapped."""
+        """Whether the optimizer's steps can be compiled and vmapped; those of torch.optim, and of
+        optimizers that branch on their state's numbers, cannot."""
         return is_pure(self.kernel.optimizer)
 
     def _simulate(
@@ -87,8 +89,19 @@ class Stochastic(Stepwise):
         progress: bool,
         stopping: EarlyStopping | None = None,
     ) -> Draws:
-        """Takes the optimizer's steps from every start, or from this process's, until early
-        stopping; returns the last states of all starts, and the objective at every step.
+        """Takes the optimizer's steps from the starts of this process until the end or early
+        stopping.
+
+        Args:
+            problem: the analyzed model with the starts.
+            batches: minibatches of the steps.
+            steps: number of steps.
+            progress: whether to show a progress bar.
+            stopping: rule of early stopping; None for none.
+
+        Returns:
+            The last states of all starts, also those of other processes, and the objective at every
+            step.
 
         Raises:
             NonFiniteError: a chain's state became NaN or infinite.
@@ -127,7 +140,7 @@ class Stochastic(Stepwise):
         return draws
 
     def _begin(self, problem: Problem) -> SteppedChain:
-        """The chains at their starts, to be moved step by step."""
+        """The optimizer at the problem's starts, as an object whose `step` the caller calls."""
 
         def check(problem: Problem, draws: Draws, _: Any, batch: Arguments) -> None:
             self._check_draws(problem, draws, batch)
@@ -137,19 +150,28 @@ class Stochastic(Stepwise):
     def _posterior_of_step(
         self, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
     ) -> Posterior:
-        """The posterior after a single step; see `SteppedChain`."""
+        """The posterior after a single step of `step`; subclasses implement this for
+        `SteppedChain`.
+
+        Args:
+            problem: the analyzed model.
+            draws: states after the step.
+            values: hyperparameters of the step, by name.
+            batch: first batch, which the posterior keeps in place of the data.
+        """
         raise NotImplementedError
 
     def _check_draws(self, problem: Problem, draws: Draws, batch: Arguments | None = None) -> None:
-        """Checks that no chain broke.
+        """Raises if the state of any chain became NaN or infinite, or the model failed.
 
         Args:
-            problem: of the run.
-            draws: of the run.
-            batch: of a single step; None if the batches are the problem's.
+            problem: the analyzed model of the run.
+            draws: states of the run, with the failures.
+            batch: batch of a single step, as the model's arguments; None if the batches are the
+                run's.
 
         Raises:
-            NonFiniteError: for the first chain that broke; it says why.
+            NonFiniteError: the message says where and why the first broken chain failed.
         """
         if not draws.failures:
             return
@@ -169,13 +191,13 @@ class Stochastic(Stepwise):
 
 
 class Optimized(Stochastic, Approximation):
-    """An approximation that a stochastic optimizer finds: what `MAP`, `VI` and `IVON` share.
+    """Base class of approximations that a stochastic optimizer finds: `MAP`, `VI` and `IVON`.
 
     Args:
-        init_strategy: where params, or means, start: one of Pyro's, a dict of constrained tensors
-            `[num_chains, ...]`, or another fit.
-        num_data: N, which overrides what the data say.
-        compile: as for samplers.
+        init_strategy: where params, or means, start: one of Pyro's strategies, a dict of
+            constrained tensors `[num_chains, ...]`, or another fit.
+        num_data: number of rows in all, N; None takes it from the data.
+        compile: whether steps are compiled, as for samplers.
     """
 
     #: Whether the run ends with exact steps, so that the optimizer need only come near.
@@ -215,7 +237,7 @@ class Optimized(Stochastic, Approximation):
         """Takes `num_steps` steps from each start, or as many as `num_epochs` epochs have.
 
         Args:
-            data: as for samplers: a `DataLoader`, or the model's own arguments.
+            data: a `DataLoader`, or the model's own arguments, as for samplers.
             num_steps: steps from each start; pass this or `num_epochs`.
             num_epochs: passes through the data.
             batch_size: rows a step, for tensors; all of them by default.
@@ -278,7 +300,8 @@ class Optimized(Stochastic, Approximation):
         return self
 
     def begin(self, *args: Any, **kwargs: Any) -> Chain:
-        """The optimizer at its start, for your own loops; see `Stepwise.begin`."""
+        """The optimizer at its start, for your own loops: `step(*batch)` takes a step, `posterior`
+        is the fit so far; see `Stepwise.begin`."""
         if (chain := begin_sharded(self, args, kwargs)) is not None:
             return chain
         data = self._open_batch(args, kwargs)
@@ -286,31 +309,42 @@ class Optimized(Stochastic, Approximation):
 
     @property
     def trace(self) -> Tensor:
-        """The objective's estimate at every step, in nats, a total: `[starts, steps]`."""
+        """The objective's estimate at every step, in nats, as a total over all rows: `[starts,
+        steps]`."""
         return self.posterior.trace
 
     @property
     def converged(self) -> bool:
-        """Whether every start has converged; see `GaussianPosterior.converged`."""
+        """Whether every start of the last run has converged, as a bool; see
+        `GaussianPosterior.converged` for the criterion."""
         return self.posterior.converged
 
     # ------------------------------------------------------------------ inside
 
     def _check(self, problem: Problem) -> None:
-        """Checks that the method's matrices fit into memory."""
+        """Raises if the method's matrices do not fit into memory; by default there are none."""
 
     def _finish(self, fit: Fit, problem: Problem, num_gradients: int) -> Fit:
-        """The fit after the method's final steps, by default none.
+        """The fit after the final steps of a method, which use all rows; by default there are none,
+        and the fit is unchanged.
 
         Args:
-            fit: where the optimizer ended.
-            problem: of the run.
-            num_gradients: gradients of single rows that the run took; final steps may take as many.
+            fit: the fit where the optimizer ended.
+            problem: the analyzed model of the run.
+            num_gradients: number of gradients of single rows that the run took; final steps may
+                take as many.
         """
         return fit
 
     def _prepare(self, data: Data, num_data: int | None, num_chains: int, seed: int) -> Problem:
-        """The analyzed model on the data, with starts and coordinates."""
+        """The analyzed model on the data, with starts, in the coordinates of `precondition`.
+
+        Args:
+            data: data of the run.
+            num_data: number of rows in all, N; None if the model's plate says it.
+            num_chains: number of starts.
+            seed: seed of the run.
+        """
         problem = self._analyze(data, num_data, self.kernel, num_chains, seed)
         self._check(problem)
         if self._preconditioner is not None:
@@ -318,14 +352,16 @@ class Optimized(Stochastic, Approximation):
         return problem if self._is_pure else problem.with_engine(vectorized=False)
 
     def _stopping(self, problem: Problem) -> EarlyStopping | None:
-        """Early stopping, if the user wants it, with windows of at least an epoch."""
+        """The rule of early stopping, which compares windows of at least an epoch; None if the user
+        does not want early stopping."""
         if not self._early_stopping:
             return None
         window = max(count_steps(problem, None, 1), _WINDOW)
         return EarlyStopping(window, problem.engine.layout.size)
 
     def _on_workers(self, problem: Problem, workers: Workers) -> Problem:
-        """The problem as processes share it, with features of a frozen base, if there is one."""
+        """The problem with the processes that share it, after checks that all have the same; if a
+        part of the model is frozen, features computed by that part replace the rows."""
         problem = dataclasses.replace(problem, workers=workers)
         check_rows_can_be_shared(problem)
         warn_of_reading(problem)
@@ -335,7 +371,8 @@ class Optimized(Stochastic, Approximation):
         return with_frozen_features(problem)
 
     def _make_fit(self, problem: Problem, draws: Draws) -> Fit:
-        """The fit of the last states."""
+        """The fit that the optimizer's last states give: centers and Gaussians of all starts, and
+        the objective at every step."""
         log_posterior, state = problem.log_posterior, draws.state
         values = self.kernel.values(draws.num_steps - 1)
         attrs = {
@@ -364,17 +401,19 @@ class Optimized(Stochastic, Approximation):
         )
 
     def _gaussian(self, state: Any, places: slice, temperature: Tensor) -> Gaussian:
-        """The Gaussian over the latents at one start's last state.
+        """The Gaussian over the latents at one start's last state; subclasses with a Gaussian
+        implement this.
 
         Args:
-            state: of the kernel.
-            places: the latents' places in a position.
-            temperature: divided by N.
+            state: state of the optimizer's kernel at one start.
+            places: slice of the D unconstrained elements that are latents.
+            temperature: temperature divided by N.
         """
         raise NotImplementedError
 
     def _attrs(self) -> dict[str, Any]:
-        """The method's name, structure and hyperparameters, as `Fit.attrs` has them."""
+        """The method's name, structure and hyperparameters, by name, for `Fit.attrs`; schedules are
+        the word "schedule"."""
         hyperparameters = {
             name: "schedule" if callable(value) else float(value)
             for name, value in self.kernel.hyperparameters().items()
@@ -387,10 +426,11 @@ class Optimized(Stochastic, Approximation):
         return GaussianPosterior(self._make_fit(problem, draws).replaced(data=None), batch)
 
     def _warn_of_trace(self, fit: Fit) -> None:
-        """Warns if the objective fell, still rises, or is not at its optimum where that is known.
+        """Warns if the objective fell or still rose over the run, or if the fit is known to be off
+        the optimum.
 
         Warns:
-            ConvergenceWarning: it says what to change.
+            ConvergenceWarning: the message says what to change.
         """
         trace, size, attrs = fit.trace, fit.layout.size, fit.attrs
         assert trace is not None
@@ -420,20 +460,26 @@ class Optimized(Stochastic, Approximation):
 
 
 def check_length(num_steps: int | None, num_epochs: int | None) -> None:
-    """Checks that the length of a run is set by one of its two arguments.
+    """Raises unless exactly one of `num_steps` and `num_epochs` is set.
 
     Raises:
-        ArgumentError: both, or neither.
+        ArgumentError: both are None, or neither is.
     """
     if (num_steps is None) == (num_epochs is None):
         raise ArgumentError("pass one of num_steps and num_epochs, such as num_steps=5000")
 
 
 def count_steps(problem: Problem, num_steps: int | None, num_epochs: int | None) -> int:
-    """The number of steps of a run, from either argument.
+    """The number of steps of a run: `num_steps`, or the steps of `num_epochs` passes through the
+    data if that is not None.
+
+    Args:
+        problem: the analyzed model with N and the batch size.
+        num_steps: number of steps; not used if `num_epochs` is set.
+        num_epochs: number of epochs.
 
     Raises:
-        ArgumentError: it is not a count.
+        ArgumentError: the number is not a count.
     """
     if num_epochs is None:
         return as_count("num_steps", num_steps)
@@ -443,7 +489,8 @@ def count_steps(problem: Problem, num_steps: int | None, num_epochs: int | None)
 
 
 def times_of(draws: Draws) -> dict[str, Any]:
-    """Steps, seconds and program of a run, for `attrs`."""
+    """Number of steps, seconds of steps and of compilation, and program (how steps were run), by
+    name, for the posterior's `attrs`."""
     return {
         "num_steps": draws.num_steps,
         "sampling_time": draws.seconds,

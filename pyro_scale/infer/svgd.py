@@ -49,8 +49,8 @@ class SVGD(Stochastic):
         temperature: 1 is the posterior, below 1 a cold one; a float or a schedule.
         init_strategy: where particles start, as for `MAP`: dicts are `[num_particles, ...]`; or
             another `SVGD`.  All starts must differ, as two particles in one place never part.
-        num_data: N, which overrides what the data say.
-        compile: as for samplers.
+        num_data: number of rows in all, N; None takes it from the data.
+        compile: whether steps are compiled, as for samplers.
 
     Raises:
         ArgumentError: an argument is unknown or out of range.
@@ -109,7 +109,7 @@ class SVGD(Stochastic):
         particles have the same batch.
 
         Args:
-            data: as for samplers: a `DataLoader`, or the model's own arguments.
+            data: a `DataLoader`, or the model's own arguments, as for samplers.
             num_steps: number of steps; pass this or `num_epochs`.
             num_epochs: passes through the data.
             batch_size: rows a step, for tensors; all of them by default.
@@ -144,20 +144,22 @@ class SVGD(Stochastic):
         return self
 
     def begin(self, *args: Any, **kwargs: Any) -> SteppedChain:
-        """Particles at their starts, for your own loops; see `Stepwise.begin`."""
+        """Particles at their starts, for your own loops: `step(*batch)` moves them all; see
+        `Stepwise.begin`."""
         data = self._open_batch(args, kwargs)
         return self._begin(self._prepare(data, choose_seed(None)))
 
     @property
     def trace(self) -> Tensor:
-        """Mean of the particles' log joints at every step, estimated from its batch, in nats, a sum
-        over rows: `[steps]`; after `step`, of the latest step."""
+        """Mean of the particles' log joints at every step, estimated from the step's batch, in
+        nats, as a total over all rows: `[steps]`; after `step`, that of the latest step."""
         return self.posterior.trace
 
     @property
     def converged(self) -> bool:
-        """Whether the particles' mean log joint changes, from the third quarter of the steps to the
-        last, by significantly less than 0.1 nats times the root of the number of dimensions."""
+        """Whether the particles have converged: their mean log joint changes, from the third
+        quarter of the steps to the last, by significantly less than 0.1 nats times the square root
+        of the number of dimensions."""
         return self.posterior.converged
 
     starts = asks(ParticlePosterior.starts)
@@ -170,7 +172,11 @@ class SVGD(Stochastic):
     posterior: ParticlePosterior
 
     def _prepare(self, data: Data, seed: int) -> Problem:
-        """The analyzed model on the data, with particles at their starts."""
+        """The analyzed model on the data, with particles at their starts.
+
+        Raises:
+            ArgumentError: two particles start in the same place.
+        """
         problem = self._analyze(data, data.num_data, self.kernel, self.num_particles, seed)
         latents = problem.positions[:, : problem.engine.num_latents]
         if len(torch.unique(latents, dim=0)) < self.num_particles:
@@ -181,7 +187,8 @@ class SVGD(Stochastic):
         return problem if self._is_pure else problem.with_engine(vectorized=False)
 
     def _collect(self, problem: Problem, draws: Draws) -> PosteriorDraws:
-        """The particles' last positions as draws of one chain."""
+        """The particles' last states as draws of one chain, `[1, particles, D]`, with the run's
+        facts."""
         last = draws.log_joint[:, -1]
         return PosteriorDraws(
             log_posterior=problem.log_posterior,

@@ -48,7 +48,8 @@ def _version_of(package: str) -> str:
 
 
 def _compiler() -> str:
-    """First line of the version text of the C++ compiler, which compiles steps."""
+    """First line of the version text of the C++ compiler (`$CXX` or g++), which compiles steps; if
+    there is no compiler, a text that says so."""
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
     if path is None:

@@ -35,8 +35,8 @@ _FEWEST, _CHEAP = 400, 2**22
 
 
 class Variational(Optimized):
-    """What `VI` and `IVON` share: the evidence lower bound, and its optimum if that is cheap to
-    find."""
+    """Base class of `VI` and `IVON`, which maximize the evidence lower bound (ELBO); if that is
+    cheap, the run ends at the bound's optimum, or measures the distance from it."""
 
     objective = "ELBO"
     #: Whether the run ends with steps to the bound's optimum: only if the user set no step size.
@@ -57,13 +57,14 @@ class Variational(Optimized):
             return fit  # a loader that does not end after N rows
 
     def _at_optimum(self, fit: Fit, problem: Problem, count: int) -> Fit:
-        """The fit with its distance from the bound's optimum in `attrs`; if `_improves`, first
-        moved to that optimum.
+        """The fit with its distance from the bound's optimum (means in sds, sds relative) in
+        `attrs`; if `_improves`, the fit is first moved to that optimum.
 
         Args:
-            fit: where the optimizer ended.
-            problem: of the run.
-            count: number of draws at which the bound's slope is evaluated.
+            fit: the fit where the optimizer ended.
+            problem: the analyzed model of the run.
+            count: number of draws of the Gaussian at which the bound's slope is evaluated, on all
+                rows.
         """
         size = len(fit.places)
         density = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
@@ -108,14 +109,14 @@ class VI(Variational):
             `early_stopping`).  In up to 100 dimensions, and if it costs no more than the run, the
             default ends with steps to the bound's optimum, by gradients of all rows at several
             hundred draws.
-        num_particles: draws of q a step.
+        num_particles: number of draws of the Gaussian q at every step.
         sticking_the_landing: leaves out a part of the gradient that is 0 on average (Roeder et al.
             2017), so that the gradient's noise vanishes where q is the posterior.
         temperature: 1 is the posterior, below 1 a cold one; a float or a schedule.
         init_scale: first sd of every element, as for Pyro's `AutoNormal`: small, so that the first
             gradients are those near the start.  A network whose weights are too noisy learns
             nothing.
-        early_stopping: as for `MAP`, by the bound.
+        early_stopping: whether to stop once the bound no longer rises, as for `MAP`.
         options: `init_strategy`, where the mean starts; `num_data`; `compile`: as for `MAP`.
 
     Raises:
@@ -194,11 +195,12 @@ class IVON(Variational):
         forgetting: weight of past curvature.  The default averages over the latter steps, and ends
             at the published 1 - 1e-5.  With a constant below that, minibatches make the sds too
             small, and with a constant lr they also move the mean (see `kernels.IVON`): let lr fall.
-        first_curvature: first precision over N; 1 is that of rows each of which determines a param
-            to an sd of 1.  Steps are proportional to its inverse.  Raise it if the likelihood is
-            sharp, such as a network's with little noise, as the first steps are too long otherwise.
+        first_curvature: precision of every element before the first step, divided by N; 1 is that
+            of rows each of which determines a param to an sd of 1.  Steps are proportional to its
+            inverse.  Raise it if the likelihood is sharp, such as a network's with little noise, as
+            the first steps are too long otherwise.
         temperature: 1 is the posterior, below 1 a cold one; a float or a schedule.
-        early_stopping: as for `MAP`, by the bound.
+        early_stopping: whether to stop once the bound no longer rises, as for `MAP`.
         options: `init_strategy`, where the mean starts; `num_data`; `compile`: as for `MAP`.
     """
 

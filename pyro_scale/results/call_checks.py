@@ -70,12 +70,13 @@ OF_METHOD = OF_POSTERIOR | {
 
 
 def missing_attribute(owner: Any, name: str, hints: Mapping[str, str]) -> AttributeError:
-    """The error for an attribute that an object does not have, with a hint if there is one.
+    """An AttributeError, to raise, for an attribute that an object does not have; its message is a
+    hint if there is one.
 
     Args:
         owner: the object.
-        name: of the attribute.
-        hints: what to call instead, by name.
+        name: name of the attribute.
+        hints: messages by attribute's name, with "{name}" for the object's class.
     """
     kind = type(owner).__name__
     return AttributeError(
@@ -86,14 +87,16 @@ def missing_attribute(owner: Any, name: str, hints: Mapping[str, str]) -> Attrib
 
 
 def check_calls(function: F, base: Callable[..., Any] | None = None) -> F:
-    """Wraps a function so that a call that does not match its signature raises a helpful CallError.
+    """Decorates a public function, so that a call that does not match its signature raises a
+    CallError that says what to write instead.
 
-    The signature shows every argument with its default; those that `**options: Unpack[...]` stands
-    for are taken from `base`.
+    The signature shows every argument with its default, also the arguments that `**options:
+    Unpack[...]` stands for.
 
     Args:
         function: a public function or method.
-        base: the function that receives the options.
+        base: the function that receives the options, and has their defaults; None if there are
+            none.
     """
     signature = _full_signature(function, base)
 
@@ -120,7 +123,8 @@ def check_calls(function: F, base: Callable[..., Any] | None = None) -> F:
 def _full_signature(
     function: Callable[..., Any], base: Callable[..., Any] | None
 ) -> inspect.Signature:
-    """The signature, with keywords of `base` in place of `**options: Unpack[...]`."""
+    """The function's signature, with the single keyword arguments of `base` in place of `**options:
+    Unpack[...]`; unchanged if there is no such argument."""
     signature = inspect.signature(function)
     *parameters, last = signature.parameters.values()
     if base is None or not str(last.annotation).startswith("Unpack["):
@@ -132,10 +136,11 @@ def _full_signature(
 
 
 def unknown_argument(method: Any, name: str, names: Iterable[str]) -> str:
-    """A hint for an argument that does not exist: where to pass it, or what to write instead.
+    """A hint, as text, for an argument that does not exist: where to pass it, what to write
+    instead, or the most similar name.
 
     Args:
-        method: the method, or posterior, that was called; None for a function.
+        method: the inference method, or posterior, that was called; None for a function.
         name: the unknown argument.
         names: the arguments that exist.
     """
@@ -155,7 +160,12 @@ def unknown_argument(method: Any, name: str, names: Iterable[str]) -> str:
 
 
 def _title(function: Callable[..., Any], owner: Any) -> str:
-    """The function as messages name it, with the class of its owner."""
+    """The function's name in messages, such as "BAOA.run"; "BAOA" for the constructor.
+
+    Args:
+        function: the function that was called.
+        owner: the object whose method it is; None for a function.
+    """
     if owner is None:
         return function.__name__
     is_constructor = function.__name__ == "__init__"
@@ -165,8 +175,12 @@ def _title(function: Callable[..., Any], owner: Any) -> str:
 def _check_rows(
     function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...]
 ) -> None:
-    """Raises a CallError if rows were passed in place of another argument than `data`, such as
-    `run(x, y)`."""
+    """Raises if tensors or tables were passed by position for another argument than `data`, such as
+    in `run(x, y)`.
+
+    Raises:
+        CallError: the message says how to pass several tensors.
+    """
     if "data" not in signature.parameters:
         return
     for name, value in zip(signature.parameters, args, strict=False):
@@ -186,11 +200,11 @@ def _explain(
     kwargs: Mapping[str, Any],
     error: str,
 ) -> str:
-    """The message for a call that does not match the signature.
+    """The message of the CallError for a call that does not match the signature.
 
     Args:
-        function: what was called.
-        signature: of the function.
+        function: the function that was called.
+        signature: signature of the function.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
         error: Python's own message.

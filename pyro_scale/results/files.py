@@ -25,10 +25,10 @@ def load(path: files.FilePath, model: Any) -> Posterior:
     Methods that read the run's data (`log_likelihood`, most groups of `to_arviz`) need `data=`.
 
     Args:
-        path: the file.
-        model: the model of the run: a Pyro model, a `PyroModule` or a `LogPosterior`.  It is run on
-            the file's batch, and must have the same sites, log prior and log likelihood at two
-            points.
+        path: path of the file.
+        model: the model of the run: a Pyro model, a `PyroModule` or a `LogPosterior`.  The model is
+            run on the file's batch, and must have the same sites, log prior and log likelihood at
+            two points.
 
     Returns:
         A `Posterior`; a `GaussianPosterior` for approximations, a `ParticlePosterior` for SVGD.
@@ -56,10 +56,14 @@ def load(path: files.FilePath, model: Any) -> Posterior:
 
 
 def read(path: files.FilePath) -> dict[str, Any]:
-    """The contents of a file, with the path of the store of its draws, if there is one.
+    """The contents of a file that `save` wrote, by name. If the draws are in a store, its path is
+    brought up to date.
+
+    Args:
+        path: path of the file.
 
     Raises:
-        FileError: it cannot be read, or is damaged.
+        FileError: the file cannot be read, or is damaged.
     """
     contents = files.read(path)
     with check_contents(path):
@@ -69,7 +73,13 @@ def read(path: files.FilePath) -> dict[str, Any]:
 
 
 def posterior_of(path: files.FilePath, contents: Mapping[str, Any], model: Any) -> Posterior:
-    """The posterior in a file's contents.
+    """The posterior in a file's contents: a `GaussianPosterior` for approximations, a
+    `ParticlePosterior` for SVGD, a `Posterior` for others.
+
+    Args:
+        path: path of the file, for messages.
+        contents: contents of the file, as `read` returns them.
+        model: the model of the run.
 
     Raises:
         FileError: the contents are not those of a posterior, or of another model's.
@@ -89,7 +99,12 @@ def posterior_of(path: files.FilePath, contents: Mapping[str, Any], model: Any) 
 
 @contextmanager
 def check_contents(path: files.FilePath) -> Iterator[None]:
-    """Turns errors about a file's contents into a FileError."""
+    """A context in which errors because of wrong contents of the file `path` are raised as
+    FileErrors.
+
+    Raises:
+        FileError: the block raised a KeyError, TypeError, ValueError or the like.
+    """
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -100,6 +115,12 @@ def check_contents(path: files.FilePath) -> Iterator[None]:
 
 
 def _find_store(store: str, file: Path) -> str:
-    """The path of a store, which may have been moved together with the file."""
+    """The path of the store of draws: where it was when the file was written, or, if it is not
+    there any more, next to the file, with which it may have been moved.
+
+    Args:
+        store: path of the store, as the file has it.
+        file: path of the file.
+    """
     moved = file.parent / Path(store).name
     return str(moved) if moved.exists() and not Path(store).exists() else store

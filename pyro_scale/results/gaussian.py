@@ -37,12 +37,12 @@ _FAR = 0.01
 
 
 class GaussianPosterior(Posterior):
-    """A Gaussian approximation of the posterior in unconstrained space, or several from different
-    starts; for a `MAP`, points.
+    """The posterior of an approximation: a Gaussian in unconstrained space, or several from
+    different starts; for a `MAP`, points.
 
     Args:
         fit: the Gaussians, with the model, the data and the run's facts.
-        batch: a batch of the data, if the fit comes without data.
+        batch: a batch of the data, as the model's arguments, if `fit` has no data; otherwise None.
     """
 
     def __init__(self, fit: Fit, batch: Arguments | None = None):
@@ -50,11 +50,14 @@ class GaussianPosterior(Posterior):
 
     @classmethod
     def from_contents(cls, contents: Mapping[str, Any], draws: PosteriorDraws) -> Self:
-        """The posterior whose `contents` a file has.
+        """The posterior that a file holds; used by `load`.
 
         Args:
-            contents: of the file.
-            draws: of the fit, from the file.
+            contents: contents of the file, by name, as `contents` wrote them.
+            draws: draws of the fit, from the file, with the model and the run's facts.
+
+        Raises:
+            ValueError: shapes in the file contradict each other.
         """
         structures: Any = {"dense": Dense, "diag": Diagonal, "kron": Kronecker, "low_rank": LowRank}
         kind = structures[contents["structure"]]
@@ -80,22 +83,23 @@ class GaussianPosterior(Posterior):
 
     @property
     def fit(self) -> Fit:
-        """The Gaussians, in unconstrained space."""
+        """The Gaussians in unconstrained space, one a start, with their centers and settings."""
         return self._fit
 
     @property
     def draws(self) -> PosteriorDraws:
-        """Draws of the fit: 1,000 of each start, the same at each call; one for a `MAP`."""
+        """Draws of the fit in unconstrained space: 1,000 of each start, as one chain a start, the
+        same at each call; one for a `MAP`."""
         return self.fit.result
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """Facts of the run: method, structure, N, seed, versions, seconds, ..."""
+        """Facts of the run by name: method, structure, N, seed, versions, seconds, ..."""
         return self.fit.attrs
 
     @property
     def size(self) -> str:
-        """N and the number of starts, in words."""
+        """A text with N and the number of starts, for `repr`."""
         return f"N = {self.fit.log_posterior.num_data:,}, starts: {self.fit.num_starts}"
 
     @check_calls
@@ -106,11 +110,12 @@ class GaussianPosterior(Posterior):
 
         Args:
             num_samples: number of draws.
-            seed: the same seed gives the same first draws for any number; by default, draws are
-                from torch's generator.
+            seed: seed of the draws, which also are the first ones for a larger `num_samples`; by
+                default, draws are from torch's generator.
             resample: whether to bring the draws closer to the posterior by importance resampling:
-                of `num_samples` draws of the fit (at least 1,000), each is taken as often as its
-                weight says.  This evaluates all rows at all draws.
+                draws are picked, with replacement and in proportion to their weights, among
+                `num_samples` draws of the fit (at least 1,000 a start).  This evaluates all rows at
+                all draws.
 
         Raises:
             ArgumentError: `resample` for a fit without weights (see `psis`).
@@ -147,7 +152,8 @@ class GaussianPosterior(Posterior):
 
     @check_calls
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
-        """Draws to start chains from, `[num_chains, ...]` by site: constrained latent sites, and
+        """Starting points for `num_chains` chains: draws of the fit, from each start's Gaussian in
+        turn. Returns constrained values `[num_chains, ...]` by site, of the latent sites and of
         `params`."""
         drawn = self.sample(as_count("num_chains", num_chains), seed)
         params = {n: value.expand(num_chains, *value.shape) for n, value in self.params.items()}
@@ -172,13 +178,13 @@ class GaussianPosterior(Posterior):
         Args:
             *args: arguments of the model, with the rows to predict.
             **kwargs: keyword arguments of the model.
-            num_samples: as for samplers.
-            batch_size: as for samplers; with `linearized`, memory is needed for all draws of
-                `batch_size` rows.
-            return_sites: as for samplers.
-            reduce: as for samplers.
-            interval: as for samplers.
-            calibrate: as for samplers.
+            num_samples: number of draws of the approximation to use, as for samplers.
+            batch_size: rows in memory at a time, as for samplers; with `linearized`, memory is
+                needed for all draws of `batch_size` rows.
+            return_sites: names of sites to predict, as for samplers.
+            reduce: statistic of the predictive draws to return, as for samplers.
+            interval: probability of the intervals or sets to return, as for samplers.
+            calibrate: held-out rows that make the intervals conformal, as for samplers.
             linearized: whether to linearize the arguments of the observed sites' distributions in
                 the params, around the Gaussian's mean and on an unconstrained scale, which is the
                 model that the GGN approximates (Immer et al. 2021).  For networks, it is closer to
@@ -225,8 +231,8 @@ class GaussianPosterior(Posterior):
 
     @check_calls
     def guide(self) -> Guide:
-        """The Gaussian of the first start as a Pyro guide, for
-        `pyro.infer.Predictive(model, guide=...)`, and for `SVI` to continue from.
+        """The Gaussian of the first start as a Pyro guide, for `pyro.infer.Predictive(model,
+        guide=...)`, or to continue with `SVI`.
 
         Values of `pyro.param` are read from Pyro's store: `write_params()` puts those of the fit
         there."""
@@ -235,8 +241,8 @@ class GaussianPosterior(Posterior):
     @check_calls
     def mass(self) -> dict[str, Tensor]:
         """A `mass` for samplers with which all elements move at the same rate: the diagonal of the
-        precision over N, by site, in unconstrained space.  `lr` is then in units of an element's sd
-        given the others.
+        Gaussian's precision divided by N, by site, in the site's unconstrained shape (averaged over
+        starts).  `lr` is then in units of an element's sd given the others.
 
         Raises:
             ArgumentError: the fit has no Gaussian.
@@ -253,11 +259,11 @@ class GaussianPosterior(Posterior):
 
     @check_calls
     def as_prior(self) -> LogPosterior:
-        """The model with this Gaussian as its prior, for any method to continue with other data
-        (the paper's equation 1).
+        """The model with this Gaussian (of the first start) as its prior, for any method to
+        continue with other data (the paper's equation 1).
 
-        The Gaussian is that at temperature 1, whatever the temperature of the fit.  Values of
-        `pyro.param` start where the model has them: `write_params` puts those of the fit there.
+        The Gaussian is that at temperature 1, whatever the temperature of the fit.  `pyro.param`
+        sites start at the model's initial values: `write_params` replaces these by the fit's.
 
         Raises:
             ArgumentError: the fit has no Gaussian, one at temperature 0, or one for some sites
@@ -268,10 +274,15 @@ class GaussianPosterior(Posterior):
 
     @check_calls
     def at_temperature(self, temperature: float) -> GaussianPosterior:
-        """The fit with the covariance at another temperature, without a pass through the data.
+        """A new posterior with the Gaussians at another temperature, to which covariances are
+        proportional; needs no pass through the data.
+
+        Args:
+            temperature: 1 is the posterior, 0 the mode alone.
 
         Raises:
-            ArgumentError: a temperature below 0; a fit at temperature 0, which has no spread.
+            ArgumentError: the temperature is below 0; or the fit's own is 0, so that it has no
+                spread.
         """
         fit, temperature = self.fit, as_temperature(temperature)
         warm = [fit.at_temperature_1(start) for start in range(len(fit.gaussians))]
@@ -309,7 +320,8 @@ class GaussianPosterior(Posterior):
 
     @property
     def trace(self) -> Tensor:
-        """The objective's estimate at every step, in nats, a total: `[starts, steps]`.
+        """The objective's estimate at every step, in nats, a total over all rows: `[starts,
+        steps]`.
 
         Raises:
             ArgumentError: the fit was not found step by step.
@@ -325,14 +337,15 @@ class GaussianPosterior(Posterior):
         For a Gaussian in up to 100 dimensions, if gradients of all rows at its draws cost no more
         than the run: whether every mean is within 0.1 sds, and every sd within 3%, of where the
         bound is largest, apart from chance (one fit in a thousand).  Otherwise, whether the
-        objective significantly changes by less than 0.1 nats times the root of the dimensions from
-        the third quarter of the steps to the last, and has not fallen since the first; False if
-        noise hides that.  At a constant lr the fit may still fluctuate then."""
+        objective changes, from the third quarter of the steps to the last, by significantly less
+        than 0.1 nats times the square root of the number of dimensions, and has not fallen since
+        the first quarter; False if noise hides that.  At a constant lr the fit may still fluctuate
+        then."""
         return bool(self._converged.all())
 
     @property
     def _converged(self) -> Tensor:
-        """Whether the fit of each start has converged, `[starts]`."""
+        """For each start, whether its fit has converged, booleans `[starts]`; see `converged`."""
         measured = self.fit.attrs.get("at_optimum")
         if measured is not None:
             return torch.tensor(measured, dtype=torch.bool)
@@ -374,7 +387,13 @@ class GaussianPosterior(Posterior):
         return table
 
     def drawn(self, count: int, seed: int | None) -> PosteriorDraws:
-        """New draws, `[1, count]`, from torch's generator unless there is a seed."""
+        """New draws of the fit in unconstrained space, as one chain, `[1, count, D]`, from each
+        start in turn.
+
+        Args:
+            count: number of draws.
+            seed: seed of the draws; None draws from torch's generator.
+        """
         fit = self.fit
         if not fit.gaussians:
             noise = fit.centers.new_zeros(count, 0)
@@ -383,7 +402,7 @@ class GaussianPosterior(Posterior):
         return fit.draws(noise)
 
     def contents(self) -> dict[str, Any]:
-        """Contents of the file that `save` writes: tensors and plain values by name."""
+        """Contents of the file that `save` writes: tensors and plain values, by name."""
         fit = self.fit
         return {
             **super().contents(),
@@ -397,7 +416,15 @@ class GaussianPosterior(Posterior):
     # ------------------------------------------------------------------ inside
 
     def _resample(self, count: int, seed: int | None) -> dict[str, Tensor]:
-        """Draws by importance resampling, `[count, ...]` by site."""
+        """Constrained draws by importance resampling against the posterior, `[count, ...]` by site.
+
+        Args:
+            count: number of draws.
+            seed: seed of the draws; None draws from torch's generator.
+
+        Warns:
+            ApproximationWarning: the weights have too heavy a tail to be trusted.
+        """
         proposed = self.drawn(max(count, self.fit.num_starts * _PROPOSALS), seed)
         table = psis(self.fit, proposed)
         if not table.pareto_k <= WEIGHTS.pareto_k:
@@ -410,10 +437,10 @@ class GaussianPosterior(Posterior):
 
 
 def as_temperature(temperature: float) -> float:
-    """The temperature as a float, checked.
+    """The temperature as a float, if it is a finite number >= 0.
 
     Raises:
-        ArgumentError: it is no number, negative, or infinite.
+        ArgumentError: the temperature is no number, negative, or infinite.
     """
     if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
         raise ArgumentError(f"temperature={temperature!r}: pass a number >= 0")
@@ -421,7 +448,17 @@ def as_temperature(temperature: float) -> float:
 
 
 def as_prior(fit: Fit, start: int) -> LogPosterior:
-    """The model with the Gaussian of one start, at temperature 1, as its prior."""
+    """The model with the Gaussian of one start of a fit, at temperature 1, as its prior, to
+    continue with other data.
+
+    Args:
+        fit: an approximation over all latent sites.
+        start: number of the start.
+
+    Raises:
+        ArgumentError: the fit has no Gaussian over all latent sites; or the likelihood is a joint
+            density of all rows.
+    """
     log_posterior = fit.log_posterior
     if not fit.gaussians or set(fit.sites) != set(log_posterior.latents):
         raise ArgumentError(

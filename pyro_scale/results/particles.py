@@ -26,12 +26,13 @@ _COUPLED = (
 
 
 class ParticlePosterior(Posterior):
-    """Particles that represent the posterior, as draws of one chain.
+    """The posterior of `SVGD`: particles, as draws of one chain.
 
     Args:
         draws: the particles, with the model, the data and the run's facts.
         trace: mean log joint of the particles at every step, in nats, `[steps]`.
-        batch: a batch of the data, if the particles come without data.
+        batch: a batch of the data, as the model's arguments, if `draws` has no data; otherwise
+            None.
     """
 
     def __init__(self, draws: PosteriorDraws, trace: Tensor, batch: Arguments | None = None):
@@ -40,36 +41,46 @@ class ParticlePosterior(Posterior):
 
     @property
     def trace(self) -> Tensor:
-        """Mean log joint of the particles at every step, estimated from its batch, a total in nats,
-        `[steps]`; after single steps, that of the latest one."""
+        """Mean of the particles' log joints at every step, estimated from the step's batch, in
+        nats, as a total over all rows: `[steps]`; after single steps, that of the latest one."""
         return self._trace
 
     @property
     def converged(self) -> bool:
-        """Whether the mean log joint of the particles significantly changes by less than 0.1 nats
-        times the root of the dimensions, from the third quarter of the steps to the last."""
+        """Whether the particles have converged: their mean log joint changes, from the third
+        quarter of the steps to the last, by significantly less than 0.1 nats times the square root
+        of the number of dimensions."""
         return bool(has_converged(self.trace, self.draws.layout.size).all())
 
     @check_calls
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
-        """Particles to start chains from, each in turn, `[num_chains, ...]` by site: constrained
-        latent sites, and `params`."""
+        """Starting points for `num_chains` chains: particles, one after another and again from the
+        first if there are too few. Returns constrained values `[num_chains, ...]` by site, of the
+        latent sites and of `params`; `seed` is not used."""
         count = as_count("num_chains", num_chains)
         particles = torch.arange(count) % self.draws.positions.shape[1]
         return starts_at(self.draws, torch.zeros_like(particles), particles)
 
     @check_calls
     def summary(self, var_names: list[str] | None = None) -> Any:
-        """Summary of the particles as a DataFrame, as for samplers, but without R-hat, ESS and
-        Monte Carlo errors, which are about chains."""
+        """Summary of the particles: a DataFrame with a row for each element, as for samplers, but
+        without R-hat, ESS and Monte Carlo errors, which are about chains.
+
+        Args:
+            var_names: names of the sites to list; all by default.
+        """
         table = super().summary(var_names)
         of_chains = [name for name in table.columns if name.startswith(("mcse", "ess", "r_hat"))]
         return table.drop(columns=of_chains)
 
     @check_calls
     def moments(self, levels: Sequence[float] = (0.05, 0.5, 0.95)) -> dict[str, Moments]:
-        """Moments of the particles by site, as for samplers, with NaN for R-hat and ESS, which are
-        about chains."""
+        """Mean, sd and quantiles of the particles by site, as for samplers, with NaN for R-hat and
+        ESS, which are about chains.
+
+        Args:
+            levels: levels of the quantiles, from 0 to 1.
+        """
 
         def without_mixing(moments: Moments) -> Moments:
             unknown = torch.full_like(moments.mean, torch.nan)
@@ -79,7 +90,7 @@ class ParticlePosterior(Posterior):
 
     @check_calls
     def diagnostics(self, predict_at: Any = None) -> Never:
-        """Not available: R-hat and ESS are about chains.
+        """Never returns: R-hat and ESS are about chains, and particles are none.
 
         Raises:
             ArgumentError: always.
@@ -87,5 +98,6 @@ class ParticlePosterior(Posterior):
         raise ArgumentError(_COUPLED)
 
     def contents(self) -> dict[str, Any]:
-        """Contents of the file that `save` writes: tensors and plain values by name."""
+        """Contents of the file that `save` writes: tensors and plain values, by name, with the
+        trace."""
         return {**super().contents(), "trace": self.trace}

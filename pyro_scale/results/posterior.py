@@ -40,12 +40,13 @@ _LOG_LIKELIHOOD_BYTES = 2**30
 class Posterior:
     """The result of a run: draws, and what was measured of them.
 
-    `mcmc.posterior` is that of the last run.  It does not change when the method runs again.
-    `ps.load(path, model)` reads one that `save` wrote.
+    The `posterior` of a method is that of its last run, and does not change when the method runs
+    again.  `ps.load(path, model)` reads a posterior that `save` wrote.
 
     Args:
         draws: draws of a run, with its model, data and measurements.
-        batch: a batch of the data, if the draws come without data.
+        batch: a batch of the data, as the model's arguments, if `draws` has no data; otherwise
+            None.
 
     Examples:
         >>> import pyro, pyro.distributions as dist, torch, pyro_scale as ps
@@ -67,22 +68,24 @@ class Posterior:
         self._draws, self._batch = draws, batch
 
     def __getattr__(self, name: str) -> Never:
-        """Raises an AttributeError with a hint for what other libraries look for."""
+        """Never returns: raises an AttributeError for an unknown attribute, with a hint if it is
+        one of another library."""
         raise missing_attribute(self, name, OF_POSTERIOR)
 
     @property
     def draws(self) -> PosteriorDraws:
-        """The draws in unconstrained space, with the model, the data and the measurements."""
+        """The draws in unconstrained space, with the model, the data and the measurements of the
+        run."""
         return self._draws
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """Facts of the run: method, hyperparameters, N, B, seed, versions, seconds, ..."""
+        """Facts of the run by name: method, hyperparameters, N, B, seed, versions, seconds, ..."""
         return self.draws.attrs
 
     @property
     def size(self) -> str:
-        """N and the number of draws, in words."""
+        """A text with N and the number of chains and draws, for `repr`."""
         chains, draws = self.draws.positions.shape[:2]
         return f"N = {self.draws.log_posterior.num_data:,}, {chains} x {draws:,} draws"
 
@@ -126,7 +129,7 @@ class Posterior:
         chain broke, because its draws are already in the digest.
 
         Args:
-            levels: of the quantiles, from 0 to 1.
+            levels: levels of the quantiles, from 0 to 1.
 
         Raises:
             ArgumentError: a level out of range; draws with weights, for which there is `summary`.
@@ -171,9 +174,9 @@ class Posterior:
         latent site, and the run's facts in `.attrs`.
 
         Args:
-            predict_at: rows to predict for, as the model's own arguments (a tensor, a tuple, a
-                dict).  Adds R-hat and ESS of each data site's predictive means there.  For
-                networks, check predictions: weights have equivalent modes.
+            predict_at: rows to predict, as the model's own arguments (a tensor, a tuple, a dict).
+                Adds R-hat and ESS of each data site's predictive means there.  For networks, check
+                predictions: weights have equivalent modes.
 
         Raises:
             ArgumentError: the model cannot be run on `predict_at`.
@@ -224,7 +227,7 @@ class Posterior:
         `.to_frame()` has a row for each site and check.
 
         Raises:
-            ArgumentError: draws of `step()`, or that were not kept.
+            ArgumentError: the draws are of `step()` or of an approximation, or were not kept.
         """
         attrs = self.kept_draws.attrs
         if "report" in attrs:
@@ -240,10 +243,11 @@ class Posterior:
     def log_likelihood(self, data: Any = None) -> dict[str, Tensor]:
         """Log likelihood of each row at each draw, `[chains * draws, N]` in nats by data site.
 
-        It is not scaled by N/B, but has the model's own scale and mask.  Rows are in the order of
-        the data set.  If rows depend on each other, the log likelihood of each is given the others;
-        a joint density of all rows is left out.  After `run(distributed="all")`, call this on every
-        rank, because ranks share the rows out; the same holds for `loo`, `predict` and `to_arviz`.
+        The result is not scaled by N/B, but has the model's own scale and mask.  Rows are in the
+        order of the data set.  If rows depend on each other, each row's log likelihood is
+        conditional on the others; a joint density of all rows is left out.  After
+        `run(distributed="all")`, call this on every rank, because ranks share the rows out; the
+        same holds for `loo`, `predict` and `to_arviz`.
 
         Args:
             data: data in any form that `run` takes; those of the run by default.
@@ -270,7 +274,7 @@ class Posterior:
                 2020).  `subsampling_se` is the standard error of that; with ten rows it is too
                 small one time in three.
             data: all rows; those of the run by default.
-            seed: of the choice of rows.
+            seed: seed of the choice of rows.
 
         Draws are taken to be from the posterior.  For an approximation, the result is only as good
         as the approximation.  If rows depend on other rows (lags), the term of the left-out row is
@@ -458,19 +462,20 @@ class Posterior:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """Values of `pyro.param` sites and unfrozen weights after the last step, shared by the
-        chains.  (Predictions of a draw use the values at the draw's step.)"""
+        """Constrained values of `pyro.param` sites and unfrozen weights after the last step, by
+        name, shared by the chains.  (Predictions of a draw use the values at the draw's step.)"""
         return self.draws.params
 
     @check_calls
     def write_params(self) -> None:
-        """Puts `params` into Pyro's param store, and weights into their modules."""
+        """Writes the values in `params` into Pyro's param store, and weights into their modules."""
         self.draws.log_posterior.write_points(self.params)
 
     @check_calls
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
-        """Draws at random to start chains from, `[num_chains, ...]` by site: constrained latent
-        sites, and `params`."""
+        """Starting points for `num_chains` chains: draws chosen at random, with replacement.
+        Returns constrained values `[num_chains, ...]` by site, of the latent sites and of `params`.
+        """
         result = self.kept_draws.every_draw
         chains, draws = result.positions.shape[:2]
         source = generator(seed, 0, Purpose.INIT)
@@ -488,7 +493,7 @@ class Posterior:
         same name is replaced when the new one is complete.
 
         Args:
-            path: the file, a str or a Path.
+            path: path of the file, a str or a Path.
 
         Raises:
             ArgumentError: `path` is no path.
@@ -498,7 +503,7 @@ class Posterior:
         files.write(path, self.contents() if self._file is None else dict(self._file))
 
     def contents(self) -> dict[str, Any]:
-        """Contents of the file that `save` writes: tensors and plain values by name."""
+        """Contents of the file that `save` writes: tensors and plain values, by name."""
         batch = self._batch if self.draws.data is None else self.draws.data.first()
         assert batch is not None
         return {"method": self.attrs["method"], **contents_of(self.draws, batch)}
@@ -507,10 +512,10 @@ class Posterior:
 
     @property
     def kept_draws(self) -> PosteriorDraws:
-        """The draws.
+        """The same as `draws`, for methods that need the draws themselves and not only moments.
 
         Raises:
-            ArgumentError: they were not kept.
+            ArgumentError: the run kept no draws (`store=False`).
         """
         if self.draws.online is not None:
             raise ArgumentError(
@@ -520,10 +525,13 @@ class Posterior:
         return self.draws
 
     def open_data(self, data: Any) -> Data:
-        """`data` as a data source; that of the run if it is None.
+        """A data source from which to read `data`; the run's own data if `data` is None.
+
+        Args:
+            data: data in any form that `run` takes.
 
         Raises:
-            ArgumentError: the run's data are gone.
+            ArgumentError: `data` is None, and the posterior has no data of the run.
         """
         if data is not None:
             return self._open(data)
@@ -535,7 +543,8 @@ class Posterior:
         return self.draws.data
 
     def _open(self, data: Any) -> Data:
-        """`data` as a data source on the model's device, checked to be like the run's."""
+        """A data source on the model's device from which to read `data`, checked to have the same
+        columns and dimensions as the run's."""
         log_posterior = self.draws.log_posterior
         check_like_run(log_posterior, self.draws.data, data)
         opened = open_data(data, None, None, module_device(log_posterior))
@@ -544,8 +553,13 @@ class Posterior:
 
 
 def _is_small_enough(result: PosteriorDraws, num_sites: int) -> bool:
-    """Whether `to_arviz` computes the pointwise log likelihood of so many sites by default; warns
-    if not."""
+    """Whether the pointwise log likelihood of the draws fits in 1 GiB, so that `to_arviz` computes
+    it by default; warns if not.
+
+    Args:
+        result: the draws.
+        num_sites: number of data sites.
+    """
     size = export.log_likelihood_bytes(result, num_sites)
     if size > _LOG_LIKELIHOOD_BYTES:
         warn(
@@ -558,8 +572,14 @@ def _is_small_enough(result: PosteriorDraws, num_sites: int) -> bool:
 
 
 def starts_at(result: PosteriorDraws, chains: Tensor, draws: Tensor) -> dict[str, Tensor]:
-    """Constrained values to start chains from, `[starts, ...]` by site: the latent sites at the
-    given chains and draws, and the point-estimated params."""
+    """Starting points for chains, from some of the draws: constrained values `[starts, ...]` by
+    site, of the latent sites and of the point-estimated params.
+
+    Args:
+        result: draws of a run.
+        chains: chain of each start, `[starts]`.
+        draws: number of each start's draw in its chain, `[starts]`.
+    """
     sites, params = result.samples_at(chains, draws), result.params
     starts = {name: sites[name] for name in result.log_posterior.latents}
     return starts | {name: v.expand(len(draws), *v.shape) for name, v in params.items()}

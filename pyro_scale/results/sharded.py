@@ -31,11 +31,12 @@ _NO_WHOLE_DRAWS = (
 
 
 class ShardedPosterior(Posterior):
-    """The posterior of a sharded network; every method has to be called on all ranks.
+    """The posterior of a sharded network, of which every process holds its part; every method has
+    to be called on all ranks.
 
     Args:
-        problem: of the chain.
-        draws: of the chain, this rank's part; of a fit, its last state alone.
+        problem: the analyzed model, with this rank's part of the params.
+        draws: this rank's part of the chain's draws; for a fit, of its last state alone.
     """
 
     def __init__(self, problem: Problem, draws: Draws):
@@ -53,12 +54,13 @@ class ShardedPosterior(Posterior):
 
     @property
     def layout(self) -> Layout:
-        """The sites' places in this rank's part of a position."""
+        """Order and shapes of the sites' parts that this rank holds in a vector of unconstrained
+        params."""
         return self.problem.engine.layout
 
     @property
     def draws(self) -> Never:
-        """Raises an error: no process has whole draws.
+        """Never returns: no process has whole draws.
 
         Raises:
             ArgumentError: always.
@@ -67,27 +69,34 @@ class ShardedPosterior(Posterior):
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """An empty dict: no facts of the run are kept."""
+        """Facts of the run by name: an empty dict, since none are kept for sharded networks."""
         return {}
 
     @property
     def size(self) -> str:
-        """The kind of model, in words, in place of N and the number of draws."""
+        """A text for `repr`: that the network is sharded. Others show N and the number of draws."""
         return "on a sharded network"
 
     @property
     def trace(self) -> Tensor:
-        """The objective's estimate at every step, in nats, a total over the data: `[1, steps]`."""
+        """The objective's estimate at every step, in nats, a total over all rows: `[1, steps]`."""
         return self.log_joint[None]
 
     def get_samples(
         self, num_samples: int | None = None, group_by_chain: bool = False
     ) -> dict[str, Any]:
-        """Draws of the latent sites: of weights as DTensors `[draws, *shape]`, of other sites as
-        tensors.
+        """Constrained draws of the latent sites, by site: of sharded weights as DTensors `[draws,
+        *shape]`, of other sites as tensors.
+
+        Args:
+            num_samples: number of draws, evenly thinned; all by default. Required for a fit, whose
+                draws are new ones.
+            group_by_chain: whether to return `[1, draws, ...]`, which only models without sharded
+                weights can.
 
         Raises:
-            ArgumentError: more draws than there are; of a Gaussian, no number of draws.
+            ArgumentError: more draws are requested than there are; or no number of draws, for a fit
+                with a Gaussian.
         """
         positions = torch.stack(list(self._positions(num_samples)))
         params = self.layout.unflatten(positions)
@@ -117,13 +126,24 @@ class ShardedPosterior(Posterior):
         linearized: Any = False,
         **kwargs: Any,
     ) -> dict[str, Tensor]:
-        """Draws of observed sites, `[draws, ...]`, of all rows on every rank; each rank computes a
-        part of the rows.
+        """Posterior predictive draws of observed sites, `[draws, ...]` by site, for all rows, on
+        every rank; each rank computes a part of the rows.
+
+        Args:
+            *args: arguments of the model, with the rows to predict.
+            num_samples: number of posterior draws to use; all by default.
+            return_sites: names of sites with a value for each row; all of them by default.
+            batch_size: not available for sharded networks; None.
+            reduce: not available for sharded networks; None.
+            interval: not available for sharded networks; None.
+            calibrate: not available for sharded networks; None.
+            linearized: not available for sharded networks; False.
+            **kwargs: keyword arguments of the model.
 
         Raises:
-            DataError: no rows.
-            ArgumentError: a site without a value for each row; an option that only other models
-                have.
+            DataError: the arguments have no rows.
+            ArgumentError: a site does not have a value for each row; or an option is not available
+                for sharded networks.
         """
         if linearized:
             raise ArgumentError(_NO_WHOLE_DRAWS)
@@ -171,7 +191,15 @@ class ShardedPosterior(Posterior):
         }
 
     def _positions(self, num_samples: int | None) -> Iterator[Tensor]:
-        """This rank's part of `num_samples` draws, unconstrained, [D] each."""
+        """Yields this rank's part of draws in unconstrained space, one vector of params a draw:
+        kept draws of a chain, evenly thinned, or new draws of a Gaussian.
+
+        Args:
+            num_samples: number of draws; None for all kept ones.
+
+        Raises:
+            ArgumentError: None for a Gaussian, or more draws than there are.
+        """
         if self._sds is None:
             total = len(self.positions)
             chosen = spread_evenly(total, total if num_samples is None else num_samples)
@@ -190,7 +218,13 @@ class ShardedPosterior(Posterior):
             )
 
     def __getattr__(self, name: str) -> Never:
-        """Raises the error for results that need whole draws."""
+        """Never returns: an unknown attribute is a result that needs whole draws, which no process
+        has.
+
+        Raises:
+            ArgumentError: for public names.
+            AttributeError: for names that begin with an underscore.
+        """
         if name.startswith("_"):
             raise AttributeError(name)
         raise ArgumentError(_NO_WHOLE_DRAWS)
