@@ -117,8 +117,8 @@ class ObservedBatch:
 
     @cached_property
     def outputs(self) -> Tensor:
-        """The K outputs of each of the batch's B rows, `[B, K]`, with their autograd graph; an empty
-        tensor if no observation depends on the params."""
+        """The K outputs of each of the batch's B rows, `[B, K]`, with their autograd graph; an
+        empty tensor if no observation depends on the params."""
         parts = [obs.outputs(self.sites, obs.row_values) for obs in self.observations]
         return torch.cat(parts, dim=1) if parts else torch.zeros(0, 0)
 
