@@ -29,12 +29,13 @@ _NUM_ERRORS = 4.5
 
 
 class Offset(NamedTuple):
-    """The distance of a Gaussian from the bound's optimum, by its worst elements.
+    """How far a Gaussian is from the one of largest evidence lower bound: the largest errors among
+    its elements.
 
     Attributes:
-        mean: error of a mean, in sds; infinite if unknown.
-        sd: error of an sd, relative to itself.
-        error: standard error of both.
+        mean: the largest error of an element's mean, in sds; infinite if unknown.
+        sd: the largest error of an element's sd, relative to the sd; infinite if unknown.
+        error: standard error of both numbers.
     """
 
     mean: float
@@ -43,7 +44,8 @@ class Offset(NamedTuple):
 
     @property
     def is_small(self) -> bool:
-        """Whether both errors are within tolerance, standard errors included."""
+        """Whether both errors are at most their tolerances, `MOST_MEAN` and `MOST_SD`, plus 4.5
+        standard errors."""
         chance = _NUM_ERRORS * self.error
         return self.mean <= MOST_MEAN + chance and self.sd <= MOST_SD + chance
 
@@ -52,10 +54,11 @@ class _Regression(NamedTuple):
     """The bound at a Gaussian, and the regression of L' grad log p + eps on eps.
 
     Attributes:
-        bound: in units of the temperature, up to a constant.
-        constant: of the regression, [d].
-        precision: of the better Gaussian, in units of the factor L, [d, d].
-        error: standard error of the regression's coefficients.
+        bound: the evidence lower bound of the tempered posterior, in nats, up to a constant.
+        constant: the regression's constant term, [d].
+        precision: the precision of the better Gaussian in the coordinates in which the present
+            Gaussian, with covariance L L', is standard normal, [d, d].
+        error: largest standard error of the regression's coefficients.
     """
 
     bound: float
@@ -65,18 +68,19 @@ class _Regression(NamedTuple):
 
     @property
     def is_positive(self) -> bool:
-        """Whether the precision is positive definite."""
+        """Whether `precision` is positive definite, so that there is a better Gaussian."""
         return not bool(torch.linalg.cholesky_ex(self.precision).info)
 
 
 class Bound(NamedTuple):
-    """The evidence lower bound of Gaussians over some elements of a position.
+    """The evidence lower bound of Gaussians over d of a model's D unconstrained params; the other
+    params are constants.
 
     Attributes:
-        density: the log joint of all rows.
-        center: a position, [D], for the other elements.
-        places: of the Gaussian's d elements.
-        temperature: of the posterior.
+        density: the log joint density of all rows.
+        center: a vector [D] with the values of the params that the Gaussians are not over.
+        places: indices of the Gaussians' d elements in it.
+        temperature: temperature of the posterior that is approximated.
     """
 
     density: FullDataDensity
@@ -85,11 +89,12 @@ class Bound(NamedTuple):
     temperature: float
 
     def improved(self, gaussian: Dense | Diagonal, eps: Tensor) -> Dense | Diagonal:
-        """The Gaussian of the same structure with the largest bound on some draws.
+        """The Gaussian of the same structure (diagonal or dense) with the largest evidence lower
+        bound, where expectations are means over fixed standard normal numbers.
 
         Args:
-            gaussian: where to begin; returned if nothing is better.
-            eps: standard normals, `[draws, d]`.
+            gaussian: the Gaussian to begin with; returned if no better one is found.
+            eps: standard normal numbers, `[draws, d]`.
         """
         current = self._regress(gaussian, eps)
         for _ in range(_MOST_STEPS):
@@ -109,14 +114,16 @@ class Bound(NamedTuple):
         return gaussian
 
     def offset(self, gaussian: Dense | Diagonal, eps: Tensor) -> Offset:
-        """The distance of a Gaussian from the best one; arguments as for `improved`."""
+        """An estimate of how far a Gaussian is from the one of largest evidence lower bound;
+        arguments as for `improved`."""
         regression = self._regress(gaussian, eps)
         if regression is None or not regression.is_positive:
             return Offset(torch.inf, torch.inf, 0.0)
         return _offset(gaussian, regression)
 
     def _regress(self, gaussian: Dense | Diagonal, eps: Tensor) -> _Regression | None:
-        """The regression at draws of a Gaussian; None where the log joint is not finite."""
+        """The bound and the regression at a Gaussian's draws; None if the log joint or its gradient
+        is not finite at some draw. Arguments as for `improved`."""
         factor = _factor(gaussian)
         draws = self.center.double().repeat(len(eps), 1)
         draws[:, self.places] = gaussian.mean.double() + eps @ factor.mT
@@ -137,14 +144,16 @@ class Bound(NamedTuple):
 
 
 def _factor(gaussian: Dense | Diagonal) -> Tensor:
-    """L of the covariance L L', in float64."""
+    """A factor L [d, d] of a Gaussian's covariance L L', in float64: lower triangular, or
+    diagonal."""
     if isinstance(gaussian, Dense):
         return gaussian.scale_tril.double()
     return gaussian.variance.double().sqrt().diag()
 
 
 def _move(gaussian: Dense | Diagonal, target: _Regression, fraction: float) -> Dense | Diagonal:
-    """The Gaussian at a fraction of the way to the one that the regression gives."""
+    """The Gaussian at a fraction (1 for all) of the way from `gaussian` to the better one that the
+    regression gives."""
     factor, identity = _factor(gaussian), torch.eye(len(target.constant)).to(target.constant)
     step = factor @ torch.linalg.solve(target.precision, target.constant)
     mean = gaussian.mean + fraction * step.to(gaussian.mean)

@@ -20,13 +20,15 @@ CHUNK_ROWS = 4096
 
 
 class Chunk(NamedTuple):
-    """Some rows of the data, as the model takes them.
+    """Some rows of the data, in the form of the model's arguments.
 
     Attributes:
         arguments: the model's arguments.
-        indices: which rows to take, for a model that subsamples by itself.
-        keep: which of the chunk's rows are new: chunks of such a model may overlap.
-        num_rows: how many rows the chunk has.
+        indices: numbers of the chunk's rows in the arguments, for a model that subsamples by
+            itself; None for any other model.
+        keep: the chunk's rows that no earlier chunk had: chunks of a model that subsamples may
+            overlap.
+        num_rows: the number of rows in the chunk, those of earlier chunks included.
     """
 
     arguments: Arguments
@@ -36,20 +38,22 @@ class Chunk(NamedTuple):
 
     @property
     def num_new(self) -> int:
-        """Number of rows that no earlier chunk has had."""
+        """The number of the chunk's rows that no earlier chunk had."""
         return len(range(*self.keep.indices(self.num_rows)))
 
 
 def chunks_of(
     log_posterior: LogPosterior, data: Data, num_rows: int | None = None, share: Share = WHOLE
 ) -> Iterator[Chunk]:
-    """Chunks that cover all rows once, in the data's order; or a share of these chunks.
+    """Chunks whose new rows cover all rows of the data once, in order; or one process's share of
+    these chunks.
 
     Args:
-        log_posterior: the model; one that needs all rows together gets a single chunk.
+        log_posterior: the model's log posterior; if the model needs all rows together, there is a
+            single chunk.
         data: the rows.
-        num_rows: about how many rows a chunk has.
-        share: which chunks to return.
+        num_rows: the approximate number of rows in a chunk; None for `CHUNK_ROWS`.
+        share: the chunks to return; by default all.
     """
     size = _chunk_size(log_posterior, data, num_rows, share)
     if isinstance(data, IndexedData) and share != WHOLE and size:  # do not read others' rows
@@ -64,13 +68,14 @@ def chunks_of(
 def chunks_with(
     log_posterior: LogPosterior, data: Data, chosen: Tensor, share: Share = WHOLE
 ) -> Iterator[tuple[Chunk, Tensor]]:
-    """(Chunks that contain chosen rows, places of the chosen rows among the chunk's new rows).
+    """Yields the chunks that contain selected rows, as (chunk, indices of the selected rows among
+    the chunk's new rows). Chunks are cut down to the selected rows if the model allows that.
 
     Args:
-        log_posterior: the model.
+        log_posterior: the model's log posterior.
         data: all rows.
-        chosen: places of rows in the data, in order.
-        share: which of these chunks to return.
+        chosen: numbers of the selected rows in the data, sorted.
+        share: the chunks to return among these; by default all.
     """
     return share.of(_chunks_with(log_posterior, data, chosen, share))
 
@@ -95,7 +100,8 @@ def _chunks_with(
 def _chunk_size(
     log_posterior: LogPosterior, data: Data, num_rows: int | None, share: Share
 ) -> int | None:
-    """Rows in a chunk; None for all rows together."""
+    """The number of rows in a chunk; None if the model needs all rows together. Arguments as for
+    `chunks_of`."""
     size = (num_rows or CHUNK_ROWS) if is_row_wise(log_posterior) else None
     if size is None or share == WHOLE or not isinstance(data, TensorData | IndexedData):
         return size
@@ -103,21 +109,22 @@ def _chunk_size(
 
 
 def num_rows_in(data: TensorData | IndexedData) -> int:
-    """How many rows the data have."""
+    """The number of rows in data that are indexed or tensors; 0 without tensors of rows."""
     if isinstance(data, IndexedData):
         return len(data.subset)
     return rows.count(data.arguments) or 0
 
 
 def is_row_wise(log_posterior: LogPosterior) -> bool:
-    """Whether the model can be run on a part of the data."""
+    """Whether the model can be run on a part of the data, and its log joint is a sum over rows."""
     info = log_posterior.model_info
     joint = any(rule.whole_data for rule in info.scaling.rules.values())
     return not (joint or info.whole_only)
 
 
 def split(log_posterior: LogPosterior, batches: Iterable[Arguments]) -> Iterator[Chunk]:
-    """Batches as chunks; a model that subsamples by itself gets them as blocks of indices."""
+    """Yields batches of rows as chunks: one chunk for each batch; for a model that subsamples by
+    itself, several chunks that differ in their indices, of its own batch size each."""
     info = log_posterior.model_info
     for arguments in batches:
         total = rows.count(arguments)

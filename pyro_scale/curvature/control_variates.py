@@ -21,11 +21,13 @@ Params = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class AnchorCurvature:
-    """The generalized Gauss-Newton matrix of the likelihood at an anchor.
+    """The generalized Gauss-Newton matrix of the likelihood at an anchor (a fixed vector of params,
+    usually near the mode).
 
     Attributes:
-        total: the matrix of all rows, in nats, `[D, D]`.
-        observed: the sites whose Fisher information it is made of, row by row.
+        total: the matrix, summed over all N rows, in nats, `[D, D]`.
+        observed: the observed sites that the matrix is computed from, to compute the matrix of a
+            batch.
     """
 
     total: Tensor
@@ -52,10 +54,10 @@ class ControlVariates:
     hierarchy.  It costs four gradients of a batch.
 
     Attributes:
-        log_posterior: the target.
-        anchor: unconstrained params.
-        gradient: of the log joint of all rows at the anchor.
-        curvature: of the likelihood at the anchor; None for the first form.
+        log_posterior: the log posterior whose gradient is estimated.
+        anchor: the anchor a: unconstrained values of all latent sites.
+        gradient: G(a), the gradient of the log joint of all rows at the anchor, by site.
+        curvature: the likelihood's curvature C at the anchor; None for the first formula.
     """
 
     log_posterior: LogPosterior
@@ -65,29 +67,36 @@ class ControlVariates:
 
     @property
     def num_data(self) -> int:
-        """N."""
+        """N, the number of rows in the data."""
         return self.log_posterior.num_data
 
     @property
     def order(self) -> int:
-        """The power of the distance to the anchor with which the remaining noise grows."""
+        """The power of the distance to the anchor with which the gradient's remaining minibatch
+        noise (its sd) grows: 1 without the curvature, 2 with it."""
         return 1 if self.curvature is None else 2
 
     @property
     def gradients_a_row(self) -> int:
-        """Cost of a gradient, in gradients of the log posterior."""
+        """The cost of `grad`, as a number of gradients of the log posterior on the same batch."""
         return 2 * self.order
 
     def grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[Params, Evaluation]:
-        """(The gradient by site, the batch's evaluation), like `LogPosterior.grad`."""
+        """(The corrected gradient of the log joint by site, the model's evaluation on the batch).
+
+        Args:
+            params: unconstrained values of all latent sites.
+            batch: the model's arguments.
+            indices: numbers of the rows to take, for a model that subsamples by itself.
+        """
         return self._correct(self.log_posterior.grad, params, batch, indices)
 
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[Params, Evaluation]:
-        """The gradient by `torch.autograd`, like `LogPosterior.plain_grad`."""
+        """As `grad`, by `torch.autograd`: for models that `torch.func` does not support."""
         return self._correct(self.log_posterior.plain_grad, params, batch, indices)
 
     def _correct(
@@ -109,9 +118,10 @@ class ControlVariates:
     def row_gradients(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> Params:
-        """Every row's gradient minus its control variate, by site, `[B, ...]`.
+        """The gradient of each row's log likelihood minus the row's control variate, by site,
+        `[B, *shape]`. Arguments as for `grad`.
 
-        The spread of these over rows is the noise of minibatches.
+        The variance of these over rows determines the minibatch noise of `grad`.
         """
         slopes = self.log_posterior.row_gradients(params, batch, indices)
         at_anchor = self.log_posterior.row_gradients(self.anchor, batch, indices)
@@ -133,7 +143,17 @@ class ControlVariates:
     def _linearize(
         self, away: Params, batch: Any, indices: Tensor | None
     ) -> tuple[list[Tensor], Any]:
-        """(F J v of each site's rows, for a step v away from the anchor; the map u -> J' u)."""
+        """Products with the Jacobian J of a batch's outputs at the anchor.
+
+        Args:
+            away: a step v from the anchor, by site.
+            batch: the model's arguments.
+            indices: numbers of the rows to take, for a model that subsamples by itself.
+
+        Returns:
+            (F J v with the Fisher information F, `[B, K]` for each observed site; the function
+            u -> (J' u by site,)).
+        """
         assert self.curvature is not None
 
         def outputs(params: Params) -> tuple[list[Tensor], list[Tensor]]:
@@ -149,7 +169,8 @@ class ControlVariates:
     def _outputs(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """(Outputs of each site's rows, `[B, K]`; their Fisher information)."""
+        """(The outputs of each observed site, `[B, K]` for B rows of the batch; the numbers from
+        which the Fisher information in these outputs is computed, `[B, ...]`)."""
         assert self.curvature is not None
         sites = self.log_posterior.run(params, rows.as_arguments(batch), indices).sites
         observed = [obs.of_rows(sites) for obs in self.curvature.observed]

@@ -25,23 +25,25 @@ from pyro_scale.rng.seeds import Purpose, generator
 
 T = TypeVar("T")
 
-#: Rows times positions whose gradients are computed together.
+#: Rows times positions (vectors of params) whose gradients are computed together.
 _VMAP_ROWS = 2**19
 
 
 @dataclass(frozen=True)
 class FullDataDensity:
-    """The log joint of all rows over N, and its derivatives, at positions [D].
+    """The log joint density of all N rows of the data, divided by N, and its derivatives.
 
-    Every method goes through the data once, chunk by chunk.
+    A position is a vector [D] of all D unconstrained params.  Every method goes through the data
+    once, chunk by chunk.
 
     Attributes:
         log_posterior: the model's log posterior.
-        data: all rows, or a sample that stands for all.
-        layout: the params in a position.
-        num_rows: how many rows `data` has, if it is a sample; None if it has all N.
-        share: the chunks that this density sums over, where it is one of several that are added up.
-        chunk_numbers: largest number of a chunk's rows times D.
+        data: all rows, or a sample of them, from which the density is estimated.
+        layout: the order of the params in a position.
+        num_rows: the number of rows in `data`, if that is a sample; None if it has all N.
+        share: the chunks of rows that this density sums over, if several processes share the data;
+            by default all chunks.
+        chunk_numbers: the largest number of a chunk's rows times D.
     """
 
     log_posterior: LogPosterior
@@ -52,9 +54,11 @@ class FullDataDensity:
     chunk_numbers: int = 2**22
 
     def of_some_rows(self, most: int, seed: int) -> FullDataDensity:
-        """The same density estimated from at most `most` rows, drawn at random.
+        """The same density, estimated from `most` rows that are drawn at random without
+        replacement.
 
-        Returns the density itself if the data have no more rows than that, or cannot be sampled.
+        Returns the density itself if the data have no more rows than `most`, are not tensors, or
+        the model cannot run on a part of them.
         """
         num_data = self.log_posterior.num_data
         if not isinstance(self.data, TensorData) or not is_row_wise(self.log_posterior):
@@ -67,22 +71,27 @@ class FullDataDensity:
         return dataclasses.replace(self, data=TensorData(arguments, num_data), num_rows=most)
 
     def add_up(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The sum of `function(density, *arguments)` over the densities of all shares of the rows.
+        """The sum of `function(density, *arguments)` over the processes that share the data; with a
+        single process, just `function(self, *arguments)`.
 
         Args:
-            function: returns a tensor or a tuple of tensors; defined in a module, so that other
-                processes can import it.
-            arguments: sent to the other processes.
+            function: function of the density of a process's own rows, which returns a tensor or a
+                tuple of tensors; defined in a module, so that other processes can import it.
+            arguments: further arguments, sent to the other processes.
         """
         return function(self, *arguments)
 
     def of_each(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """`function(density, *arguments)` of the density of each share of the rows, in their
-        order: for values that do not add up."""
+        """A list with the result of `function(density, *arguments)` from each of the processes that
+        share the data, in the order of the shares: for results that cannot be added. Arguments as
+        for `add_up`."""
         return [function(self, *arguments)]
 
     def grad(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """(The log joint over N, its gradient over N, [D]).
+        """The log joint and its gradient at a position [D].
+
+        Returns:
+            (The log joint divided by N, in nats, in float64; its gradient divided by N, [D]).
 
         Raises:
             DataError: the data do not hold N rows.
@@ -93,7 +102,8 @@ class FullDataDensity:
         return value, gradient
 
     def derivatives(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(The log joint, its gradient [D], its Hessian [D, D]), all over N, in one pass."""
+        """(The log joint, its gradient [D], its Hessian [D, D]) at a position [D], all divided by N,
+        in one pass through the data."""
         value, gradient = zero_nats(position), torch.zeros_like(position)
         matrix = position.new_zeros(self.layout.size, self.layout.size)
         for part, slope, leaf in self._gradients(position):
@@ -103,15 +113,17 @@ class FullDataDensity:
 
     @property
     def passes(self) -> int:
-        """Cost of `derivatives`, in gradients of all rows."""
+        """The cost of `derivatives`, as a number of gradients of all rows: 1 + D."""
         return 1 + self.layout.size
 
     def hessian(self, position: Tensor) -> Tensor:
-        """The Hessian over N, [D, D]: minus the posterior's precision over N at the mode."""
+        """The Hessian of the log joint divided by N, [D, D], at a position [D]. At a mode, this is
+        minus the precision of the Laplace approximation, divided by N."""
         return self.derivatives(position)[2]
 
     def hessian_times(self, position: Tensor, vector: Tensor) -> Tensor:
-        """The Hessian over N times a vector, [D], without the matrix."""
+        """The Hessian of the log joint at a position, divided by N, times a vector [D]: a vector
+        [D], without the matrix in memory."""
         total = torch.zeros_like(position)
         for _, slope, leaf in self._gradients(position):
             (product,) = torch.autograd.grad(slope, leaf, vector)
@@ -119,14 +131,18 @@ class FullDataDensity:
         return total
 
     def hessian_diagonal(self, position: Tensor) -> Tensor:
-        """The diagonal of the Hessian over N, [D], without the matrix."""
+        """The diagonal [D] of the Hessian of the log joint at a position, divided by N, without the
+        matrix in memory."""
         total = torch.zeros_like(position)
         for _, slope, leaf in self._gradients(position):
             total += hessian_diagonal(slope, leaf)
         return total
 
     def values(self, positions: Tensor) -> Tensor:
-        """The log joint over N at each position, `[positions]`."""
+        """The log joint divided by N at each of P positions `[P, D]`: a tensor `[P]` in float64.
+
+        NaN where a matrix of the model cannot be factorized, for models that vmap does not support.
+        """
         total = zero_nats(positions).repeat(len(positions))
         with torch.no_grad():
             for chunk in self.chunks():
@@ -138,7 +154,8 @@ class FullDataDensity:
         return total
 
     def grads(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(The log joint over N at each position, `[positions]`; its gradients, `[positions, D]`).
+        """(The log joint at each of P positions `[P, D]`, `[P]`; its gradients, `[P, D]`), both
+        divided by N.
 
         Both are NaN where a matrix of the model cannot be factorized.
         """
@@ -167,8 +184,13 @@ class FullDataDensity:
     def _gradients(
         self, position: Tensor, history: bool = True
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(Each chunk's log joint over N; its gradient, with its graph if `history`; the position,
-        as the leaf that the gradient is taken at)."""
+        """Yields for each chunk of rows (its part of the log joint over N, detached; the gradient of
+        that part, [D]; the position as the leaf that the gradient was computed from).
+
+        Args:
+            position: the params, [D].
+            history: whether gradients have an autograd graph, for second derivatives.
+        """
         for chunk in self.chunks():
             leaf = position.detach().requires_grad_()
             with torch.enable_grad():
@@ -177,14 +199,17 @@ class FullDataDensity:
             yield part.detach(), slope, leaf
 
     def _part(self, chunk: Chunk, position: Tensor) -> Tensor:
-        """A chunk's part of the log joint over N."""
+        """A chunk's part of the log joint divided by N at a position [D], with an autograd graph.
+        The parts of all chunks add up to the log joint over N."""
         params = self.layout.unflatten(position)
         evaluation = self.log_posterior(params, chunk.arguments, chunk.indices)
         zero = 0 * position.square().sum()  # gives second derivatives to flat and linear densities
         return self.part_of(evaluation, chunk) + zero
 
     def part_of(self, evaluation: Evaluation, chunk: Chunk) -> Tensor:
-        """A chunk's part of the log joint over N, from the model's evaluation on the chunk."""
+        """A chunk's part of the log joint divided by N, from the model's evaluation on the chunk:
+        the log likelihood of the chunk's new rows, and the log prior times their share of all
+        rows."""
         num_data = self.log_posterior.num_data
         with torch.enable_grad():  # float64: the total is large, and its changes are small
             rows_sum = evaluation.log_lik[chunk.keep].sum(dtype=torch.float64)
@@ -194,14 +219,15 @@ class FullDataDensity:
 
     @property
     def rows_in_all(self) -> int:
-        """How many rows `data` should have: N, or the size of the sample."""
+        """The number of rows that `data` should have: N, or the size of the sample."""
         return self.num_rows or self.log_posterior.num_data
 
     def chunks(self, num_rows: int | None = None) -> Iterator[Chunk]:
-        """The density's chunks of rows, about `num_rows` rows each.
+        """Yields the chunks of rows that this density sums over, about `num_rows` rows each; by
+        default as many as `chunk_numbers` allows.
 
         Raises:
-            DataError: the data do not hold N rows.
+            DataError: after the last chunk, if the data did not hold N rows.
         """
         count, size = 0, num_rows or self.chunk_numbers // self.layout.size
         for chunk in chunks_of(self.log_posterior, self.data, size, self.share):
@@ -211,10 +237,11 @@ class FullDataDensity:
             self._check_count(count)
 
     def check_rows(self) -> None:
-        """Checks that the data hold N rows; for use before they are shared out.
+        """Checks that the data hold N rows (or the sample as many as it should): to be called
+        before several processes share the data, when none sees all rows.
 
         Raises:
-            DataError: they do not.
+            DataError: the data have another number of rows.
         """
         if isinstance(self.data, TensorData | IndexedData):
             self._check_count(num_rows_in(self.data))
@@ -223,7 +250,8 @@ class FullDataDensity:
             self._check_count(sum(chunk.num_new for chunk in chunks))
 
     def to_clean(self) -> str:
-        """Advice on which data to clean, for an error message; "" if all rows are finite."""
+        """Advice for an error message on which rows of the data are NaN or infinite; "" if all rows
+        are finite."""
         begin = 0
         whose = "" if self.num_rows is None and self.share == WHOLE else " of those looked at"
         for chunk in self.chunks():
@@ -244,21 +272,23 @@ class FullDataDensity:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedDensity(FullDataDensity):
-    """The log joint of all rows, whose sums over rows are computed in shares.
+    """The log joint density of all rows, where several processes each sum over a share of the rows.
+
+    `grad`, `add_up` and `of_each` are shared; all other methods go through all rows in this process.
 
     Attributes:
-        sums: over the shares.
+        sums: asks all processes for their terms, and adds these up.
     """
 
     sums: Sums
 
     @classmethod
     def from_density(cls, density: FullDataDensity, sums: Sums) -> SharedDensity:
-        """The density with its sums shared out.
+        """A density like `density`, whose sums over rows are computed by several processes.
 
         Args:
-            density: the log joint of all rows, the same in every process.
-            sums: computes terms of sums in several processes.
+            density: the log joint density of all rows, the same in every process.
+            sums: sums whose terms several processes compute.
 
         Raises:
             DataError: the data do not hold N rows.
@@ -269,16 +299,19 @@ class SharedDensity(FullDataDensity):
         return cls(density.log_posterior, density.data, density.layout, sums=sums)
 
     def grad(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """(The log joint over N, its gradient over N, [D])."""
+        """(The log joint at a position [D], its gradient [D]), both divided by N and summed over
+        all processes."""
         value, gradient = self.sums.ask("grad", position.detach())
         return value, gradient
 
     def add_up(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The sum of `function(density, *arguments)` over the densities of all shares."""
+        """The sum of `function(density, *arguments)` over all processes, each with the density of
+        its own rows."""
         return self.sums.ask("function", function, *arguments)
 
     def of_each(self, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """`function(density, *arguments)` of the density of each share, in their order."""
+        """A list of `function(density, *arguments)` from every process, each with the density of
+        its own rows, in the order of the shares."""
         return self.sums.ask_each("function", function, *arguments)
 
 
@@ -287,12 +320,14 @@ def _call(density: FullDataDensity, function: Callable[..., Any], *arguments: An
 
 
 def zero_nats(like: Tensor) -> Tensor:
-    """Zero on the device of `like`, in float64: a sum over many rows needs the digits."""
+    """A scalar 0 in float64 on the device of `like`, to start a sum of log densities over many
+    rows, which needs the digits."""
     return torch.zeros((), dtype=torch.float64, device=like.device)
 
 
 def _or_nan(function: Callable[[Tensor], Tensor], position: Tensor) -> Tensor:
-    """The function's value; NaN where a matrix of the model cannot be factorized."""
+    """The value of `function(position)`; NaN if it fails because a matrix of the model cannot be
+    factorized."""
     try:
         return function(position)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]

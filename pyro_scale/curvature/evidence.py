@@ -28,10 +28,10 @@ from pyro_scale.distributed.sums import Sums
 from pyro_scale.errors import ApproximationWarning, ArgumentError, PyroScaleError
 
 T = TypeVar("T")
-#: Which elements of a Gaussian may be correlated: none, all, those of a weight, or all by a few
-#: directions.
+#: Which elements of a Gaussian may be correlated: none ("diag"), all ("dense"), those of the same
+#: weight ("kron"), or all, by a few directions ("low_rank").
 GaussianStructure: TypeAlias = Literal["diag", "dense", "kron", "low_rank"]
-#: The structures that are made of sums over rows.
+#: The structures that are computed from sums over rows, without a matrix [d, d].
 OF_ROWS: tuple[GaussianStructure, ...] = ("kron", "low_rank")
 
 #: Matrices in memory at once: the precision, its factor, the covariance's.
@@ -47,20 +47,25 @@ _TUNING_STEPS = 50
 
 @dataclass(frozen=True)
 class Search:
-    """Searches for a mode and the Laplace approximation there, and for params of largest evidence.
+    """The settings of a Laplace approximation, with methods that find the posterior's mode, build
+    the Gaussian there, and choose hyperparameters by the largest log evidence.
+
+    A position is a vector [D] of all unconstrained params.  The Gaussian is over d of its elements.
 
     Attributes:
-        density: the log joint of all rows.
-        sites: which have a Gaussian.
-        kind: of the curvature.
-        structure: of the Gaussian.
-        seed: of Monte Carlo.
-        notes: which parts of the curvature are estimates, for users.
-        num_rows: rows at a time.
-        held: places of params that do not change.
-        tuned: places of params that maximize the evidence.
-        rank: of a Gaussian of low rank.
-        corrected: whether Kronecker factors have the curvature's own diagonal in their bases.
+        density: the log joint density of all rows.
+        sites: names of the sites that the Gaussian is over.
+        kind: the kind of curvature that the Gaussian's precision is computed from.
+        structure: the structure of the Gaussian's covariance.
+        seed: seed of drawn observations, for curvature by Monte Carlo.
+        notes: remarks for users about parts of the curvature that are estimates.
+        num_rows: number of rows that the model is run on at a time; None for the default.
+        held: indices of the position's elements that stay at their start; None for no element.
+        tuned: indices of the position's elements that are set to maximize the log evidence; None
+            for no element.
+        rank: rank of the Gaussian's correlations, for "low_rank".
+        corrected: for "kron", whether each block's eigenvalues are computed from rows' gradients
+            (EKFAC) and not from the factors (K-FAC).
     """
 
     density: FullDataDensity
@@ -76,11 +81,11 @@ class Search:
     corrected: bool = False
 
     def best(self, start: Tensor) -> Candidate:
-        """The candidate at the nearest mode; if params are tuned, at their values of largest
-        evidence.
+        """The mode that a search from `start` reaches, with the Gaussian and the log evidence
+        there; tuned params are at their values of largest log evidence.
 
         Args:
-            start: where the search begins, [D].
+            start: the position where the search begins, [D].
 
         Raises:
             ArgumentError: no mode was found, or the log joint does not depend on a tuned param.
@@ -101,7 +106,8 @@ class Search:
             return candidate
 
         def with_slope(values: Tensor) -> tuple[Candidate, Tensor]:
-            """The candidate, and the slope of its log evidence.
+            """(The mode with these values of the tuned params, the gradient of the log evidence
+            with respect to them).
 
             At a mode, the log joint's part of the slope is its gradient; the part of the log
             determinant comes from differences.
@@ -133,7 +139,8 @@ class Search:
         return best
 
     def at(self, center: Tensor) -> Candidate:
-        """The candidate at a point, [D]."""
+        """The Gaussian and the log evidence at a given position [D], without a search, and an
+        estimate of the squared distance to the mode."""
         value, slope, gaussian = self._gaussian_at(center)
         num_data = self.density.log_posterior.num_data
         total = num_data * slope
@@ -143,7 +150,7 @@ class Search:
 
     @property
     def _places(self) -> Tensor:
-        """Places of the Gaussian's elements in a position."""
+        """Indices of the Gaussian's d elements in a position [D]."""
         return self.density.layout.places(self.sites)
 
     def _nearest(self, start: Tensor) -> Candidate:
@@ -154,7 +161,8 @@ class Search:
         return climb_to_mode(self.density, start, self._refined, self._places, moves, _ADVICE)
 
     def _refined(self, position: Tensor) -> Candidate:
-        """The candidate after steps of Newton's method, if these are cheap."""
+        """Refines a position [D] near a mode by Newton's method, unless the Gaussian is too large
+        for that, and returns the Gaussian and the log evidence there."""
         num_data, places = self.density.log_posterior.num_data, self._places
         if self.structure == "dense" or len(places) <= _NEWTON_SIZE:
             # a slope by differences needs modes more precise than the GGN's steps: the Hessian's
@@ -170,10 +178,15 @@ class Search:
         return self.at(position)
 
     def _check_tuned(self, start: Tensor, tuned: Tensor) -> None:
-        """Checks that the log joint depends on every tuned param, at its value or another one.
+        """Checks that the log joint depends on every tuned param: the gradient is not 0 both at
+        the start and where the tuned params are larger by 1.
+
+        Args:
+            start: the position where the search begins, [D].
+            tuned: indices of the tuned params' elements in it.
 
         Raises:
-            ArgumentError: it does not; the message names the params.
+            ArgumentError: the log joint does not depend on some; the message names them.
         """
         elsewhere = start.index_add(0, tuned, torch.ones_like(start[tuned]))
         slopes = [self.density.grad(at)[1][tuned] for at in (start, elsewhere)]
@@ -186,7 +199,8 @@ class Search:
             )
 
     def _gaussian_at(self, center: Tensor) -> tuple[Tensor, Tensor, Gaussian]:
-        """(The log joint over N, its gradient over the sites [d], the Gaussian there)."""
+        """(The log joint, its gradient with respect to the Gaussian's d elements, [d], both divided
+        by N; the Gaussian) at a position [D]."""
         spec = self._spec(center, self.kind)
         if self.structure in OF_ROWS:
             value, slope = self.density.grad(center)
@@ -206,26 +220,35 @@ class Search:
         return Expansion(*self.density.add_up(expand, spec, dense))
 
     def run(self, work: Callable[[Search], T], sums: Sums) -> T:
-        """The result of `work`, a function of this search, with its sums over rows shared out."""
+        """The result of `work(search)`, where `search` is this search with its sums over rows
+        computed by several processes together, or this search itself if there is just one."""
         if sums.are_here:
             return work(self)
         density = SharedDensity.from_density(self.density, sums)
         return density.sums.run(lambda: work(dataclasses.replace(self, density=density)))
 
     def check_fits(self, position: Tensor) -> None:
-        """Checks that memory holds a dense Gaussian."""
+        """Raises if the structure is "dense" and its matrices do not fit in memory; `position` is
+        any vector [D] with the dtype and device."""
         if self.structure == "dense":
             size = len(self._places)
             check_fits(size, position.dtype, position.device, _MATRICES, "Laplace")
 
 
 def _difference(values: Tensor) -> float:
-    """Half the distance between the two points of a central difference."""
+    """The step h of a central difference (f(x + h) - f(x - h)) / (2 h), for the dtype of
+    `values`."""
     return float(torch.finfo(values.dtype).eps ** (1 / 3))
 
 
 def _maximize(function: Callable[[Tensor], tuple[float, Tensor]], start: Tensor) -> Tensor:
-    """The maximum of a function of a few values [k], which returns (value, slope), by L-BFGS."""
+    """The point [k] of largest value of a function, by L-BFGS.
+
+    Args:
+        function: point [k] -> (value, gradient [k]). A PyroScaleError, raised where there is no
+            mode, makes the search turn back.
+        start: the first point, [k].
+    """
     values = start.detach().double().requires_grad_()
     last, tolerance = function(start), torch.finfo(start.dtype).eps ** 0.5
 

@@ -35,7 +35,8 @@ from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.scaling import Evaluation
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
-#: "ggn", "empirical_fisher", or "monte_carlo": the GGN from drawn observations, for many outputs.
+#: "ggn", "empirical_fisher", or "monte_carlo": the GGN estimated from drawn observations, for
+#: models with many outputs a row.
 RowKind: TypeAlias = Literal["ggn", "empirical_fisher", "monte_carlo"]
 _ALL_ROWS = slice(None)
 
@@ -47,14 +48,17 @@ class Curvature:
     It is a sum over the rows of a batch, not multiplied by N/B, and without the prior's curvature.
 
     Args:
-        log_posterior: the model.
-        kind: which curvature.
-        num_draws: of each row's observation, for Monte Carlo.
-        seed: of these draws.
+        log_posterior: the model's log posterior.
+        kind: "ggn" for the generalized Gauss-Newton matrix, "monte_carlo" for an estimate of it
+            from drawn observations, "empirical_fisher" for the sum of the outer products of rows'
+            gradients.
+        num_draws: number of observations drawn for each row, for "monte_carlo".
+        seed: seed of these draws.
 
     Raises:
-        ArgumentError: an unknown kind, or no draws.
-        SiteError: "ggn" of what has no distribution, such as a `pyro.factor`.
+        ArgumentError: `kind` is unknown, or `num_draws` is not a positive number.
+        SiteError: `kind` is "ggn", and a likelihood term such as a `pyro.factor` has no
+            distribution.
 
     Examples:
         >>> import torch, pyro, pyro.distributions as dist
@@ -88,25 +92,27 @@ class Curvature:
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
     ) -> dict[str, Tensor]:
-        """The diagonal of the curvature, by site.
+        """The diagonal of the curvature of a batch, by site, in each site's shape.
 
-        A param takes one backward pass for each output if it enters products, convolutions, tables
-        or elementwise operations of which each row has its own part.  Any other param takes the
-        Jacobians of all rows.
+        The cost is one backward pass for each output of a row, if params are weights of products or
+        convolutions, tables, or operands of sums and products.  Other params take the Jacobians of
+        all rows.
 
         Args:
-            params: unconstrained values that the curvature is in.
+            params: unconstrained values of the sites whose curvature is computed.
             batch: the model's arguments, a tuple by position or a dict by name.
-            indices: the rows to take, for a model that subsamples by itself.
-            held: unconstrained values of the other sites.
-            keep: which rows of the batch count.
+            indices: numbers of the rows to take, for a model that subsamples by itself; None for
+                random ones.
+            held: unconstrained values of the other latent sites; None if there are none.
+            keep: the rows of the batch that are summed over; all by default.
         """
         return self.diagonal_of(self.observe(params, batch, indices, held, keep))
 
     def dense(
         self, params: Params, batch: Any, indices: Tensor | None = None, held: Params | None = None
     ) -> Tensor:
-        """The matrix [D, D], in the order of params; arguments as for `diagonal`."""
+        """The curvature of a batch as a matrix [D, D] for the D elements of `params`, in their
+        order; arguments as for `diagonal`."""
         layout = Layout.from_tensors(params)
         total = torch.zeros(layout.size, layout.size, dtype=layout.dtype, device=_device(params))
         for block in self.observe(params, batch, indices, held).blocks():
@@ -122,9 +128,10 @@ class Curvature:
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
     ) -> dict[str, Tensor]:
-        """The curvature times a vector, by site, without the matrix.
+        """The curvature of a batch times a vector, by site, without the matrix.
 
-        It takes as long as two gradients.  Other arguments as for `diagonal`.
+        The product takes about as long as two gradients.  `vector` has a tensor of the param's
+        shape for each site in `params`; other arguments as for `diagonal`.
         """
         inputs = self._inputs(params, batch, indices, held, keep)
         leaves = _leaves(params)
@@ -160,13 +167,18 @@ class Curvature:
         keep: slice = _ALL_ROWS,
         among: Container[str] | None = None,
     ) -> tuple[dict[str, list[Factors]], dict[str, Tensor]]:
-        """(Kronecker factors of the curvature's blocks, by site; the diagonal of all other sites).
+        """The K-FAC approximation of the curvature of a batch.
 
-        Weights of products, convolutions and projections have factors, and so have biases.
+        Weights of products, convolutions and projections have Kronecker factors, and so have
+        biases.
 
         Args:
             params, batch, indices, held, keep: as for `diagonal`.
-            among: the sites that may have factors; all by default.
+            among: names of the sites that may have factors; all by default.
+
+        Returns:
+            (A dict from site to the Kronecker factors of its blocks; a dict from each site without
+            factors to the diagonal of its curvature, in the site's shape).
         """
         inputs = _with_two_rows(self._inputs(params, batch, indices, held, keep))
         factors: dict[str, list[Factors]] = {}
@@ -187,13 +199,15 @@ class Curvature:
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
     ) -> dict[str, list[Tensor]]:
-        """The diagonal of the curvature in other bases, by site; `[m, n]` for each block.
+        """The diagonal of the curvature of a batch in given bases: a dict from site to a tensor
+        `[m, n]` for each of its blocks.
 
         In the eigenvectors of the Kronecker factors this is EKFAC (George et al. 2018).
 
         Args:
             params, batch, indices, held, keep: as for `diagonal`.
-            bases: of the blocks that have Kronecker factors, by site.
+            bases: a dict from site to the bases of its blocks, for sites that have Kronecker
+                factors.
         """
         inputs = _with_two_rows(self._inputs(params, batch, indices, held, keep))
         run = self._observe(inputs)
@@ -204,7 +218,7 @@ class Curvature:
     def natural_gradient(
         self, params: Params, batch: Any, damping: float = 0.0, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
-        """(The natural gradient by site, the model's evaluation).
+        """The natural gradient of a batch's log joint.
 
         The natural gradient is the inverse of the curvature times the gradient of the log joint.
         The curvature is the prior's plus N/B times the batch's, and the equations are solved by
@@ -214,8 +228,14 @@ class Curvature:
         Args:
             params: unconstrained values of all sites.
             batch: the model's arguments.
-            damping: added to the curvature's diagonal, in nats over the square of a param's unit.
-            indices: the rows to take, for a model that subsamples by itself.
+            damping: number added to the curvature's diagonal, in nats over the square of a param's
+                unit.
+            indices: numbers of the rows to take, for a model that subsamples by itself; None for
+                random ones.
+
+        Returns:
+            (The natural gradient, in each site's shape by site; the model's evaluation on the
+            batch).
         """
         arguments, layout = rows.as_arguments(batch), Layout.from_tensors(params)
         indices = self._indices(arguments, indices)
@@ -238,7 +258,8 @@ class Curvature:
         return layout.unflatten(solution), evaluation
 
     def notes(self, params: Params, batch: Any, indices: Tensor | None = None) -> list[str]:
-        """Remarks for users: the sites whose Fisher information is an estimate."""
+        """Remarks for users, one for each observed site whose Fisher information is estimated by
+        Monte Carlo; empty if all is exact. The batch is only needed to run the model."""
         if self.kind == "empirical_fisher":  # which uses the log likelihood as it is
             return []
         observations = self.observe(params, batch, indices).observations
@@ -252,12 +273,12 @@ class Curvature:
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
     ) -> ObservedBatch:
-        """A run of the model on a batch, from which the curvature is computed; arguments as for
-        `diagonal`."""
+        """Runs the model on a batch, and returns the run, from which the curvature can be computed
+        in several ways; arguments as for `diagonal`."""
         return self._observe(self._inputs(params, batch, indices, held, keep))
 
     def diagonal_of(self, run: ObservedBatch) -> dict[str, Tensor]:
-        """The diagonal of the curvature by site, from a run of the model."""
+        """As `diagonal`, from a run of the model that `observe` returned."""
         params, diagonal = run.inputs.params, dict[str, Tensor]()
         with suppress(CannotRepeat):
             if (graph := self._graph(run)) is not None:
@@ -288,7 +309,8 @@ class Curvature:
         return ModelInputs(params, held or {}, arguments, self._indices(arguments, indices), keep)
 
     def _indices(self, arguments: Arguments, indices: Tensor | None) -> Tensor | None:
-        """The rows to take; random ones for a model that subsamples, unless the caller chose."""
+        """Numbers of the rows that the model takes: `indices` if given, random ones for a model
+        that subsamples by itself, None for any other model."""
         self.log_posterior.prepare(arguments)
         info = self.log_posterior.model_info
         if info.own_plate is None or indices is not None:
@@ -297,7 +319,8 @@ class Curvature:
             return torch.randperm(self.log_posterior.num_data)[: info.batch_size]
 
     def _graph(self, run: ObservedBatch) -> RowWise | None:
-        """The graph of the rows' outputs; None of a model that only takes all rows together."""
+        """The graph of the outputs of each row, for gradients without Jacobians; None for a model
+        that only runs on all rows of the data together."""
         if self.log_posterior.model_info.whole_only:
             return None
         with torch.enable_grad():
@@ -307,14 +330,18 @@ class Curvature:
 def row_moments(
     log_posterior: LogPosterior, params: Params, arguments: Arguments
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(The sum of rows' gradients, the sum of their squares) by latent site, in nats, without N/B.
+    """The sum and the sum of squares, over the rows of a batch, of the gradients of rows' log
+    likelihoods, in nats; without the prior and not multiplied by N/B.
 
-    The squares are the diagonal of the empirical Fisher; both sums come from one run of the model.
+    The sum of squares is the diagonal of the empirical Fisher; both come from one run of the model.
 
     Args:
-        log_posterior: the model.
+        log_posterior: the model's log posterior.
         params: unconstrained values of all sites.
-        arguments: a batch.
+        arguments: the model's arguments, a batch.
+
+    Returns:
+        (The sums, the sums of squares), both dicts from latent site to a tensor of its shape.
     """
     latents = {name: params[name] for name in log_posterior.latents}
     held = {name: value for name, value in params.items() if name not in latents}
@@ -329,8 +356,8 @@ def row_moments(
 
 
 def _with_two_rows(inputs: ModelInputs) -> ModelInputs:
-    """A batch of a single row twice, of which one counts: in a batch of one row, operations on
-    params alone cannot be told from those on rows."""
+    """The same inputs, with the row twice if the batch has a single row; `keep` still counts it
+    once. In a batch of one row, operations on params alone cannot be told from those on rows."""
     if inputs.indices is not None or rows.count(inputs.arguments) != 1:
         return inputs
     twice = torch.zeros(2, dtype=torch.long, device=rows.device(inputs.arguments))

@@ -1,4 +1,7 @@
-"""Autograd's graph of a model: which operations take a tensor, and what they do to its elements."""
+"""Autograd's graph of a model: which operations take a tensor, and what they do to its elements.
+
+A node is a backward function, `tensor.grad_fn`. A tensor of the graph is an output of a node.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-#: A node of autograd's graph.
+#: A node of autograd's graph: an operation that was run, as its backward function.
 Node: TypeAlias = Any
-#: A tensor of the graph: a node, and the number of the operation's output.
+#: A tensor of the graph: the node of the operation that returned it, and the output's number.
 Edge: TypeAlias = tuple[Node, int]
-#: Dict from a tensor to the operations that take it, with the operand's number.
+#: A dict from each tensor to the operations that take it as an operand: (node, operand number).
 Takers: TypeAlias = Mapping[Edge, Sequence[tuple[Node, int]]]
 
 #: Operations that combine their operands element by element.
@@ -58,12 +61,18 @@ _FUNCTIONS = {
 
 
 class CannotRepeat(Exception):
-    """The backward pass of a graph cannot be taken again, or in part; Jacobians are computed
-    instead."""
+    """Raised if autograd cannot run a graph's backward pass again, or to nodes inside the graph.
+    Callers catch it and compute Jacobians instead."""
 
 
 def takers_of(last: Node) -> dict[Edge, list[tuple[Node, int]]]:
-    """By tensor of the graph below `last`, the operations that take it, and as which operand."""
+    """A dict from each tensor of a graph to the operations that take it, as (node, number of the
+    operand).
+
+    Args:
+        last: the node of the graph's result (`result.grad_fn`); the graph is everything that the
+            result was computed from.
+    """
     takers: dict[Edge, list[tuple[Node, int]]] = defaultdict(list)
     waiting, visited = [last], {last}
     while waiting:
@@ -79,36 +88,46 @@ def takers_of(last: Node) -> dict[Edge, list[tuple[Node, int]]]:
 
 
 def shape_of(edge: Edge) -> torch.Size:
-    """The shape of a tensor of the graph."""
+    """The shape of a tensor of autograd's graph, which is (node, number of the node's output)."""
     node, place = edge
     return torch.Size(node._input_metadata[place].shape)
 
 
 def outputs_of(node: Node) -> list[Edge]:
-    """All tensors that an operation returns."""
+    """All tensors that an operation returns, as (node, number of the output)."""
     return [(node, place) for place in range(len(node._input_metadata))]
 
 
 def is_unary(node: Node) -> bool:
-    """Whether an operation moves elements of one tensor, or is a function of each element."""
+    """Whether an operation reshapes, reorders or selects elements of one tensor, or applies a
+    function to each element; from a list of known operations."""
     return node.name() in _RESHAPING or node.name() in _FUNCTIONS
 
 
 def is_elementwise(node: Node) -> bool:
-    """Whether an operation combines its operands element by element."""
+    """Whether an operation is a sum, difference, product or quotient of two operands, element by
+    element."""
     return node.name() in _ELEMENTWISE
 
 
 def is_broadcast(edge: Edge, node: Node) -> bool:
-    """Whether an operation repeats the elements of a tensor that it takes."""
+    """Whether an operation broadcasts one of its operands: the operand and the operation's output
+    differ in the number of elements.
+
+    Args:
+        edge: the operand.
+        node: the operation.
+    """
     return shape_of(edge).numel() != shape_of((node, 0)).numel()
 
 
 def is_of_params(node: Node) -> bool:
-    """Whether an operation depends on params alone.
+    """Whether an operation's result depends on the model's params and constants alone, and not on
+    the data.
 
-    Its result is not a row's, though in a batch of one row it may look like one.  A param that is
-    repeated for all rows counts as rows.
+    Such a result has no dimension of data rows, even if a dimension has as many elements as the
+    batch has rows.  False for an operation that expands a param, because the expanded dimension may
+    be that of the rows.
     """
     if node.name() == "ExpandBackward0":
         return False
@@ -124,8 +143,8 @@ def is_of_params(node: Node) -> bool:
 
 
 def _reads_data(node: Node) -> bool:
-    """Whether an operation takes a tensor that is no param, other than a number; or places of a
-    table."""
+    """Whether an operation itself takes data: a tensor that does not require grad, other than a
+    scalar factor; or indices into a table."""
     if node.name() in _LOOKUPS:
         return True
     others = [place for place, (source, _) in enumerate(node.next_functions) if source is None]
@@ -136,15 +155,19 @@ def _reads_data(node: Node) -> bool:
 
 
 def gradients_at(nodes: Sequence[Node], outputs: Tensor, seeds: Tensor) -> Sequence[Tensor]:
-    """Gradients at the first output of each operation, `[C, ...]`.
+    """C vector-Jacobian products: the gradients of C weighted sums of a graph's outputs with
+    respect to the first output of each operation.
 
     Args:
-        nodes: the operations.
-        outputs: of the graph, `[B, K]`.
-        seeds: C gradients at these outputs, `[C, B, K]`.
+        nodes: the operations, nodes of the graph.
+        outputs: the graph's outputs, `[B, K]` for B rows of data.
+        seeds: the weights of the outputs in each of the C sums, `[C, B, K]`.
+
+    Returns:
+        For each operation, a tensor `[C, *shape of its first output]`.
 
     Raises:
-        CannotRepeat: the backward pass cannot be taken.
+        CannotRepeat: autograd cannot run the backward pass.
     """
     edges = [GradientEdge(node, 0) for node in nodes]
     if not edges:
@@ -162,15 +185,17 @@ def gradients_at(nodes: Sequence[Node], outputs: Tensor, seeds: Tensor) -> Seque
 
 
 def to_param(edge: Edge, leaf: Tensor, values: Tensor) -> Tensor:
-    """Values in the shape of a tensor made from a param, times the slope, in the param's shape.
+    """Pulls a tensor back from an operation's operand to the param that the operand was made from:
+    the vector-Jacobian product, in the param's shape.
 
     Args:
-        edge: the tensor, as an operation takes it.
-        leaf: the param.
-        values: in the tensor's shape.
+        edge: the operand, such as a transposed or scaled param.
+        leaf: the param, a leaf of the graph.
+        values: the tensor to pull back, in the operand's shape; returned as it is if the operand is
+            the param itself.
 
     Raises:
-        CannotRepeat: the backward pass cannot be taken.
+        CannotRepeat: autograd cannot run the backward pass.
     """
     node, place = edge
     if hasattr(node, "variable"):  # the param itself

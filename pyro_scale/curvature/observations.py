@@ -32,53 +32,56 @@ _NUM_DRAWS = 100
 
 @dataclass(frozen=True)
 class Observation(ABC):
-    """Outputs of each row, and the matrix F between two of their Jacobians.
+    """An observed site's part of a curvature, the sum of J^T F J over rows of data: K outputs of
+    each row, whose Jacobian is J, and the matrix F [K, K] of each row.
 
     Attributes:
-        row_values: values from which F is computed, for each row of the batch, `[B, ...]`; without
-            a graph.
+        row_values: numbers from which F is computed, for each row of the batch, `[B, ...]`; without
+            an autograd graph.
     """
 
     row_values: Tensor
 
     @property
     def note(self) -> str | None:
-        """A remark for users, where F is an estimate."""
+        """A remark for users if F is a Monte Carlo estimate; None if it is exact."""
         return None
 
     @property
     @abstractmethod
     def width(self) -> int:
-        """K, the number of outputs of a row."""
+        """K, the number of outputs of a row, from this observation."""
 
     @abstractmethod
     def outputs(self, sites: Mapping[str, Site], row_values: Tensor) -> Tensor:
-        """A run's outputs, `[b, K]`, differentiable in its params.
+        """The outputs of the b rows of a run, `[b, K]`, differentiable in the run's params.
 
         Args:
-            sites: of the run.
-            row_values: the entries of `self.row_values` for the rows of the run.
+            sites: the sites of the run.
+            row_values: the entries of `self.row_values` for the rows of the run, `[b, ...]`.
         """
 
     @abstractmethod
     def times(self, jacobian: Tensor, row_values: Tensor) -> Tensor:
-        """F of each row times `[b, K, D]`; `row_values` as for `outputs`."""
+        """F of each row times the row's matrix in `jacobian`, `[b, K, D]`: a tensor `[b, K, D]`;
+        `row_values` as for `outputs`."""
 
     @abstractmethod
     def columns(self, start: int, stop: int) -> Tensor:
-        """Columns of a factor L of F = L L^T, for each row of the batch:
+        """Columns start to stop of a factor L of F = L L^T, for each row of the batch:
         `[stop - start, B, K]`."""
 
 
 @dataclass(frozen=True)
 class Exact(Observation):
-    """The arguments of a site's distribution, with its Fisher information in them.
+    """An observation whose outputs are the arguments of the site's distribution, and whose F is the
+    distribution's Fisher information in these arguments.
 
     Attributes:
-        row_values: the information of each row's elements, `[B, elements, m, m]`, times the user's
-            scale and mask.
-        name: the site's.
-        rule: where its rows are.
+        row_values: the Fisher information of each element of a row, `[B, elements, m, m]` for m
+            arguments, times the user's scale and mask.
+        name: the site's name.
+        rule: the site's rule, which says which dimension holds the rows.
         arguments: names of the distribution's arguments that depend on the params.
     """
 
@@ -91,7 +94,8 @@ class Exact(Observation):
         return self.row_values.shape[1] * self.row_values.shape[2]
 
     def of_rows(self, sites: Mapping[str, Site]) -> Exact:
-        """The same observation in another run: of its rows, at its params."""
+        """The same site's observation in another run, for the rows and at the params of that
+        run."""
         return observe_exactly(sites[self.name], self.rule, self.arguments)
 
     def outputs(self, sites: Mapping[str, Site], row_values: Tensor) -> Tensor:
@@ -120,21 +124,22 @@ class Exact(Observation):
         return columns.flatten(2)
 
     def _column(self, element: int, column: int) -> Tensor:
-        """One column of a root of an element's information, `[B, m]`."""
+        """One column of a root of an element's Fisher information, for each row: `[B, m]`."""
         return self._roots[:, element, :, column]
 
     @cached_property
     def _roots(self) -> Tensor:
-        """Roots of each element's information, `[B, elements, m, m]`."""
+        """A root R of each element's Fisher information R R^T, `[B, elements, m, m]`."""
         return gaussian.semidefinite_root(self.row_values)
 
 
 @dataclass(frozen=True)
 class Classes(Exact):
-    """The logits of a softmax, whose information diag(p) - p p^T is never written out.
+    """An observation whose outputs are the logits of a softmax. Its Fisher information,
+    diag(p) - p p^T times the total count, is never stored as a matrix.
 
     Attributes:
-        row_values: the probabilities of each row's elements, `[B, elements, m]`, times the total
+        row_values: the probabilities p of each row's elements, `[B, elements, m]`, times the total
             count, the user's scale and the mask.
     """
 
@@ -145,28 +150,32 @@ class Classes(Exact):
         return (probs * (logits - mean)).flatten(1, 2)
 
     def _column(self, element: int, column: int) -> Tensor:
-        """The column sqrt(p_j) (e_j - p)."""
+        """Column j of a root of an element's Fisher information: sqrt(p_j) (e_j - p), `[B, m]`,
+        times the root of the total count, scale and mask."""
         root = -self._probs[:, element]
         root[:, column] += 1
         return root * self.row_values[:, element, column, None].sqrt()
 
     @cached_property
     def _probs(self) -> Tensor:
-        """Each element's probabilities, which add up to 1, `[B, elements, m]`."""
+        """The probabilities of each element's classes, which add up to 1, `[B, elements, m]`; zeros
+        for elements that are masked."""
         return _over_sum(self.row_values, 2)
 
 
 @dataclass(frozen=True)
 class Drawn(Observation):
-    """Log likelihoods of observations drawn from a site's distribution.
+    """An observation whose outputs are the log likelihoods of K values drawn from the site's
+    distribution.
 
-    The mean of the squares of their gradients estimates the Fisher information in the params.
+    The mean of the outer products of their gradients estimates the Fisher information in the
+    params.
 
     Attributes:
-        row_values: the draws, `[B, draws, ...]`.
-        name: the site's.
-        rule: where its rows are.
-        axis: of the rows in a draw, counted from the right.
+        row_values: the drawn values, `[B, draws, ...]`.
+        name: the site's name.
+        rule: the site's rule, which says which dimension holds the rows.
+        axis: the dimension of a drawn value that holds the rows, negative: counted from the right.
     """
 
     name: str
@@ -201,11 +210,12 @@ class Drawn(Observation):
 
 @dataclass(frozen=True)
 class Total(Observation):
-    """Each row's log likelihood: the squares of its gradients are the empirical Fisher.
+    """An observation whose single output is each row's log likelihood, with F = 1: the sum of the
+    outer products of its gradients is the empirical Fisher.
 
     Attributes:
-        row_values: nothing, `[B, 0]`.
-        scaling: where the rows are.
+        row_values: an empty tensor, `[B, 0]`.
+        scaling: the model's scaling, which says which terms belong to the rows.
     """
 
     scaling: Scaling
@@ -226,8 +236,16 @@ class Total(Observation):
 
 
 def observe_site(site: Site, rule: Rule, kind: str, num_draws: int) -> Observation | None:
-    """A site's observation for the GGN, exact or by Monte Carlo; None if the site does not depend
-    on the params."""
+    """A site's observation for the GGN: exact if the Fisher information can be computed, otherwise
+    by Monte Carlo. None if the site does not depend on the params.
+
+    Args:
+        site: the observed site, from a run with an autograd graph.
+        rule: the site's rule, which says which dimension holds the rows.
+        kind: "ggn", or "monte_carlo" to draw in any case.
+        num_draws: number of values drawn for each row; at least `_NUM_DRAWS` where "ggn" has to be
+            estimated.
+    """
     fn = broadcast(site)
     try:
         base = fisher.base_of(fn)
@@ -243,11 +261,12 @@ def observe_site(site: Site, rule: Rule, kind: str, num_draws: int) -> Observati
 
 
 def observe_exactly(site: Site, rule: Rule, names: tuple[str, ...]) -> Exact:
-    """A site's observation with the Fisher information in the named arguments.
+    """A site's observation with the exact Fisher information in the named arguments of the site's
+    distribution.
 
     Raises:
-        NoInformation: the information has no closed form, sum or divergence.
-        SiteError: it does not fit in memory.
+        NoInformation: there is no way to compute the Fisher information.
+        SiteError: the matrices of Fisher information do not fit in memory.
     """
     fn = broadcast(site)
     base = with_totals(fisher.base_of(fn), site.value)
@@ -264,7 +283,11 @@ def observe_exactly(site: Site, rule: Rule, names: tuple[str, ...]) -> Exact:
 
 
 def _check_fits(site: Site, base: Any, names: tuple[str, ...]) -> None:
-    """Checks that matrices of Fisher information fit in memory."""
+    """Checks that the matrices of Fisher information of all rows fit in memory (`_MOST_BYTES`).
+
+    Raises:
+        SiteError: the matrices are larger.
+    """
     shape = torch.Size(base.batch_shape)  # a tuple in some of Pyro's classes
     if len(shape) == 0:
         return
@@ -282,7 +305,11 @@ def _check_fits(site: Site, base: Any, names: tuple[str, ...]) -> None:
 
 
 def _draw(site: Site, rule: Rule, num_draws: int) -> Drawn:
-    """A site's observation by draws of its distribution."""
+    """A site's observation by Monte Carlo, from `num_draws` values drawn for each row.
+
+    Raises:
+        CannotDrawError: the site's distribution has no sampler.
+    """
     fn = broadcast(site)
     axis = _dim(rule) - len(unwrap(fn, rule.depth).event_shape)
     try:
@@ -297,7 +324,7 @@ def _draw(site: Site, rule: Rule, num_draws: int) -> Drawn:
 
 
 def _over_sum(values: Tensor, dim: int) -> Tensor:
-    """Values divided by their sum; 0 where that is 0."""
+    """The values divided by their sum along a dimension; 0 where the sum is 0."""
     total = values.sum(dim, keepdim=True)
     return torch.where(total > 0, values / total, 0)
 
@@ -308,10 +335,10 @@ def _dim(rule: Rule) -> int:
 
 
 def broadcast(site: Site) -> Any:
-    """The site's distribution in the shape of its value, which torch lets differ.
+    """The site's distribution, expanded to the shape of the site's value, which may be larger.
 
     Raises:
-        SiteError: its event shape differs.
+        SiteError: the value's event shape is not the distribution's.
     """
     fn, shape = site.fn, site.value.shape
     split = len(shape) - len(fn.event_shape)
@@ -325,7 +352,16 @@ def broadcast(site: Site) -> Any:
 
 
 def _rows_first(fn: Any, rule: Rule, base: Any, values: Tensor, event_dims: int) -> Tensor:
-    """Values `[..., *event]` of the elements of `base`, as `[B, elements, *event]`."""
+    """A tensor over the batch of a base distribution, with the dimension of the rows of data moved
+    to the front: `[B, elements, *event]`.
+
+    Args:
+        fn: the site's distribution.
+        rule: the site's rule, which says which dimension holds the rows.
+        base: the distribution inside the wrappers of `fn`.
+        values: the tensor, `[..., *event]`, which broadcasts to the base's batch shape.
+        event_dims: the number of dimensions of `event`.
+    """
     shape = base.batch_shape
     event = values.shape[values.dim() - event_dims :]
     inner = len(shape) - len(unwrap(fn, rule.depth).batch_shape)
@@ -334,7 +370,8 @@ def _rows_first(fn: Any, rule: Rule, base: Any, values: Tensor, event_dims: int)
 
 
 def _weights(site: Site, rule: Rule, dims: int) -> Tensor:
-    """The user's scale times the mask, over `dims` batch dimensions of the base distribution."""
+    """The site's weight in the log joint: the user's `poutine.scale`, if the rule keeps it, times
+    the mask. The tensor broadcasts over the `dims` batch dimensions of the base distribution."""
     extra = dims - len(broadcast(site).batch_shape)
     scale = align(site.scale, extra) if rule.keeps_scale else 1.0
     mask = True if site.mask is None else align(site.mask, extra)

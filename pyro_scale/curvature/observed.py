@@ -28,14 +28,14 @@ _JOINT_ROWS = 64
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What the model is run on, to differentiate its rows.
+    """The inputs of a run of the model from which a curvature is computed.
 
     Attributes:
-        params: unconstrained values of the sites that the curvature is in.
-        held: unconstrained values of the other sites.
+        params: unconstrained values of the sites whose curvature is computed, by name.
+        held: unconstrained values of the other latent sites, which are constants.
         arguments: the model's arguments, a batch.
-        indices: the rows to take, for a model that subsamples by itself.
-        keep: which rows of the batch count.
+        indices: numbers of the rows to take, for a model that subsamples by itself; otherwise None.
+        keep: the rows of the batch that are summed over.
     """
 
     params: Params
@@ -45,7 +45,8 @@ class ModelInputs:
     keep: slice
 
     def only(self, names: Container[str]) -> ModelInputs:
-        """The same inputs for the curvature in fewer params; the others are held."""
+        """The same inputs, for the curvature of the named sites only; the other sites become
+        constants."""
         params = {name: value for name, value in self.params.items() if name in names}
         others = {name: value for name, value in self.params.items() if name not in names}
         return replace(self, params=params, held={**self.held, **others})
@@ -53,12 +54,12 @@ class ModelInputs:
 
 @dataclass(frozen=True)
 class Block:
-    """Terms J^T F J of a few rows.
+    """The terms J^T F J of a curvature for b rows of data.
 
     Attributes:
-        jacobian: of all outputs, `[b, K, D]`.
-        observations: whose outputs these are.
-        row_values: each observation's `row_values` for these rows.
+        jacobian: the Jacobian J of a row's K outputs with respect to D params, `[b, K, D]`.
+        observations: the observations that the K outputs belong to, in order.
+        row_values: each observation's `row_values` for these rows, from which F is computed.
     """
 
     jacobian: Tensor
@@ -66,7 +67,8 @@ class Block:
     row_values: Sequence[Tensor]
 
     def add_to(self, total: Tensor) -> None:
-        """Adds the terms in place to a matrix [D, D], or their diagonals to a vector [D]."""
+        """Adds the sum of the terms over rows to `total` in place: the matrices if it is [D, D],
+        their diagonals if it is [D]."""
         for part, inner in self._factors(self.jacobian):
             if total.dim() == 1:
                 total += (part * inner).sum((0, 1))  # einsum takes ten times as long
@@ -74,13 +76,14 @@ class Block:
                 total.addmm_(part.flatten(0, 1).T, inner.flatten(0, 1))
 
     def times(self, vector: Tensor) -> Tensor:
-        """The sum of the terms times a vector, [D]."""
+        """The sum of the terms over rows times a vector [D]: a vector [D]."""
         along = (self.jacobian @ vector)[..., None]
         inner = torch.cat([product for _, product in self._factors(along)], dim=1)
         return torch.einsum("bkd,bk->d", self.jacobian, inner[..., 0])
 
     def _factors(self, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(Each observation's part of `[b, K, ...]`, F times that part)."""
+        """Yields for each observation (its part of a tensor `[b, K, ...]` along K, F times that
+        part)."""
         parts = outputs.split([obs.width for obs in self.observations], dim=1)
         for observation, part, values in zip(
             self.observations, parts, self.row_values, strict=True
@@ -93,11 +96,12 @@ class ObservedBatch:
     """A run of the model on a batch, differentiable in some params.
 
     Attributes:
-        log_posterior: the model.
-        inputs: what it was run on.
-        leaves: the params as leaves of the run's graph.
-        sites: of the run, with their graph.
-        observations: those that depend on the params.
+        log_posterior: the model's log posterior.
+        inputs: the inputs of the run.
+        leaves: the params by name, as leaves of the run's autograd graph.
+        sites: all sites of the run, with their graph.
+        observations: the observed sites that depend on the params, each with its outputs and the
+            matrix F of each row.
     """
 
     log_posterior: LogPosterior
@@ -108,17 +112,19 @@ class ObservedBatch:
 
     @property
     def width(self) -> int:
-        """K, the number of outputs of a row."""
+        """K, the number of outputs of a row, of all observations together."""
         return sum(obs.width for obs in self.observations)
 
     @cached_property
     def outputs(self) -> Tensor:
-        """All outputs of each row, `[B, K]`, with their graph."""
+        """The K outputs of each of the batch's B rows, `[B, K]`, with their autograd graph; an
+        empty tensor if no observation depends on the params."""
         parts = [obs.outputs(self.sites, obs.row_values) for obs in self.observations]
         return torch.cat(parts, dim=1) if parts else torch.zeros(0, 0)
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """Columns of a factor L of each row's F = L L^T: `[stop - start, B, K]`."""
+        """Columns start to stop of a factor L of F = L L^T, for each row of the batch:
+        `[stop - start, B, K]`."""
         parts, first = [], 0
         for obs in self.observations:
             begin, end = max(start - first, 0), min(stop - first, obs.width)
@@ -130,7 +136,7 @@ class ObservedBatch:
         return torch.cat(parts)
 
     def times(self, outputs: Tensor) -> Tensor:
-        """F of each row times `[B, K]`."""
+        """F of each row times the row's vector in `outputs`, `[B, K]`: a tensor `[B, K]`."""
         parts = outputs.split([obs.width for obs in self.observations], dim=1)
         pairs = zip(self.observations, parts, strict=True)
         return torch.cat(
@@ -138,7 +144,8 @@ class ObservedBatch:
         )
 
     def blocks(self) -> Iterator[Block]:
-        """The rows' terms, in blocks, for any use of the params.
+        """Yields the terms J^T F J of the rows in `inputs.keep`, in blocks of rows, however the
+        model uses its params.
 
         Jacobians come from `vmap(jacrev)` of the model on batches of one row; of a model that does
         not allow that, from backward passes through the batch.
@@ -171,7 +178,13 @@ class ObservedBatch:
             start += size
 
     def _jacobian_by_row(self, arguments: Arguments, row_values: Sequence[Tensor]) -> Tensor:
-        """The Jacobian of some rows' outputs, `[b, K, D]`, from the model on one row at a time."""
+        """The Jacobian of b rows' outputs with respect to the params, `[b, K, D]`, by running the
+        model on one row at a time, under vmap.
+
+        Args:
+            arguments: the model's arguments, a batch of these rows.
+            row_values: each observation's `row_values` for these rows.
+        """
         single = rows.map_rows(lambda leaf: leaf[:, None], arguments)  # batches of one row
         mapped = rows.vmap_dims(single, 0)
 
@@ -183,8 +196,8 @@ class ObservedBatch:
             return self._flat(each_row(dict(self.inputs.params), single, list(row_values)))
 
     def _joint_jacobian(self, arguments: Arguments, row_values: Sequence[Tensor]) -> Tensor:
-        """The Jacobian of some rows' outputs, `[b, K, D]`, from the model on these rows
-        together."""
+        """As `_jacobian_by_row`, by running the model on all these rows together: for models that
+        fail on one row or under vmap."""
         params = self.inputs.params
         return self._flat(
             row_gradients(lambda p: self._outputs_at(p, arguments, row_values), params)
@@ -193,14 +206,16 @@ class ObservedBatch:
     def _outputs_at(
         self, params: Mapping[str, Tensor], arguments: Arguments, row_values: Sequence[Tensor]
     ) -> Tensor:
-        """The outputs of some rows, `[b, K]`, in another run."""
+        """The outputs of b rows, `[b, K]`, in a new run of the model at `params` on a batch of
+        these rows; `row_values` has each observation's `row_values` for these rows."""
         inputs = self.inputs
         sites = self.log_posterior.run({**params, **inputs.held}, arguments, inputs.indices).sites
         pairs = zip(self.observations, row_values, strict=True)
         return torch.cat([obs.outputs(sites, of_rows) for obs, of_rows in pairs], dim=1)
 
     def _flat(self, jacobian: Mapping[str, Tensor]) -> Tensor:
-        """A Jacobian by param, `[b, K, *shape]`, as `[b, K, D]`."""
+        """A Jacobian that is given as a dict from param to `[b, K, *shape]`, as one tensor
+        `[b, K, D]`."""
         layout = Layout.from_tensors(self.inputs.params)
         parts = [
             jacobian[name].reshape(*jacobian[name].shape[:2], -1).to(layout.dtype)
@@ -212,18 +227,21 @@ class ObservedBatch:
 def observe(
     log_posterior: LogPosterior, inputs: ModelInputs, leaves: Params, kind: str, num_draws: int
 ) -> ObservedBatch:
-    """Runs the model on a batch, and collects the observations for a kind of curvature.
+    """Runs the model on a batch, and returns the run with the observations from which a curvature
+    is computed.
 
     Args:
-        log_posterior: the model.
-        inputs: what it is run on.
-        leaves: the params, requiring grad.
-        kind: of the curvature.
-        num_draws: of each row's observation, for Monte Carlo.
+        log_posterior: the model's log posterior.
+        inputs: the inputs of the run.
+        leaves: the params of `inputs` by name, as leaves that require grad.
+        kind: kind of the curvature: "ggn", "monte_carlo" or "empirical_fisher".
+        num_draws: number of observations drawn for each row, for "monte_carlo".
 
     Raises:
-        SiteError: a GGN of what has no distribution.
-        ModelError: no site follows the rows.
+        SiteError: a likelihood term such as a `pyro.factor` has no distribution, and `kind` is not
+            "empirical_fisher".
+        ModelError: no site of the model has a term for each row, or the call is within
+            `torch.inference_mode`.
     """
     if torch.is_inference_mode_enabled():
         raise ModelError(
@@ -260,5 +278,6 @@ def observe(
 
 
 def _enumerated_terms(sites: Mapping[str, Site]) -> set[str]:
-    """Names of the terms that are sums over enumerated sites."""
+    """Names of the log joint's terms that are sums over enumerated sites, and so have no
+    distribution of their own."""
     return {name for name, term in terms_of(sites).items() if term.site is None}

@@ -17,14 +17,14 @@ from pyro_scale.curvature.uses import Elementwise, Lookup, Product, Rows, Use
 
 
 class Operand(NamedTuple):
-    """A tensor that an operation takes.
+    """An operand of an operation in autograd's graph.
 
     Attributes:
-        node: of the operation.
-        number: which of the operation's operands.
-        shape: the operand's.
+        node: the operation's node.
+        number: the operand's number among the operation's operands, from 0.
+        shape: the operand's shape.
         output: the shape of the operation's output.
-        rows: where the rows are in the output.
+        rows: where the rows of data are in the output.
     """
 
     node: Node
@@ -35,12 +35,14 @@ class Operand(NamedTuple):
 
 
 def is_readable(node: Node) -> bool:
-    """Whether `use_of` knows the kind of operation."""
+    """Whether an operation is of a kind that `use_of` supports, such as a matrix product."""
     return node.name() in _READERS
 
 
 def use_of(operand: Operand) -> Use | None:
-    """How an operation uses an operand; None if the node does not show it."""
+    """How an operation uses an operand: as the weight of a product, as a table of which entries are
+    read, or element by element. None if the operation is not supported, or the tensors that its
+    node has saved cannot be read."""
     read = _READERS.get(operand.node.name())
     return read(operand) if read is not None and _has_saved(operand.node) else None
 
@@ -58,14 +60,16 @@ def _has_saved(node: Node) -> bool:
 
 
 def _product(operand: Operand) -> Use | None:
-    """The weight of `[M, K] @ [K, N]`, or of `[G, M, K] @ [G, K, N]`."""
+    """The use of an operand of the matrix product `[M, K] @ [K, N]` or `[G, M, K] @ [G, K, N]` as
+    the weight."""
     is_left = operand.number == 0
     other = operand.node._saved_mat2 if is_left else operand.node._saved_self
     return _product_with(other, operand, is_left)
 
 
 def _product_and_sum(operand: Operand) -> Use | None:
-    """The bias or the weight of `beta * bias + alpha * left @ right`."""
+    """The use of an operand of `beta * bias + alpha * left @ right` (`torch.addmm`), as the bias or
+    the weight; None for a weight if alpha is not 1."""
     node = operand.node
     if operand.number == 0:
         is_bias = operand.shape[-1:] == operand.output[-1:]
@@ -77,9 +81,13 @@ def _product_and_sum(operand: Operand) -> Use | None:
 
 
 def _product_with(other: Tensor | None, operand: Operand, is_left: bool) -> Use | None:
-    """The weight of a product with another matrix.
+    """The use of a matrix as the weight of a product with another matrix; None if the other matrix
+    does not hold the rows of data in its outer dimension.
 
-    Rows are among M if the weight is on the right, among N if it is on the left.
+    Args:
+        other: the other matrix, as the node has saved it; None if it has not.
+        operand: the weight.
+        is_left: whether the weight is the left one of the two.
     """
     rows = operand.rows
     if other is None or rows.axis != other.dim() - (1 if is_left else 2):
@@ -103,7 +111,8 @@ def _product_with(other: Tensor | None, operand: Operand, is_left: bool) -> Use 
 
 
 def _product_with_vector(operand: Operand) -> Use | None:
-    """The vector of `matrix @ vector`."""
+    """The use of the vector of `matrix @ vector` as the weight, with the matrix's rows as rows of
+    data; None for the matrix."""
     if operand.number == 0:
         return None
     rows = operand.rows
@@ -116,7 +125,9 @@ def _product_with_vector(operand: Operand) -> Use | None:
 
 
 def _convolution(operand: Operand) -> Use | None:
-    """The weight or the bias of a convolution in one or two dimensions."""
+    """The use of the weight or the bias of a convolution in one or two dimensions; None for its
+    input, for a transposed convolution, or if the output's first dimension is not the rows of
+    data."""
     node, _, shape, output, rows = operand
     if rows.axis != 0 or output[0] != rows.num_rows:
         return None
@@ -182,7 +193,8 @@ def _lookup(indices: Tensor, operand: Operand) -> Use | None:
 
 
 def _elementwise(operand: Operand) -> Use | None:
-    """An operand of a sum, a difference, a product or a quotient; or of a repetition."""
+    """The use of an operand of a sum, a difference, a product or a quotient, element by element, or
+    of `expand`; None for a divisor."""
     node, is_second = operand.node, operand.number == 1
     slope: Tensor | float | None = 1.0
     match node.name():

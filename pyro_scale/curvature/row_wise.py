@@ -41,14 +41,15 @@ _MOST_ENTRIES = 64
 
 
 class Entry(NamedTuple):
-    """An operation of which each row has its own part, and which takes a param.
+    """One place where a param meets rows of data in the graph: an operation that takes the param
+    and of whose output each row has its own part.
 
     Attributes:
-        node: of the operation.
-        use: what the operation does with the param.
-        edge: the param as the operation takes it.
-        slope: derivative of what the operation takes by the param, in the param's shape; 0 where
-            the operation does not take the element.
+        node: the operation's node in autograd's graph.
+        use: how the operation uses the param.
+        edge: the operand made from the param, for example its transpose.
+        slope: derivative of the operand's elements with respect to the param's, in the param's
+            shape; 0 for elements of the param that are not in the operand.
     """
 
     node: Node
@@ -59,14 +60,17 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class RowWise:
-    """The graph of a model's outputs, with the entries of its params.
+    """Autograd's graph of the outputs of each row of data, read so that sums of squares of rows'
+    gradients need no Jacobian.
 
     Attributes:
-        outputs: of each row, `[B, K]`, with their graph.
-        entries: of the params all of whose paths into the graph are understood.
-        leaves: the params.
-        slopes: if rows have a single output, its gradients at operations' outputs and where the
-            rows are in these: gradients of other results are multiples of them.
+        outputs: the outputs of each row, `[B, K]`, with an autograd graph.
+        entries: a dict from param to its entries; empty tuple for a param that no row depends on.
+            A param is missing if it is used in a way that is not supported.
+        leaves: the params by name, as leaves of the graph.
+        slopes: only if K = 1: a dict from an operation to the gradient of all rows' outputs at the
+            operation's output, and where the rows are in that. Gradients of other results are
+            multiples of it. Empty otherwise.
     """
 
     outputs: Tensor
@@ -76,10 +80,14 @@ class RowWise:
 
     @classmethod
     def from_outputs(cls, outputs: Tensor, leaves: Mapping[str, Tensor]) -> RowWise:
-        """The graph of outputs `[B, K]`, with the entries of these leaves.
+        """Reads the graph of outputs.
+
+        Args:
+            outputs: K outputs of each row of data, `[B, K]`, with an autograd graph.
+            leaves: the params by name, as leaves of the graph.
 
         Raises:
-            CannotRepeat: its backward pass cannot be taken again.
+            CannotRepeat: autograd cannot run the graph's backward pass again.
         """
         if not outputs.requires_grad:  # no row depends on the params
             return cls(outputs, dict.fromkeys(leaves, ()), leaves)
@@ -106,16 +114,17 @@ class RowWise:
     def squares(
         self, columns: Callable[[int, int], Tensor], count: int, keep: slice
     ) -> dict[str, Tensor]:
-        """The sum of the squares of rows' gradients, by param.
+        """The sum over rows and results of the squares of each row's gradient, element by element:
+        a dict from param to a tensor of the param's shape.
 
-        Params of which an element enters twice are left out, because gradients of several uses
-        would have to be summed first.
+        A result is a weighted sum of a row's K outputs.  Without the params that are missing in
+        `entries`, and without params that have an element in two entries, because gradients of both
+        uses would have to be summed before they are squared.
 
         Args:
-            columns: (start, stop) -> weights of some results in the rows' outputs, `[C, B, K]`: a
-                result is a weighted sum of its row's outputs.
-            count: the number of results of a row.
-            keep: which rows count.
+            columns: function (start, stop) -> the weights of results start to stop, `[C, B, K]`.
+            count: the number of results of each row.
+            keep: the rows of the batch that are summed over.
         """
         once = {name: entries for name, entries in self.entries.items() if _are_disjoint(entries)}
         total = {name: torch.zeros_like(self.leaves[name].detach()) for name in once}
@@ -130,8 +139,9 @@ class RowWise:
     def gradients(
         self, columns: Callable[[int, int], Tensor], count: int, keep: slice
     ) -> Iterator[dict[Node, Gradients]]:
-        """Gradients at the outputs of all entries' operations, of some results at a time; arguments
-        as for `squares`."""
+        """Yields the gradients of a few results at a time: dicts from the operation of each entry
+        to the gradients at that operation's output. Arguments as for `squares`; nothing is yielded
+        if there are no entries."""
         nodes = list({entry.node for entries in self.entries.values() for entry in entries})
         if not nodes:
             return
@@ -150,7 +160,8 @@ class RowWise:
 
 
 def _candidates(edge: Edge, takers: Takers) -> set[Node]:
-    """The operations that a param may reach through operations that keep its elements separate."""
+    """The operations that take a param, directly or after operations that keep its elements
+    separate (reshapes, functions of one element); about `_MOST_ENTRIES` at most."""
     waiting, nodes = [edge], set[Node]()
     while waiting and len(nodes) <= _MOST_ENTRIES:
         edge = waiting.pop()
@@ -164,7 +175,15 @@ def _candidates(edge: Edge, takers: Takers) -> set[Node]:
 def _entries(
     root: Edge, leaf: Tensor, takers: Takers, rows: Mapping[Node, Rows | None]
 ) -> list[Entry] | None:
-    """A param's entries; None if one of its paths into the graph is not understood."""
+    """A param's entries; None if it is used in a way that is not supported.
+
+    Args:
+        root: the param in the graph.
+        leaf: the param.
+        takers: the operations that take each tensor of the graph.
+        rows: where the rows of data are in each operation's output; None for operations without
+            rows.
+    """
     waiting, entries, followed = [root], list[Entry](), 0
     while waiting:
         edge, followed = waiting.pop(), followed + 1
@@ -188,7 +207,7 @@ def _entries(
 
 
 def _are_disjoint(entries: Sequence[Entry]) -> bool:
-    """Whether every element of a param enters at most once."""
+    """Whether every element of a param is in at most one of the param's entries."""
     if len(entries) < 2:
         return True
     return int(torch.stack([entry.slope != 0 for entry in entries]).sum(0).max()) == 1
@@ -197,8 +216,12 @@ def _are_disjoint(entries: Sequence[Entry]) -> bool:
 def _rows_of(
     nodes: Sequence[Node], outputs: Tensor
 ) -> tuple[dict[Node, Tensor], dict[Node, Rows | None]]:
-    """(Gradients at operations' outputs, of a random sum of each row's outputs; where the rows are
-    in these).
+    """Finds the rows of data in operations' outputs.
+
+    Returns:
+        (A dict from operation to the gradient, at its output, of a sum over rows of randomly
+        weighted outputs (weight 1 if rows have a single output); a dict from operation to where the
+        rows are in its output, None if they are in no single dimension).
 
     Rows are found by how gradients change with weights of rows.  Weights are powers of two, which
     multiply rounding errors, too, so gradients that are small differences of large numbers still

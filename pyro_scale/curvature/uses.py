@@ -1,8 +1,11 @@
-"""How an operation of which each row has its own part uses a param.
+"""How an operation uses a param, where each row of data has its own part of the operation's output.
 
 The gradient of a row then needs no Jacobian: for a matrix product it is the outer product of the
 row's input and the gradient at its output.  A row may pass through a product several times, as
 positions of a sequence or an image do; its gradient is the sum over them.
+
+Shapes below: B rows of data, T positions of a sequence or an image in each row, and C results
+(scalar functions of a row's outputs) whose gradients are computed together.
 """
 
 from __future__ import annotations
@@ -21,12 +24,13 @@ _BLOCK_NUMBERS = 2**22
 
 
 class Rows(NamedTuple):
-    """Where the rows are in an operation's output.
+    """Where the rows of data are in an operation's output.
 
     Attributes:
-        axis: the dimension.
-        num_rows: how many.
-        outer: whether a row's places along the axis are side by side.
+        axis: the dimension of the output that holds the rows, of size B * T for T positions a row.
+        num_rows: B, the number of rows of data.
+        outer: whether a row's T positions are contiguous along the axis, as in a flattened
+            `[B, T]`; False for a flattened `[T, B]`.
     """
 
     axis: int
@@ -34,9 +38,12 @@ class Rows(NamedTuple):
     outer: bool
 
     def split(self, values: Tensor, lead: int = 0) -> Tensor:
-        """Values `[*lead, ..., B * T, ...]` in the output's shape, as `[*lead, B, T, ...]`.
+        """A tensor of the output's shape, reshaped so that rows come first: `[B, T, ...]` for B
+        rows of data and T positions a row; the other dimensions keep their order.
 
-        The other dimensions keep their order; `lead` is the number of leading ones.
+        Args:
+            values: the tensor, with `lead` extra dimensions before those of the output.
+            lead: the number of extra dimensions, which stay in front.
         """
         axis = self.axis + lead
         positions = values.shape[axis] // self.num_rows
@@ -45,7 +52,8 @@ class Rows(NamedTuple):
         return values.unflatten(axis, shape).movedim(places, (lead, lead + 1))
 
     def times(self, weights: Tensor, values: Tensor) -> Tensor:
-        """Values of the output's shape times weights of the rows, `[C, B]`: `[C, ...]`."""
+        """A tensor of the output's shape with every row multiplied by the row's weight, for each
+        of C sets of weights `[C, B]`: `[C, *output shape]`."""
         positions = values.shape[self.axis] // self.num_rows
         repeated = (
             weights.repeat_interleave(positions, 1) if self.outer else weights.repeat(1, positions)
@@ -55,13 +63,14 @@ class Rows(NamedTuple):
 
 
 def find_rows(plain: Tensor, weighted: Tensor, weights: Tensor) -> Rows | None:
-    """Where an operation's rows are: in the dimension along which gradients at its output are
-    multiplied by the weights of the rows' results.
+    """Finds the dimension of an operation's output that holds the rows of data: the one along which
+    gradients scale with the weights that the rows had in the sum that was differentiated. None if
+    no dimension does.
 
     Args:
-        plain: the gradients of some results of all rows.
-        weighted: the gradients of these results times weights, `[P, ...]`.
-        weights: of rows, `[P, B]`, all different.
+        plain: the gradient, at the operation's output, of the sum of all rows' outputs.
+        weighted: the gradients of P weighted sums of all rows' outputs, `[P, *shape of plain]`.
+        weights: the weight of each row in these P sums, `[P, B]`; no two rows have the same P.
     """
     count, numbers = weights.shape[1], torch.finfo(plain.dtype)
     rounding = numbers.tiny * weights  # of gradients so small that they have few digits
@@ -78,17 +87,17 @@ def find_rows(plain: Tensor, weighted: Tensor, weights: Tensor) -> Rows | None:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of C results of all rows at an operation's output.
+    """Gradients of C results of all rows of data with respect to an operation's output.
 
     Attributes:
-        values: `[C, ...]`, in the output's shape.
+        values: the gradients, `[C, *shape of the operation's output]`.
     """
 
     values: Tensor
 
     @cached_property
     def squares(self) -> Tensor:
-        """The sum of their squares over the results, in the output's shape."""
+        """The sum of the gradients' squares over the C results, in the output's shape."""
         total = torch.zeros_like(self.values[0])
         for result in self.values:
             total.addcmul_(result, result)
@@ -97,14 +106,17 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Product:
-    """The weight of a product, such as a layer's or a convolution's: out = inputs @ weight.
+    """A param that is the weight of a product, such as a linear layer's or a convolution's: out =
+    inputs @ weight.
 
     Attributes:
-        inputs: `[G, B, T, in]`, with G products side by side, such as a convolution's groups, and T
-            positions a row.
-        by_row: takes gradients at the output, `[C, ...]`, to `[C, G, B, T, out]`.
+        inputs: the inputs, `[G, B, T, in]`: G products side by side, such as a convolution's
+            groups, B rows of data, T positions a row.
+        by_row: function that reshapes gradients at the operation's output, `[C, ...]`, to
+            `[C, G, B, T, out]`.
         num_outputs: the size of `out`.
-        as_used: takes `[G, in, out]` to the shape that the weight has in the operation.
+        as_used: function that reshapes a tensor `[G, in, out]` to the shape that the weight has in
+            the operation.
     """
 
     inputs: Tensor
@@ -114,11 +126,12 @@ class Product:
 
     @property
     def weight_shape(self) -> torch.Size:
-        """`[G, in, out]`."""
+        """The weight's shape as G matrices, `[G, in, out]`."""
         return torch.Size((len(self.inputs), self.inputs.shape[-1], self.num_outputs))
 
     def squares(self, gradients: Gradients) -> Tensor:
-        """The sum of the squares of rows' gradients, in the shape of the weight as used."""
+        """The sum over rows and results of the squares of each row's gradient with respect to the
+        weight, element by element, in the shape that the weight has in the operation."""
         if self.inputs.shape[2] == 1:
             squares = self.by_row(gradients.squares[None])[0, :, :, 0]
             return self.as_used(self.inputs[:, :, 0].square().mT @ squares)
@@ -131,12 +144,14 @@ class Product:
 
 @dataclass(frozen=True)
 class Lookup:
-    """A table of which each row reads some entries: an embedding, or effects of groups.
+    """A param that is a table of which each row of data reads T entries by index: an embedding, or
+    effects of groups.
 
     Attributes:
-        places: which, `[B, T]`.
-        by_row: takes gradients at the output, `[C, ...]`, to `[C, B, T, ...]`.
-        shape: the table's.
+        places: the indices that each row reads along the table's first dimension, `[B, T]`.
+        by_row: function that reshapes gradients at the operation's output, `[C, ...]`, to
+            `[C, B, T, *shape of an entry]`.
+        shape: the table's shape.
     """
 
     places: Tensor
@@ -144,7 +159,8 @@ class Lookup:
     shape: torch.Size
 
     def squares(self, gradients: Gradients) -> Tensor:
-        """The sum of the squares of rows' gradients, in the table's shape."""
+        """The sum over rows and results of the squares of each row's gradient with respect to the
+        table, in the table's shape; 0 for entries that no row reads."""
         by_row = self.by_row(gradients.values)
         count, size = len(self.places), self.shape[0]
         of_rows = torch.arange(count, device=by_row.device)[:, None] * size + self.places
@@ -157,15 +173,17 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """An operation element by element, in which the param is broadcast over the rows.
+    """A param that is an operand of a sum, difference, product or quotient, element by element,
+    where the other operand or the output has rows of data.
 
     Attributes:
-        slope: derivative of the output's elements by the param's; it broadcasts.
-        rows: where the rows are in the output.
-        shape: the param's there, with as many dimensions as the output.
+        slope: the derivative of the output with respect to the param, element by element; a
+            tensor that broadcasts to the output's shape, or a number.
+        rows: where the rows of data are in the output.
+        shape: the param's shape with as many dimensions as the output (ones in front).
         as_used: the param's shape as the operation takes it.
-        is_bias: whether the param is a layer's bias, of whose positions each counts as a row's, as
-            for the layer's weight.
+        is_bias: whether the param is a layer's bias, for which `by_row` keeps the T positions
+            apart, as for the layer's weight.
     """
 
     slope: Tensor | float
@@ -175,7 +193,8 @@ class Elementwise:
     is_bias: bool = False
 
     def squares(self, gradients: Gradients) -> Tensor:
-        """The sum of the squares of rows' gradients, in the shape of the param as used."""
+        """The sum over rows and results of the squares of each row's gradient with respect to the
+        param, element by element, in the shape that the param has in the operation."""
         if not self.is_shared:  # every place belongs to one row
             by_row = self.rows.split(gradients.values * self.slope, 1)
             broadcast = [3 + place for place, size in enumerate(self._others) if size == 1]
@@ -193,18 +212,24 @@ class Elementwise:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the param is added without a factor."""
+        """Whether the param is added without a factor (the slope is the number 1)."""
         return not isinstance(self.slope, Tensor) and self.slope == 1
 
     @property
     def is_shared(self) -> bool:
-        """Whether all rows use the same elements."""
+        """Whether all rows of data use the same elements of the param; False if each row has
+        elements of its own."""
         return self.shape[self.rows.axis] == 1
 
     def by_row(self, gradients: Tensor) -> Tensor:
-        """Gradients at the output, `[C, ...]`, as `[C, B, T, n]` for n elements that rows share.
+        """Each row's gradients of C results with respect to a param that all rows share,
+        `[C, B, T, n]`, for n elements of the param and B rows of data.
 
-        T is 1 except for a layer's bias, as sums over positions are exact.
+        For a layer's bias, T is the number of positions a row, because K-FAC treats positions as
+        rows of their own.  Otherwise T is 1: gradients are summed over positions.
+
+        Args:
+            gradients: the gradients at the operation's output, `[C, *output shape]`.
         """
         by_row = self._by_row(gradients * self.slope)
         return by_row if self.is_bias else by_row.sum(2, keepdim=True)
@@ -218,9 +243,9 @@ class Elementwise:
 
     @property
     def _others(self) -> list[int]:
-        """Sizes of the param's dimensions other than the rows'."""
+        """Sizes of the param's dimensions, without the one that holds the rows of data."""
         return [size for axis, size in enumerate(self.shape) if axis != self.rows.axis]
 
 
-#: What an operation does with a param.
+#: How an operation uses a param: as the weight of a product, as a table, or element by element.
 Use: TypeAlias = Product | Lookup | Elementwise
