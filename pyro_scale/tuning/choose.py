@@ -196,7 +196,7 @@ def _for_whitened(problem: Problem, settings: Settings) -> Problem:
 
 
 def _steps_of_pilots(chooses_lr: bool) -> int:
-    """The least number of steps that each chain takes in pilots; 0 if the step size is not chosen."""
+    """The least number of steps of each chain in pilots; 0 if the step size is not chosen."""
     return 3 * PILOTS.least if chooses_lr else 0
 
 
