@@ -316,7 +316,7 @@ class _Terms:
         return torch.cat(list(self.drawn.chunks(function))).cpu()
 
     def _gradient(self, function: Callable[[Params], Tensor]) -> Tensor:
-        """The gradient of a scalar function of params at the mean of the draws, `[D]`, in float64."""
+        """The gradient of a scalar function of params at the draws' mean, `[D]`, in float64."""
         position = self._center.detach().clone().requires_grad_()
         with torch.enable_grad():
             # a function that depends on no param has the gradient 0
