@@ -75,8 +75,13 @@ def mixing(draws: Mapping[str, Tensor]) -> Any:
 
 
 def mixing_of_moments(moments: Mapping[str, Moments], sites: Sequence[str]) -> Any:
-    """A DataFrame of the largest split R-hat and the smallest ESS (by batch means) of each site,
-    for draws that were not kept."""
+    """A DataFrame with a row for each site: the largest split R-hat and the smallest ESS (by batch
+    means) of its elements, for draws that were not kept.
+
+    Args:
+        moments: moments of the draws, by site.
+        sites: names of the sites.
+    """
     import pandas
 
     table = pandas.DataFrame(index=pandas.Index(sites, name="site"))
@@ -302,8 +307,8 @@ def warn_of_remembered_starts(result: PosteriorDraws, is_long_step: bool = False
 
 
 def _complete_superchains(result: PosteriorDraws) -> tuple[int, list[int]]:
-    """The number of superchains whose chains all finished, and the places of these chains among
-    the finished ones."""
+    """The number of superchains (groups of chains with a common start) whose chains all finished,
+    and the places of these superchains' chains among the finished ones."""
     started = result.attrs["num_chains"]
     size = started // result.attrs["superchains"]
     finished = range(started) if result.chains is None else result.chains

@@ -244,10 +244,10 @@ def _explain_by_latents(result: PosteriorDraws, data: Data, heavy: Tensor, total
 
 
 def _rows_with_own_latent(result: PosteriorDraws, data: Data, num_rows: int) -> dict[str, Tensor]:
-    """For each latent site with elements on which a single row depends, whether a row is one of
-    these, `[N]`.
+    """A dict from each latent site that has elements on which a single row depends, to whether each
+    row is such a row, `[N]`.
 
-    Each row has a different weight w.  With g the gradient of its log likelihood in an element, the
+    Each row has a different weight w. With g the gradient of its log likelihood in an element, the
     sums over rows obey (sum of w g)^2 = (sum of g) (sum of w^2 g) if a single row has a gradient.
     Its weight is (sum of w g) / (sum of g).
 

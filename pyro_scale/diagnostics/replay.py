@@ -178,8 +178,9 @@ def _diagnose(
 def _examine(
     log_posterior: LogPosterior, layout: Layout, step: Rerun
 ) -> tuple[str | None, str, str]:
-    """The first site whose log density is not finite at a step's params, None if there is none; the
-    log density in words; and the message of the error that validation raises.
+    """The first site whose log density is not finite at a step's params, None if there is none; its
+    log density in words; and the end of a sentence on another error that Pyro's validation raises,
+    empty if it raises none.
 
     Args:
         log_posterior: the model.

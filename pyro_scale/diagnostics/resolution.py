@@ -142,11 +142,16 @@ def _loses_moves(result: PosteriorDraws, name: str) -> bool:
 
 
 def _depends_on_latents(result: PosteriorDraws, name: str, chain: int) -> Tensor:
-    """Whether each checked element of a site depends on latents, `[elements]`.
+    """Whether each checked element of a site (up to 200) depends on latents, `[elements]`.
 
     Found by derivatives in a random direction at a chain's last draw, in float64 if the model runs
-    in it.  A derivative is proportional to the direction's length; rounding is not, such as that
-    of the diagonal of a correlation matrix.  True if there is no derivative.
+    in it. A derivative is proportional to the direction's length; rounding is not, such as that of
+    the diagonal of a correlation matrix. True if there is no derivative.
+
+    Args:
+        result: draws of a run.
+        name: name of the site.
+        chain: number of the chain among those that finished.
     """
     layout, log_posterior = result.layout, result.log_posterior
     position = result.positions[chain, -1].double()

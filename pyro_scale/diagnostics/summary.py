@@ -62,7 +62,7 @@ def summary(result: PosteriorDraws, var_names: list[str] | None) -> Any:
 
 
 def _site_of(row: object) -> str:
-    """The site in the label of a row, such as `w[0, 1]`."""
+    """The name of the site in a table's row label: `w` of `w[0, 1]`."""
     return str(row).partition("[")[0].strip()
 
 

@@ -75,8 +75,9 @@ def diagnostics(result: PosteriorDraws, predict_at: Any = None) -> Any:
 
 
 def chain_correlation(samples: Tensor) -> float:
-    """The largest correlation of an element's draws between chains, averaged over pairs of chains;
-    draws are `[chains, draws, ...]`. Independent chains have about 0."""
+    """The correlation of an element's draws between two chains, averaged over all pairs of chains,
+    for the element where it is largest. Independent chains have about 0. Draws are `[chains, draws,
+    ...]`, of two chains or more."""
     centered = samples.reshape(*samples.shape[:2], -1).double()
     centered = centered - centered.mean(1, keepdim=True)
     unit = centered / centered.norm(dim=1, keepdim=True)

@@ -15,7 +15,8 @@ class EarlyStopping:
 
     Args:
         window: steps from one check to the next.
-        size: number of the model's dimensions, which scales what counts as negligible.
+        size: number of the model's dimensions, D, which scales the change that counts as
+            negligible.
     """
 
     def __init__(self, window: int, size: int):
