@@ -24,10 +24,11 @@ def check_fit(fit: Fit, evaluations: int, sums: Sums = HERE, reason: str | None 
     result into the fit's facts (`pareto_k`, `psis`), and warns if the fit is not the posterior.
 
     Args:
-        fit: of a run that is about to end.
-        evaluations: what the fit cost, in evaluations of a row's log density.
-        sums: computes sums over rows.
-        reason: why the fit is wrong, if that is known; replaces warnings about its weights.
+        fit: fit of a run that is about to end.
+        evaluations: cost of the fit, in evaluations of a row's log density.
+        sums: object that computes sums over rows, in this process or in several.
+        reason: sentence on why the fit is wrong, if that is known, which is warned of in place of
+            its weights; None otherwise.
 
     Warns:
         ApproximationWarning: the fit is not the posterior.
@@ -85,7 +86,8 @@ def check_fit(fit: Fit, evaluations: int, sums: Sums = HERE, reason: str | None 
 
 
 def advice_on(fit: Fit, pareto_k: float) -> str:
-    """A message about a Pareto k above the limit, with what to do."""
+    """The message that a fit does not approximate the posterior, as its Pareto k is above the
+    limit, with advice."""
     return (
         f"the approximation does not fit the posterior: Pareto k of its importance weights is "
         f"{pareto_k:.2f}, above {WEIGHTS.pareto_k}: use {_denser(fit)}another parametrization, "
@@ -94,5 +96,5 @@ def advice_on(fit: Fit, pareto_k: float) -> str:
 
 
 def _denser(fit: Fit) -> str:
-    """Advice of a dense structure, for fits that leave correlations out."""
+    """Advice, as a phrase for messages, to use a dense structure; empty for fits that have one."""
     return "" if fit.attrs["structure"] == "dense" else "structure='dense', "

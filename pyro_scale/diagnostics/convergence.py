@@ -37,17 +37,17 @@ APART = (
 
 
 def select_elements(result: PosteriorDraws, name: str) -> Tensor:
-    """Draws of up to 200 elements of a site, evenly spread over it, `[chains, draws, elements]`:
-    ArviZ takes milliseconds for each element."""
+    """Draws of up to 200 elements of a site, evenly spread over it, `[chains, draws, elements]`.
+    For checks of large sites, as ArviZ takes milliseconds for each element."""
     return result.elements(name, evenly(result.shapes[name].numel(), MIXING.elements))
 
 
 def mixing(draws: Mapping[str, Tensor]) -> Any:
-    """A DataFrame of the largest R-hat and the smallest bulk and tail ESS of each variable's
-    elements, without elements that are constant.
+    """A DataFrame with a row for each variable: the largest R-hat and the smallest bulk and tail
+    ESS of its elements, without elements that are constant.
 
     Args:
-        draws: of each variable, `[chains, draws, elements]`.
+        draws: draws of each variable by name, `[chains, draws, elements]`.
     """
     import pandas
     import xarray
@@ -75,8 +75,13 @@ def mixing(draws: Mapping[str, Tensor]) -> Any:
 
 
 def mixing_of_moments(moments: Mapping[str, Moments], sites: Sequence[str]) -> Any:
-    """A DataFrame of the largest split R-hat and the smallest ESS (by batch means) of each site,
-    for draws that were not kept."""
+    """A DataFrame with a row for each site: the largest split R-hat and the smallest ESS (by batch
+    means) of its elements, for draws that were not kept.
+
+    Args:
+        moments: moments of the draws, by site.
+        sites: names of the sites.
+    """
     import pandas
 
     table = pandas.DataFrame(index=pandas.Index(sites, name="site"))
@@ -86,7 +91,8 @@ def mixing_of_moments(moments: Mapping[str, Moments], sites: Sequence[str]) -> A
 
 
 def mixing_of_predictions(result: PosteriorDraws, predict_at: Any) -> Any:
-    """A DataFrame like that of `mixing`, of the predictive means of each data site.
+    """A DataFrame with a row for each data site: the largest R-hat and the smallest bulk and tail
+    ESS of its predictive means. For networks, whose weights have equivalent modes.
 
     Args:
         result: draws of a run.
@@ -147,14 +153,14 @@ def standard_error(series: Tensor, least: int = TEMPERATURE.fewest_draws) -> flo
 def warn_of_unmixed(
     result: PosteriorDraws, table: Any, of_predictions: bool, is_long_step: bool
 ) -> bool:
-    """Warns if R-hat shows that chains do not agree, and returns whether it does.  There is no
+    """Warns if R-hat shows that chains do not agree, and returns whether it does. There is no
     warning with one chain, too few draws, or temperature 0, where chains end in different places.
 
     Args:
         result: draws of a run.
-        table: DataFrame with a column `r_hat`.
+        table: DataFrame with a column `r_hat` and a row for each site.
         of_predictions: whether the rows of `table` are predictions instead of latent sites.
-        is_long_step: whether to leave the advice of a larger lr out: the step is too long already,
+        is_long_step: whether to leave out the advice of a larger lr: the step is too long already,
             or was chosen by the run.
     """
     chains, draws = next(iter(result.sample_stats.values())).shape
@@ -184,10 +190,14 @@ def warn_of_unmixed(
 
 
 def are_apart(result: PosteriorDraws, name: str, r_hat: float) -> bool:
-    """Whether chains stay in different places: they disagree in a site (`r_hat`), and the two
-    halves of each chain agree.
+    """Whether chains stay in different modes of a site: the chains disagree, and the two halves of
+    each chain agree. False if draws were not kept or are few, and for weights of networks, which
+    have equivalent modes.
 
-    False if draws were not kept, and for weights of networks, which have equivalent modes.
+    Args:
+        result: draws of a run.
+        name: name of the site.
+        r_hat: largest R-hat of the site's elements.
     """
     if result.online is not None or r_hat < MIXING.apart or _has_weights(result):
         return False
@@ -199,7 +209,13 @@ def are_apart(result: PosteriorDraws, name: str, r_hat: float) -> bool:
 
 
 def warn_of_frozen(name: str, acceptance_rate: float) -> None:
-    """Warns that an element of a site is the same in all draws of a chain."""
+    """Warns that an element of a site is the same in all draws of a chain, with advice: a smaller
+    lr if few proposals were accepted, otherwise larger steps or float64.
+
+    Args:
+        name: name of the site.
+        acceptance_rate: accepted fraction of the proposals, 0 to 1.
+    """
     advice = (
         "take larger steps, or data in float64 and without their mean, if its sd is near the steps "
         "of its dtype"
@@ -215,7 +231,7 @@ def warn_of_frozen(name: str, acceptance_rate: float) -> None:
 
 
 def _has_weights(result: PosteriorDraws) -> bool:
-    """Whether latents are weights of a network."""
+    """Whether any latent site is a weight of a network."""
     sites = result.log_posterior.model_info.sites.values()
     return any(WEIGHT in site.infer for site in sites if site.kind == "latent")
 
@@ -224,7 +240,8 @@ def _has_weights(result: PosteriorDraws) -> bool:
 
 
 def nested_r_hats(result: PosteriorDraws) -> list[float] | None:
-    """Largest nested R-hat of each latent site, over superchains whose chains all finished.
+    """The largest nested R-hat of each latent site, in the model's order, over superchains (groups
+    of chains with a common start) whose chains all finished.
 
     None for a run without superchains, and, with a warning, if fewer than two are complete.
     """
@@ -246,17 +263,17 @@ def nested_r_hats(result: PosteriorDraws) -> list[float] | None:
 
 
 def warn_of_remembered_starts(result: PosteriorDraws, is_long_step: bool = False) -> bool:
-    """Warns if superchains differ by more than the scatter of their chains explains, and returns
-    whether they do.
+    """Warns if superchains (groups of chains with a common start) differ by more than the scatter
+    of their chains explains, and returns whether they do.
 
-    If the starts were forgotten, the variance between superchains would be the variance between
-    the M chains of a superchain, over M.  With one draw a chain that is the variance of all draws
-    over M, the 1/M of Margossian et al. (2024); with longer chains it is less.  What exceeds it is
-    due to the starts, unless an F test says that chance explains it.
+    If the starts were forgotten, the variance between superchains would be the variance between the
+    M chains of a superchain, over M. With one draw a chain that is the variance of all draws over
+    M, the 1/M of Margossian et al. (2024); with longer chains it is less. What exceeds it is due to
+    the starts, unless an F test says that chance explains it.
 
     Args:
-        result: of a run with two or more complete superchains.
-        is_long_step: as for `warn_of_unmixed`.
+        result: draws of a run with two or more complete superchains.
+        is_long_step: whether to leave out the advice of a larger lr.
     """
     count, chains = _complete_superchains(result)
     if result.attrs["temperature"] == 0:  # chains without noise never forget their starts
@@ -290,8 +307,8 @@ def warn_of_remembered_starts(result: PosteriorDraws, is_long_step: bool = False
 
 
 def _complete_superchains(result: PosteriorDraws) -> tuple[int, list[int]]:
-    """The number of superchains whose chains all finished, and the places of these chains among
-    the finished ones."""
+    """The number of superchains (groups of chains with a common start) whose chains all finished,
+    and the places of these superchains' chains among the finished ones."""
     started = result.attrs["num_chains"]
     size = started // result.attrs["superchains"]
     finished = range(started) if result.chains is None else result.chains

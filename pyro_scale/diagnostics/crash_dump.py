@@ -43,16 +43,17 @@ _SHARED_DIGITS = 0.5
 
 
 def write(problem: Problem, method: str, draws: Draws, directory: Path | None) -> str:
-    """Writes the last steps of broken chains, and returns a sentence for users: how to replay them,
-    or why they could not be written; empty if none were recorded.
+    """Writes the last steps of broken chains to files, and returns a sentence for users: how to
+    replay them, or why they could not be written; empty if none were recorded.
 
-    Steps on the features of a frozen base are not written, because rows are not among them.
+    Steps on the features of a frozen base are not written, because the rows of data are not among
+    them.
 
     Args:
-        problem: what the run started from.
-        method: name of the method.
-        draws: what the run kept.
-        directory: of the run's checkpoints; None for a new temporary directory.
+        problem: model, data and starts of the run.
+        method: name of the sampler.
+        draws: draws of the run, with the recorded steps of broken chains.
+        directory: directory of the run's checkpoints; None for a new temporary directory.
     """
     if problem.features is not None:
         return ""
@@ -74,8 +75,8 @@ def write(problem: Problem, method: str, draws: Draws, directory: Path | None) -
 
 
 def _find_earlier(problem: Problem, failures: list[Failure], directory: Path) -> str:
-    """A sentence on how to replay the steps of a resumed run, if they were written when its chain
-    broke; otherwise empty."""
+    """A sentence for users on how to replay the steps of a chain that broke before the run was
+    resumed, if a file in `directory` has them; otherwise empty."""
     for failure in failures:
         path = directory / f"crash-dump-{failure.chain}"
         with contextlib.suppress(FileError):
@@ -136,18 +137,19 @@ def _make_directory() -> Path:
 
 @dataclass(frozen=True)
 class Rerun:
-    """A recorded step, rerun.
+    """A recorded step of a broken chain, computed again.
 
     Attributes:
         number: number of the step.
         lr: the largest step size of all sites.
-        start: position in which the step began, [D].
-        arguments: of the model.
-        indices: `[B]`, for a model that subsamples by itself.
-        position: where the kernel took the gradient, [D].
-        gradient: of the log joint over N at `position`, [D]; NaN if the model raised an error.
+        start: unconstrained params in which the step began, `[D]`.
+        arguments: the model's arguments of that step.
+        indices: indices of the batch's rows, `[B]`, for a model that subsamples by itself.
+        position: unconstrained params at which the kernel took the gradient, `[D]`.
+        gradient: gradient of the log joint over N at `position`, `[D]`; NaN if the model raised an
+            error.
         log_joint: estimate from the batch at `position`, in nats; NaN if the model raised an error.
-        error: what the model raised.
+        error: the exception that the model raised; None if it raised none.
         is_sound: whether position, gradient, log joint and next position are finite.
         agrees: whether log joint and next state are those of the run.
     """
@@ -166,11 +168,12 @@ class Rerun:
 
 
 def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[Rerun]:
-    """Reruns the steps of a crash dump eagerly, each from the state in which it began.
+    """Reruns the steps of a crash dump eagerly, each from the state in which it began, and yields
+    them in order.
 
     Args:
-        contents: of the file.
-        log_posterior: the model, from `understood`.
+        contents: contents of the file.
+        log_posterior: the model after its preflight.
 
     Raises:
         FileError: there is no kernel of the file's name.
@@ -229,10 +232,11 @@ def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[
 
 
 def _find_kernel(name: str) -> Kernel:
-    """A kernel of the class with this name; each step has its own hyperparameters.
+    """A sampler's kernel of the class with this name, with any hyperparameters, as each recorded
+    step has its own.
 
     Raises:
-        FileError: there is none.
+        FileError: no class has the name.
     """
     classes: list[type[Kernel]] = [Kernel]
     for kind in classes:  # the state grows with the steps
@@ -244,7 +248,15 @@ def _find_kernel(name: str) -> Kernel:
 
 
 def _is_close(value: float, recorded: float, size: float, layout: Layout) -> bool:
-    """Whether two log joints are the same up to rounding, or both not finite."""
+    """Whether a rerun step's log joint equals the recorded one up to rounding, or neither is
+    finite.
+
+    Args:
+        value: log joint of the rerun step, in nats.
+        recorded: log joint that the run recorded, in nats.
+        size: magnitude of the numbers that add up to the log joint, in nats.
+        layout: order and dtype of the params.
+    """
     if not math.isfinite(value) or not math.isfinite(recorded):
         return math.isfinite(value) == math.isfinite(recorded)
     return abs(value - recorded) <= torch.finfo(layout.dtype).eps ** _SHARED_DIGITS * (1 + size)
@@ -253,8 +265,16 @@ def _is_close(value: float, recorded: float, size: float, layout: Layout) -> boo
 def _is_same_state(
     before: Any, after: Any, expected: Mapping[str, Tensor], num_latents: int, layout: Layout
 ) -> bool:
-    """Whether a step led to the expected state, up to rounding.  Point-estimated sites do not
-    count, because all chains move them together."""
+    """Whether a rerun step led to the recorded next state, up to rounding. Point-estimated sites do
+    not count, because all chains move them together.
+
+    Args:
+        before: state of the kernel before the step.
+        after: state of the kernel after the rerun step.
+        expected: recorded next state, by name of the state's field.
+        num_latents: number of latent elements, which come first.
+        layout: order and dtype of the params.
+    """
     tolerance = torch.finfo(layout.dtype).eps ** _SHARED_DIGITS
     for name, recorded in expected.items():
         old, new = getattr(before, name), getattr(after, name)

@@ -28,11 +28,11 @@ def message(
     """The message of a NonFiniteError: which chains stopped, where, and what to try.
 
     Args:
-        draws: what the run kept.
-        lr: of every step, `[steps, ...]`.
-        sites: what broke each chain, by chain number; see `broken_sites`.
+        draws: draws of the run, with its failures.
+        lr: step size at every step, `[steps, ...]`.
+        sites: the site that broke each chain, by chain number; see `broken_sites`.
         replay: sentence about how to rerun the last steps; may be empty.
-        by: the call that returns the draws of the finished chains.
+        by: the call that returns the draws of the finished chains, as users write it.
     """
     failures, finished = draws.failures, ", ".join(map(str, draws.finished))
     errors = [failure.error for failure in failures if failure.error is not None]
@@ -54,12 +54,12 @@ def message(
 
 
 def _advice(draws: Draws, lr: float, sites: Mapping[int, Broken]) -> str:
-    """What to try.
+    """The part of a NonFiniteError's message that says what to try.
 
     Args:
-        draws: what the run kept.
-        lr: of the step that broke the first chain.
-        sites: what broke each chain, by chain number.
+        draws: draws of the run, with its failures.
+        lr: step size of the step that broke the first chain.
+        sites: the site that broke each chain, by chain number.
     """
     states = [failure for failure in draws.failures if _is_of_state(failure)]
     smaller = f"try lr={lr / 3:.2g} instead of {lr:.2g}"
@@ -95,15 +95,21 @@ def _advice(draws: Draws, lr: float, sites: Mapping[int, Broken]) -> str:
 
 
 def _is_of_state(failure: Failure) -> bool:
-    """Whether the chain's state became not finite, without an error or a log joint that is not."""
+    """Whether a chain stopped because its state became NaN or infinite, rather than because the
+    model raised an error or the log joint was not finite."""
     return failure.error is None and not failure.in_density
 
 
 def _is_due_to_batch(failure: Failure, draws: Draws, sites: Mapping[int, Broken]) -> bool:
-    """Whether NaN in the batch of its last step stopped a chain.
+    """Whether a chain stopped because the batch of its last step has NaN.
 
-    It is not to blame if the chain had run away, or survived such rows before because a mask
+    The batch is not to blame if the chain had run away, or survived such rows before because a mask
     leaves them out.
+
+    Args:
+        failure: failure of the chain.
+        draws: draws of the run, with the recorded steps.
+        sites: the site that broke each chain, by chain number.
     """
     if not failure.bad_batch or failure.chain in sites:
         return failure.bad_batch and not sites[failure.chain].is_far
@@ -114,7 +120,8 @@ def _is_due_to_batch(failure: Failure, draws: Draws, sites: Mapping[int, Broken]
 
 
 def where(failure: Failure, sites: Mapping[int, Broken]) -> str:
-    """The site at which a chain stopped, after a comma; empty if it is not known."""
+    """The site at which a chain stopped, as the end of a phrase that begins with a comma; empty if
+    it is not known."""
     if failure.chain in sites:
         broken = sites[failure.chain]
         return f", site '{broken.site}': its log density is {broken.finding}"
@@ -122,7 +129,8 @@ def where(failure: Failure, sites: Mapping[int, Broken]) -> str:
 
 
 def beyond_its_domain(sites: Mapping[int, Broken]) -> str:
-    """Advice for a site whose log density is not finite at values that chains visit.
+    """Advice for messages on a site whose log density is not finite at values that chains visit, so
+    that its support or parametrization is to blame.
 
     Empty if chains were so far out that the step size may be the cause.
     """
@@ -140,7 +148,7 @@ def all_stopped(store: Path | None, reason: str) -> str:
 
     Args:
         store: directory of its draws; None if they were in memory.
-        reason: message of its NonFiniteError.
+        reason: message of the run's NonFiniteError.
     """
     message = "has no draws: all chains of the run stopped"
     if store is not None:
@@ -149,8 +157,8 @@ def all_stopped(store: Path | None, reason: str) -> str:
 
 
 def explosion(result: PosteriorDraws) -> str | None:
-    """Describes chains that diverge although their states are still finite, with advice; None if
-    there are none."""
+    """A sentence on chains that diverge although their states are still finite, with advice; None
+    if there are none."""
     last = result.positions[torch.arange(result.num_chains), -1].abs().amax(0)
     place, runaway = int(last.argmax()), _runaway(result)
     site, distance = result.layout.site_at(place), float(last[place])

@@ -28,11 +28,12 @@ _ROUNDED_GAP = 1e-6
 
 
 class Law(NamedTuple):
-    """How the kernel's variances on a Gaussian differ between lr and lr/2, by element.
+    """How the variance of each element of a Gaussian depends on the sampler's step size, compared
+    at lr and lr/2.
 
     Attributes:
-        gap: 1 - variance at lr/2 over that at lr.
-        order: p, with 2^p the bias at lr over that at lr/2; NaN if there is none.
+        gap: 1 - variance at lr/2 over variance at lr.
+        order: p, where 2^p is the bias at lr over the bias at lr/2; NaN if there is no bias.
     """
 
     gap: Tensor
@@ -40,10 +41,11 @@ class Law(NamedTuple):
 
 
 def gaussian_law(plan: RunPlan, noise: Tensor, at_lr: Tensor, at_half: Tensor) -> Law:
-    """The law of a Gaussian with the variances that the draws extrapolate to.
+    """How variances depend on the step size for the Gaussian whose exact variances the draws
+    extrapolate to, by the theory of the sampler's kernel.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         noise: variance of the minibatch gradient of the log joint over N, `[latents]`.
         at_lr: unconstrained variances of the draws at lr, `[latents]`.
         at_half: unconstrained variances of the draws at lr/2, `[latents]`.
@@ -72,7 +74,17 @@ def gaussian_law(plan: RunPlan, noise: Tensor, at_lr: Tensor, at_half: Tensor) -
 def _stationary_variance(
     kernel: Kernel, values: Values, precision: Tensor, noise: Tensor, epoch: int | None
 ) -> Tensor:
-    """Stationary variance of positions, `[latents]`; NaN if there is none."""
+    """The variance of each latent element in the kernel's stationary distribution on a Gaussian,
+    `[latents]`; NaN where the step size is not stable.
+
+    Args:
+        kernel: the sampler's kernel, whose theory is known.
+        values: hyperparameters of the kernel by name.
+        precision: precision of the Gaussian over N, `[latents]`.
+        noise: variance of the minibatch gradient over N, `[latents]`.
+        epoch: number of batches of an epoch; None if batches are drawn with replacement, or are all
+            rows.
+    """
     assert kernel.theory is not None  # otherwise there is no law
     settled = kernel.theory.linearize(kernel, values, noise)
     chain = GaussianChain.from_kernel(settled.kernel, settled.values, precision)
@@ -81,16 +93,17 @@ def _stationary_variance(
 
 
 def choose_orders(ratio: Tensor, law: Law | None, plan: RunPlan) -> tuple[Tensor, Tensor]:
-    """The order of lr by which each element is extrapolated, and whether its variance is (or
-    otherwise its precision).
+    """The power of lr with which each element's bias falls; and a boolean for each element, whether
+    the variance (otherwise the precision) is linear in that power of lr.
 
-    The law's order if the law explains the observed ratio, to within a factor of 2.  Otherwise the
-    kernel's order, or 1 if minibatches heat and it is not known how much.
+    The law's power if the law explains the observed ratio, to within a factor of 2. Otherwise the
+    kernel's, or 1 if minibatches heat and it is not known how much.
 
     Args:
-        ratio: variance at lr over that at lr/2, of a site's elements.
-        law: of the site's unconstrained elements; None if it is not known.
-        plan: of the run.
+        ratio: variance at lr over that at lr/2, of each element of a site.
+        law: how variances of the site's unconstrained elements depend on lr; None if it is not
+            known.
+        plan: plan of the run.
     """
     theory, in_batches = plan.kernel.theory, plan.problem.data.batch_size is not None
     is_unknown = theory is None or (in_batches and theory.heated and law is None)
@@ -106,17 +119,18 @@ def choose_orders(ratio: Tensor, law: Law | None, plan: RunPlan) -> tuple[Tensor
 
 
 def bias_factor(order: Tensor) -> Tensor:
-    """The bias at lr over its difference to that at lr/2."""
+    """The factor by which to multiply the difference between results at lr and at lr/2, to get the
+    bias at lr; `order` is the power of lr with which the bias falls."""
     return 2.0**order / (2.0**order - 1)
 
 
 def extrapolate_sd(ratio: Tensor, order: Tensor, in_variance: Tensor) -> Tensor:
-    """The sd at lr over that at lr = 0.
+    """The sd at lr over the sd at lr = 0, of each element.
 
     Args:
         ratio: variance at lr over that at lr/2.
-        order: of the bias in lr.
-        in_variance: whether the variance is linear in lr^p; otherwise the precision is.
+        order: power of lr with which the bias falls.
+        in_variance: whether the variance is linear in lr^order; otherwise the precision is.
     """
     factor, least = bias_factor(order), torch.full_like(ratio, _LEAST_VARIANCE)
     of_variance = 1 - factor * (1 - 1 / ratio.maximum(least))

@@ -51,14 +51,15 @@ def ksd(result: PosteriorDraws, data: Data, num_samples: int | None, num_rows: i
 def scores(
     result: PosteriorDraws, data: Data, num_rows: int | None = None, seed: int = 0
 ) -> Tensor:
-    """Gradient of the log joint of all rows in the latents' unconstrained elements, at every draw,
-    `[chains * draws, d]`.
+    """The gradient of the log joint of all rows with respect to the latents, unconstrained, at
+    every draw, `[chains * draws, d]`, in nats.
 
     Args:
         result: draws of a run.
         data: all rows.
-        num_rows: rows, drawn at random, from which to estimate it; None for all.
-        seed: of the choice of rows.
+        num_rows: number of rows, drawn at random, from which to estimate the gradient; None for
+            all.
+        seed: seed of the choice of rows.
     """
     places = result.layout.places(result.log_posterior.latents)
     parts = [
@@ -69,12 +70,12 @@ def scores(
 
 
 class _Part(NamedTuple):
-    """A part of the log joint.
+    """A part of the log joint: the log likelihood of some rows, and a fraction of the log prior.
 
     Attributes:
         chunk: rows in memory.
-        rows: places in the chunk of the rows that count.
-        scale: factor on their log likelihood.
+        rows: numbers, in the chunk, of the rows that count.
+        scale: factor on the log likelihood of these rows.
         share: fraction of the log prior.
     """
 
@@ -87,7 +88,8 @@ class _Part(NamedTuple):
 def _parts(
     log_posterior: LogPosterior, data: Data, num_rows: int | None, seed: int
 ) -> Iterator[_Part]:
-    """Parts that add up to the log joint of all rows, or to an estimate of it from some rows."""
+    """Yields parts that add up to the log joint of all rows; or to an estimate of it from
+    `num_rows` rows that are drawn at random, if that is not None."""
     total, read = log_posterior.num_data, 0
     count = total if num_rows is None else min(as_count("num_rows", num_rows), total)
     if count == total:
@@ -106,7 +108,7 @@ def _parts(
 
 
 def _gradient(result: PosteriorDraws, part: _Part, params: Params) -> Tensor:
-    """Gradient of a part of the log joint at one draw, [D]."""
+    """The gradient of a part of the log joint at the params of one draw, `[D]`, in nats."""
 
     def evaluate(params: Params) -> Evaluation:
         chunk = part.chunk
@@ -123,10 +125,10 @@ def _gradient(result: PosteriorDraws, part: _Part, params: Params) -> Tensor:
 
 
 def _temperature(result: PosteriorDraws) -> float:
-    """The temperature of the run.
+    """The temperature of the run, which must be the same for all draws.
 
     Raises:
-        ArgumentError: it is 0, or not the same for all draws.
+        ArgumentError: the temperature is 0, or not the same for all draws.
     """
     column = result.sample_stats.get("temperature")
     if column is None:

@@ -29,17 +29,17 @@ _TOL = 1e-5
 
 @dataclass(frozen=True)
 class Loo:
-    """How well the model predicts rows that it has not seen, each left out in turn.
+    """How well the model predicts rows that it has not seen, each left out in turn (PSIS-LOO).
 
     Attributes:
         elpd: sum over all rows of log p(row | all others), in nats.
         se: standard error of `elpd` over data sets from the same source.
         subsampling_se: standard error of `elpd` due to the choice of rows; 0 if all were evaluated.
         num_data: N, the number of rows that `elpd` sums over.
-        rows: places of the evaluated rows, `[m]`.
+        rows: numbers of the evaluated rows among all N, `[m]`.
         pointwise: log p(row | all others) of the evaluated rows, `[m]`, in nats.
-        pareto_k: shape of the tail of each row's importance weights, `[m]`.
-        note: why the estimate is unreliable, if that is known.
+        pareto_k: shape of the tail of each row's importance weights, `[m]`; high is unreliable.
+        note: a sentence on why the estimate is unreliable; empty if no cause is known.
     """
 
     elpd: float
@@ -108,7 +108,8 @@ def loo(result: PosteriorDraws, data: Data, num_rows: int | None, seed: int) -> 
 
 
 def _log_lik_at_mean(result: PosteriorDraws, data: Data, readers: Readers) -> Tensor:
-    """Log likelihood of each row at the mean of the unconstrained draws, `[N]`."""
+    """The log likelihood of each row at the mean of the unconstrained draws, `[N]`, in nats; rows
+    are shared out among the readers."""
     total = result.positions.shape[:2].numel()
     mean = torch.stack([block.sum(0) / total for block in result.blocks()]).sum(0)
     at_mean = dataclasses.replace(result, positions=mean[None, None])
@@ -118,10 +119,11 @@ def _log_lik_at_mean(result: PosteriorDraws, data: Data, readers: Readers) -> Te
 
 
 def _leave_out(result: PosteriorDraws, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Log density of each row given the others, and the shape of its weights' tail, `[rows, 2]`.
+    """The log density of each row given the others, in nats, and Pareto k of its importance
+    weights, `[rows, 2]`, one tensor for each chunk.
 
     Args:
-        result: the draws.
+        result: draws of a run.
         parts: log likelihoods of the rows of each chunk, `[draws, rows]`.
     """
     if not parts:
@@ -133,7 +135,8 @@ def _leave_out(result: PosteriorDraws, parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _relative_ess(result: PosteriorDraws) -> float:
-    """Effective draws over draws, at most 1: the mean over evenly spread elements."""
+    """The number of effective draws over the number of draws, at most 1: the mean over evenly
+    spread elements; 1 with very few draws."""
     chains, draws, size = result.positions.shape
     if draws < 4 or chains * draws < 8:
         return 1.0
@@ -154,13 +157,14 @@ def _estimate(
     chosen: Tensor | None,
     at_mean: Tensor | None,
 ) -> Loo:
-    """The estimate, with a warning of heavy tails.
+    """The estimate of all rows from the evaluated rows; warns if importance weights have heavy
+    tails.
 
     Args:
-        result: the draws.
+        result: draws of a run.
         data: all rows.
-        left_out: log density and tail of each evaluated row, `[m, 2]`.
-        chosen: places of the evaluated rows, `[m]`; None for all.
+        left_out: log density given the others and Pareto k of each evaluated row, `[m, 2]`.
+        chosen: numbers of the evaluated rows, `[m]`; None for all.
         at_mean: log likelihood of every row at the draws' mean, `[N]`; None if all are evaluated.
     """
     pointwise, pareto_k = left_out.unbind(1)
@@ -190,8 +194,16 @@ def _estimate(
 def _warn_of_tails(
     result: PosteriorDraws, data: Data, pareto_k: Tensor, chosen: Tensor, total: int
 ) -> str:
-    """Warns of rows with heavy-tailed weights, and returns the cause as a sentence for users, empty
-    if it is not known."""
+    """Warns if rows have importance weights with heavy tails, and returns the cause as a sentence
+    for users; empty without such rows, or if the cause is not known.
+
+    Args:
+        result: draws of a run.
+        data: all rows.
+        pareto_k: Pareto k of each evaluated row, `[m]`.
+        chosen: numbers of the evaluated rows, `[m]`.
+        total: N, the number of all rows.
+    """
     draws = result.positions.shape[:2].numel()
     limit = min(WEIGHTS.pareto_k, 1 - 1 / math.log10(max(draws, 11)))
     is_heavy = ~(pareto_k <= limit)  # NaN among them
@@ -212,8 +224,15 @@ def _warn_of_tails(
 
 
 def _explain_by_latents(result: PosteriorDraws, data: Data, heavy: Tensor, total: int) -> str:
-    """What to do if most of the rows at the places `heavy` have their own latent; otherwise
-    empty."""
+    """A sentence on the cause and what to do, if most rows with heavy tails have a latent of their
+    own; otherwise empty.
+
+    Args:
+        result: draws of a run.
+        data: all rows.
+        heavy: numbers of the rows whose weights have heavy tails.
+        total: N, the number of all rows.
+    """
     for name, owners in _rows_with_own_latent(result, data, total).items():
         if 2 * int(owners[heavy].sum()) > len(heavy):
             which = "each row" if owners.all() else f"each of {int(owners.sum())} rows"
@@ -225,10 +244,10 @@ def _explain_by_latents(result: PosteriorDraws, data: Data, heavy: Tensor, total
 
 
 def _rows_with_own_latent(result: PosteriorDraws, data: Data, num_rows: int) -> dict[str, Tensor]:
-    """For each latent site with elements on which a single row depends, whether a row is one of
-    these, `[N]`.
+    """A dict from each latent site that has elements on which a single row depends, to whether each
+    row is such a row, `[N]`.
 
-    Each row has a different weight w.  With g the gradient of its log likelihood in an element, the
+    Each row has a different weight w. With g the gradient of its log likelihood in an element, the
     sums over rows obey (sum of w g)^2 = (sum of g) (sum of w^2 g) if a single row has a gradient.
     Its weight is (sum of w g) / (sum of g).
 

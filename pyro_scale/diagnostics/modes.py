@@ -17,11 +17,16 @@ _MODES_SHOWN = 4
 
 
 def check_modes(result: PosteriorDraws, modes: Modes) -> list[Finding]:
-    """A finding on a posterior with several modes; none with a single mode.
+    """A finding on whether draws are in every mode that the searches found, as a list; empty with a
+    single mode.
 
-    A draw is assigned to the mode whose Gaussian, weighted by its evidence, is densest there.  The
+    A draw is assigned to the mode whose Gaussian, weighted by its evidence, is densest there. The
     mode at which a chain started is not evidence: the chain may have left a spurious mode, or may
     have broken and continued where others were.
+
+    Args:
+        result: draws of a run.
+        modes: modes of the posterior that the searches found.
     """
     visited = modes.worth_visiting
     if len(visited) < 2:
@@ -60,8 +65,8 @@ def check_modes(result: PosteriorDraws, modes: Modes) -> list[Finding]:
 
 
 def _where_they_differ(result: PosteriorDraws, modes: tuple[Mode, ...]) -> tuple[str, int]:
-    """The site, and the place in it, of the element at which modes are furthest apart, in sds of
-    the best mode."""
+    """The name of the site, and the place among its unconstrained elements, of the element at which
+    some mode is furthest from the best one, in sds of the best mode's Gaussian."""
     best = modes[0].gaussian
     means = torch.stack([mode.gaussian.mean for mode in modes])
     distance = (means - best.mean).abs().amax(0) / best.variance.sqrt()
@@ -71,8 +76,8 @@ def _where_they_differ(result: PosteriorDraws, modes: tuple[Mode, ...]) -> tuple
 
 
 def _value_at(result: PosteriorDraws, mode: Mode, site: str, element: int) -> float:
-    """Constrained value of a site's element at a mode; of the last element if the constrained site
-    has fewer elements."""
+    """The constrained value that an element of a site has at a mode; of the last element if the
+    constrained site has fewer elements, NaN if it has none."""
     layout, size = result.layout, len(mode.gaussian.mean)
     position = result.positions[0, -1].clone()
     position[:size] = mode.gaussian.mean.to(position)

@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """R-hat, effective draws, and modes without draws."""
+    """Thresholds of checks on R-hat, effective draws, and modes without draws."""
 
     #: R-hat up to which chains agree, and R-hat above which they surely do not.
     agree: float = 1.01
@@ -55,7 +55,7 @@ class Mixing:
 
 @dataclass(frozen=True, kw_only=True)
 class Temperature:
-    """Heat of minibatches and long steps, and Monte Carlo errors of a report's checks."""
+    """Thresholds of checks on the heat of minibatches and long steps, and on Monte Carlo errors."""
 
     #: Factor on the temperature that is reported: 5% in sds.
     hot: float = 1.1
@@ -78,7 +78,7 @@ class Temperature:
 
 @dataclass(frozen=True, kw_only=True)
 class Explosion:
-    """Chains that diverge."""
+    """Thresholds by which chains count as diverging."""
 
     #: Distance from 0 in unconstrained space.
     distance: float = 1e15
@@ -92,7 +92,7 @@ class Explosion:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Importance weights of approximations and of left-out rows."""
+    """Thresholds of checks on importance weights, of approximations and of left-out rows."""
 
     #: Pareto k above which weights are not reliable (Vehtari et al. 2024).
     pareto_k: float = 0.7
@@ -113,6 +113,6 @@ WEIGHTS = Weights()
 
 
 def errors_by_chance(probability: float, count: int) -> float:
-    """Standard errors that the largest of `count` normal errors exceeds with at most this
-    probability (one-sided, Bonferroni)."""
+    """The number of standard errors that the largest of `count` normal errors exceeds with at most
+    this probability (one-sided, Bonferroni)."""
     return -NormalDist().inv_cdf(probability / count)

@@ -19,13 +19,13 @@ from pyro_scale.tuning.policy import NOISE
 def measure(
     trajectory: Trajectory, result: PosteriorDraws, values: Mapping[str, Tensor]
 ) -> tuple[PosteriorDraws, BaseException | None]:
-    """The draws with the noise of minibatches and the temperatures of draws and momenta; and the
-    error that ended the measurements, if one did.
+    """The draws with measurements of minibatch noise and of the temperatures of draws and momenta;
+    and the error that ended the measurements, None if there was none.
 
     Args:
-        trajectory: of the run.
-        result: draws of the run.
-        values: mean hyperparameters over the draws.
+        trajectory: plan, batches and draws of the run.
+        result: draws of the run, to which the measurements are added.
+        values: hyperparameters of the kernel by name, averaged over the draws.
     """
     plan, problem, batches, draws = trajectory
     noise = heat = temperature = error = None

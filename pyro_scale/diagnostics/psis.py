@@ -56,7 +56,8 @@ class Psis(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The evidence behind the weights: draws, rows and error."""
+        """A phrase for reports on the evidence behind the weights: numbers of draws and rows, and
+        the error."""
         what = f"{len(self.log_weights):,} draws, {self.num_rows:,} rows"
         if math.isnan(self.pareto_k):
             return f"not known: {what} leave an error of {self.error:.2g} nats"
@@ -118,9 +119,10 @@ def psis(
 
 
 def rows_for(log_posterior: LogPosterior, size: int, draws: int, evaluations: int) -> int | None:
-    """The number of rows to evaluate at `draws` draws; None if it takes too many evaluations.
+    """The number of rows whose log likelihood is to be evaluated at each of `draws` draws; None if
+    enough rows would take too many evaluations.
 
-    Rows differ in the curvature that linearizations leave out.  It adds up to about D nats, so m
+    Rows differ in the curvature that linearizations leave out. It adds up to about D nats, so m
     rows estimate it to within D / sqrt(m).
 
     Args:
@@ -139,10 +141,10 @@ def rows_for(log_posterior: LogPosterior, size: int, draws: int, evaluations: in
 
 
 def _check_density(fit: Fit) -> None:
-    """Checks that a fit has a density that can be compared with the model's.
+    """Checks that a fit has a density that can be compared with the model's. Returns nothing.
 
     Raises:
-        ArgumentError: it has none; the message says why.
+        ArgumentError: the fit has no such density; the message says why.
     """
     if fit.other_target:
         raise ArgumentError(f"psis: {fit.other_target}")
@@ -160,7 +162,12 @@ def _check_density(fit: Fit) -> None:
 
 
 def _log_density(fit: Fit, positions: Tensor) -> Tensor:
-    """Log density of the mixture of a fit's Gaussians, `[draws]`, in nats."""
+    """The log density of a fit, the mixture of its Gaussians, at each draw, `[draws]`, in nats.
+
+    Args:
+        fit: the approximation.
+        positions: draws as unconstrained params, `[draws, D]`.
+    """
     elements = positions[:, fit.places].double()
     parts = torch.stack(
         [torch.vmap(gaussian.double().log_prob)(elements) for gaussian in fit.gaussians]
@@ -169,8 +176,12 @@ def _log_density(fit: Fit, positions: Tensor) -> Tensor:
 
 
 def _smooth(log_ratios: Tensor) -> tuple[Tensor, float]:
-    """Pareto-smoothed log weights, whose exponentials sum to one, `[draws]`; the shape of their
-    tail."""
+    """Pareto-smoothed log weights of draws, whose exponentials sum to one, `[draws]`; and Pareto k,
+    the shape of their tail, 0 if all ratios are equal up to rounding.
+
+    Args:
+        log_ratios: log joint minus the fit's log density at each draw, `[draws]`, in nats.
+    """
     if not bool(log_ratios.std() > _ROUNDING_NATS):
         return log_ratios - torch.logsumexp(log_ratios, 0), 0.0
     log_weights, pareto_k = arviz_api.psis(log_ratios[None], 1.0)
@@ -178,8 +189,15 @@ def _smooth(log_ratios: Tensor) -> tuple[Tensor, float]:
 
 
 def _spread(fit: Fit, positions: Tensor, log_ratios: Tensor) -> float:
-    """See `Psis.spread`: from the Gaussian whose log density is the fit's plus the quadratic
-    function that is closest to the log ratios."""
+    """The largest sd of the posterior over that of the fit (see `Psis.spread`), from the Gaussian
+    whose log density is the fit's plus the quadratic function that is closest to the log ratios.
+    NaN with several starts or too few draws.
+
+    Args:
+        fit: the approximation.
+        positions: draws as unconstrained params, `[draws, D]`.
+        log_ratios: log joint minus the fit's log density at each draw, `[draws]`, in nats.
+    """
     size = len(fit.places)
     row, column = torch.triu_indices(size, size)
     if fit.num_starts > 1 or 1 + size + len(row) > len(positions) // 2:
@@ -203,12 +221,13 @@ def _spread(fit: Fit, positions: Tensor, log_ratios: Tensor) -> float:
 
 
 def sums_at(fit: Fit, drawn: PosteriorDraws, sums: Sums) -> Sums:
-    """The sums over rows that `psis` takes at a fit's draws.
+    """The sums over rows that `psis` needs at a fit's draws, to be passed to it where several
+    processes compute parts of them.
 
     Args:
         fit: the approximation, with its data.
         drawn: draws of the fit.
-        sums: computes them.
+        sums: object that adds up the parts of all processes.
     """
     assert fit.data is not None
     terms = _Terms(drawn, fit.data, sums.share)
@@ -217,12 +236,12 @@ def sums_at(fit: Fit, drawn: PosteriorDraws, sums: Sums) -> Sums:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Terms of sums over rows, in double precision.
+    """The parts of sums over rows that one process computes, in double precision.
 
     Attributes:
         drawn: draws of the fit.
-        data: of the fit.
-        share: the chunks of rows that the terms are of.
+        data: data of the fit.
+        share: which chunks of rows belong to this process.
     """
 
     drawn: PosteriorDraws
@@ -230,7 +249,8 @@ class _Terms:
     share: Share
 
     def log_joint(self) -> tuple[Tensor, Tensor]:
-        """The log joint of all rows at every draw, `[draws]`, in nats; the number of rows."""
+        """The log joint of this process's rows at every draw, `[draws]`, in nats, with their
+        fraction of the log prior; and the number of these rows, 0-d."""
         log_posterior = self.drawn.log_posterior
         total = torch.zeros(len(self._positions), dtype=torch.float64)
         count = torch.zeros((), dtype=torch.float64)
@@ -247,8 +267,12 @@ class _Terms:
         return total, count
 
     def gap(self, chosen: Tensor) -> Tensor:
-        """Log likelihood of chosen rows at every draw less its linearization at the draws' center,
-        `[draws]`."""
+        """The log likelihood of some rows at every draw minus its linearization at the mean of the
+        draws, `[draws]`, in nats.
+
+        Args:
+            chosen: numbers of the rows among all N.
+        """
         total = torch.zeros(len(self._positions), dtype=torch.float64)
         away = (self._positions - self._center).double().cpu()
         for chunk, places in chunks_with(self.drawn.log_posterior, self.data, chosen, self.share):
@@ -257,7 +281,8 @@ class _Terms:
         return total
 
     def slope(self) -> Tensor:
-        """Gradient of the log likelihood of all rows at the draws' center, [D]."""
+        """The gradient of the log likelihood of this process's rows at the mean of the draws,
+        `[D]`, in nats."""
         total = torch.zeros(len(self._center), dtype=torch.float64)
         for chunk in chunks_of(self.drawn.log_posterior, self.data, share=self.share):
             every = torch.arange(chunk.num_rows)[chunk.keep]
@@ -273,7 +298,12 @@ class _Terms:
         return self._positions.mean(0)
 
     def _log_lik(self, chunk: Chunk, places: Tensor) -> Callable[[Params], Tensor]:
-        """The log likelihood of some rows of a chunk, as a function of params."""
+        """A function from params to the total log likelihood of some rows, in nats.
+
+        Args:
+            chunk: rows in memory.
+            places: numbers of the rows that count, within the chunk.
+        """
 
         def log_lik(params: Params) -> Tensor:
             of_rows = self.drawn.log_posterior(params, chunk.arguments, chunk.indices).log_lik
@@ -282,11 +312,11 @@ class _Terms:
         return log_lik
 
     def _at_draws(self, function: Callable[[Params], Tensor]) -> Tensor:
-        """Values of a function of params at every draw, `[draws]`."""
+        """Results of a function of params at every draw, `[draws]`."""
         return torch.cat(list(self.drawn.chunks(function))).cpu()
 
     def _gradient(self, function: Callable[[Params], Tensor]) -> Tensor:
-        """Gradient of a function of params at the draws' center, [D]."""
+        """The gradient of a scalar function of params at the draws' mean, `[D]`, in float64."""
         position = self._center.detach().clone().requires_grad_()
         with torch.enable_grad():
             # a function that depends on no param has the gradient 0
@@ -298,11 +328,19 @@ class _Terms:
 def _estimate_log_joint(
     fit: Fit, drawn: PosteriorDraws, data: Data, num_rows: int, sums: Sums
 ) -> tuple[Tensor, float]:
-    """The log joint of all rows at every draw up to a constant, `[draws]`, and its error in nats.
+    """The log joint of all rows at every draw up to a constant, `[draws]`, estimated from some
+    rows; and the error of the estimate in nats.
 
-    Estimated from the differences of some rows to their linearizations at the draws' center, and
-    the linearization of all rows, which takes one pass.  The error is that between two halves of
-    the rows.
+    Estimated from the differences of some rows to their linearizations at the draws' mean, and the
+    linearization of all rows, which takes one pass. The error is that between two halves of the
+    rows.
+
+    Args:
+        fit: the approximation.
+        drawn: draws of the fit.
+        data: all rows.
+        num_rows: number of rows to evaluate, drawn at random.
+        sums: the sums over the rows, from `sums_at`.
     """
     log_posterior, positions = fit.log_posterior, torch.cat(list(drawn.blocks()))
     away = (positions - positions.mean(0)).double().cpu()

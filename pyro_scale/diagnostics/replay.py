@@ -125,7 +125,16 @@ def _diagnose(
     steps: Sequence[Rerun],
     broken: Rerun,
 ) -> tuple[str, str]:
-    """The site that is to blame and the reason, for the first step that is not sound."""
+    """The site that is to blame for a chain's break, and the reason in words, from the first step
+    that is not finite.
+
+    Args:
+        contents: contents of the crash dump.
+        log_posterior: the model.
+        layout: order of the sites' elements in the params.
+        steps: the recorded steps, rerun.
+        broken: the first of them that is not sound; the last one if all are.
+    """
     at, failed = f"at step {broken.number}", contents["site"]
     if broken.is_sound:
         return failed, "the steps are finite when they are rerun"
@@ -169,8 +178,15 @@ def _diagnose(
 def _examine(
     log_posterior: LogPosterior, layout: Layout, step: Rerun
 ) -> tuple[str | None, str, str]:
-    """The first site whose log density is not finite, the log density in words, and the error that
-    validation raises."""
+    """The first site whose log density is not finite at a step's params, None if there is none; its
+    log density in words; and the end of a sentence on another error that Pyro's validation raises,
+    empty if it raises none.
+
+    Args:
+        log_posterior: the model.
+        layout: order of the sites' elements in the params.
+        step: the step that broke, rerun.
+    """
     params = layout.unflatten(step.position)
     site, finding = find_broken_site(log_posterior, params, step.arguments, step.indices)
     raising, raised = find_broken_site(
@@ -184,8 +200,9 @@ def _examine(
 def _find_runaway(
     contents: Mapping[str, Any], layout: Layout, steps: Sequence[Rerun]
 ) -> tuple[str, str] | None:
-    """The site and the reason if the step size is above the stable range: gradients grow from step
-    to step, or the chain is far out.  None if not."""
+    """The site to blame and the reason in words, if the step size is above the stable range:
+    gradients grow from step to step, or the chain is far out. None if that is not the cause, or
+    fewer than two gradients are finite."""
     finite = [step for step in steps if bool(torch.isfinite(step.gradient).all())]
     if len(finite) < 2:
         return None
@@ -210,19 +227,21 @@ def _find_runaway(
 
 
 def _bad_argument(arguments: Arguments) -> str | None:
-    """Name of the first argument with NaN or infinite numbers."""
+    """The name of the first of the model's arguments with NaN or infinite numbers; None if all are
+    finite."""
     named = rows.named_leaves(arguments)
     bad = (n for n, leaf in named if rows.is_rows(leaf) and not bool(leaf.isfinite().all()))
     return next(bad, None)
 
 
 def _first_not_finite(layout: Layout, vector: Tensor) -> str:
-    """The site of the first element that is not finite."""
+    """The name of the site that holds the first NaN or infinite element of a vector `[D]`; the
+    vector must have one."""
     return layout.site_at(int(torch.nonzero(~torch.isfinite(vector))[0]))
 
 
 def _norm(values: Tensor) -> float:
-    """The Euclidean norm, also of values whose squares overflow."""
+    """The Euclidean norm of a vector, also where the squares of its elements overflow."""
     largest = values.abs().amax()
     return float(largest * torch.linalg.vector_norm(values / largest)) if largest > 0 else 0.0
 

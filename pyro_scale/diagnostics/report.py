@@ -23,15 +23,15 @@ _TITLES: dict[Verdict, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One check of one site.
+    """The result of one check of one site, or of the whole run.
 
     Attributes:
         site: name of the site; empty for the whole run.
         check: name of the check.
-        verdict: of the check.
-        told: what was found, with figures.
+        verdict: verdict of the check: "yes" if passed, "no", "unknown" or "ensemble".
+        told: the result in words, with figures.
         advice: what to try.
-        severity: how many times over its limit the finding is; 0 if it was not measured.  Orders
+        severity: how many times over its limit the result is; 0 if it was not measured. Orders
             findings of the same verdict, and is not kept in files.
     """
 
@@ -43,7 +43,7 @@ class Finding:
     severity: float = field(default=0.0, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, str]:
-        """The fields that tables and files have, by name."""
+        """The fields that a report's table and file have, by name: all but `severity`."""
         fields = asdict(self)
         del fields["severity"]
         return fields
@@ -75,7 +75,13 @@ class Report:
 
     @classmethod
     def from_findings(cls, findings: Sequence[Finding], choices: Mapping[str, str]) -> Report:
-        """The report of findings, which may be in any order; those of passed checks keep theirs."""
+        """The report made of these findings, with its verdict, the findings that decide it first;
+        those of passed checks keep their order.
+
+        Args:
+            findings: results of all checks, in any order.
+            choices: reasons of the settings that tuning chose, by setting.
+        """
         verdicts = list(_TITLES)
 
         def rank(finding: Finding) -> tuple[int, float]:
@@ -88,13 +94,13 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report that `to_json` wrote."""
+        """The report whose JSON text `to_json` returned."""
         fields = json.loads(text)
         findings = tuple(Finding(**finding) for finding in fields["findings"])
         return cls(fields["verdict"], findings, fields["choices"])
 
     def to_json(self) -> str:
-        """The report as text, for `from_json`."""
+        """The report as JSON text, for `from_json`; severities are left out."""
         findings = [finding.to_dict() for finding in self.findings]
         return json.dumps(
             {"verdict": self.verdict, "findings": findings, "choices": dict(self.choices)}
@@ -135,6 +141,7 @@ class Report:
 
 
 def _decide(findings: Sequence[Finding]) -> Verdict:
-    """Ensemble, if a finding says so; otherwise no, unknown, or yes."""
+    """The verdict that follows from several findings: "ensemble" if any finding says so; otherwise
+    "no", "unknown" or "yes", the first that any finding has; "yes" without findings."""
     verdicts = {finding.verdict for finding in findings}
     return next((verdict for verdict in _TITLES if verdict in verdicts), "yes")

@@ -40,7 +40,8 @@ _LENGTHS, _PROPORTIONAL = (1.0, math.e, math.e**2), 1e-2
 
 
 def resolution(result: PosteriorDraws) -> list[Finding]:
-    """Findings on sites, deterministic ones included, whose draws are rounded or constant.
+    """Findings on sites, deterministic ones included, whose draws are constant, or rounded by too
+    coarse a dtype. Empty if all is well or draws are few.
 
     A constant that depends on no latent is correct, and is no finding.
 
@@ -82,7 +83,8 @@ def _finding(name: str, verdict: Verdict, text: str, severity: float) -> Finding
 
 
 def frozen_latents(result: PosteriorDraws) -> list[str]:
-    """Latent sites with an unconstrained element that is the same in all draws of a chain."""
+    """The names of latent sites with an unconstrained element that is the same in all draws of a
+    chain; empty if there are none."""
     is_short = result.positions.shape[1] < MIXING.fewest_per_chain
     if is_short or result.attrs.get("temperature") == 0:
         return []
@@ -91,25 +93,27 @@ def frozen_latents(result: PosteriorDraws) -> list[str]:
 
 
 def _unconstrained(result: PosteriorDraws, name: str) -> Tensor:
-    """Evenly spread draws of a latent's elements, `[chains, up to 1000, up to 200]`."""
+    """Evenly spread draws of a latent site's unconstrained elements, `[chains, up to 1000 draws, up
+    to 200 elements]`."""
     places = spread(result.positions, _CHECKED_DRAWS)
     return result.unconstrained_elements(places, _columns(result, name))
 
 
 def _columns(result: PosteriorDraws, name: str) -> Tensor:
-    """Columns of positions with up to 200 elements of a latent."""
+    """The places among the D params of up to 200 elements of a latent site, evenly spread."""
     place = result.layout.slices()[name]
     return place.start + evenly(place.stop - place.start, MIXING.elements)
 
 
 def _is_constant(draws: Tensor) -> Tensor:
-    """Whether the draws of an element are all the same, `[chains, elements]`."""
+    """Whether the draws of an element are all the same in a chain, `[chains, elements]`, from draws
+    `[chains, draws, elements]`."""
     return (draws == draws[:, :1]).all(1)
 
 
 def _rounding(draws: Tensor, dtype: torch.dtype) -> Tensor:
-    """Fraction of each element's variance that is due to rounding to a dtype, `[elements]`; 0 for
-    constants."""
+    """The fraction of each element's variance that is due to rounding to a dtype, `[elements]`,
+    from draws `[chains, draws, elements]`; 0 for constants."""
     wide = draws.double()
     added = spacing(wide, dtype).square().mean((0, 1)) / 12
     variance = (wide - wide.mean(1, keepdim=True)).square().mean((0, 1))
@@ -117,13 +121,15 @@ def _rounding(draws: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def spacing(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Distance from each value to the next number of a dtype."""
+    """The distance from each number to the next larger one that the dtype can represent, of the
+    same shape."""
     exponent = values.double().abs().clamp(min=torch.finfo(dtype).tiny).frexp().exponent
     return torch.finfo(dtype).eps * torch.exp2(exponent.double() - 1)
 
 
 def _loses_moves(result: PosteriorDraws, name: str) -> bool:
-    """Whether a sampler's moves in a latent's coordinates may be lost by rounding."""
+    """Whether a sampler's moves of a latent site, which may be much smaller than its draws, may be
+    lost by rounding."""
     step = result.sample_stats.get("step")
     if step is None or result.attrs.get("whitened") or step.shape[1] < 2:
         return False
@@ -136,11 +142,16 @@ def _loses_moves(result: PosteriorDraws, name: str) -> bool:
 
 
 def _depends_on_latents(result: PosteriorDraws, name: str, chain: int) -> Tensor:
-    """Whether each checked element of a site depends on latents, `[elements]`.
+    """Whether each checked element of a site (up to 200) depends on latents, `[elements]`.
 
     Found by derivatives in a random direction at a chain's last draw, in float64 if the model runs
-    in it.  A derivative is proportional to the direction's length; rounding is not, such as that
-    of the diagonal of a correlation matrix.  True if there is no derivative.
+    in it. A derivative is proportional to the direction's length; rounding is not, such as that of
+    the diagonal of a correlation matrix. True if there is no derivative.
+
+    Args:
+        result: draws of a run.
+        name: name of the site.
+        chain: number of the chain among those that finished.
     """
     layout, log_posterior = result.layout, result.log_posterior
     position = result.positions[chain, -1].double()

@@ -47,17 +47,17 @@ _ENOUGH_PLACES = 3
 
 
 class _SiteBias(NamedTuple):
-    """The bias of a site's worst elements.
+    """The step-size bias of those two elements of a site whose mean and whose sd are furthest off.
 
     Attributes:
-        mean: excess of the mean, in posterior sds.
+        mean: bias of the mean, in posterior sds.
         mean_mcse: standard error of `mean`.
-        sd: factor on the sd.
+        sd: sd at the run's lr over the sd at lr = 0.
         sd_mcse: standard error of `sd`.
-        sd_order: order of lr with which `sd` - 1 falls.
+        sd_order: power of lr with which `sd` - 1 falls.
         excess: the larger of the two biases over its tolerance; 0 if neither is significantly above
             it.
-        excess_order: order of lr with which that bias falls.
+        excess_order: power of lr with which that bias falls.
     """
 
     mean: float
@@ -98,7 +98,7 @@ def step_size_bias(plan: RunPlan, result: PosteriorDraws, num_samples: int | Non
 
 
 def _check_run(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -> None:
-    """Checks that a coupled run can show the bias.
+    """Checks that a coupled run can show the step-size bias of this run. Returns nothing.
 
     Raises:
         ArgumentError: a Cyclical lr, temperature 0, chains that have exploded, draws that fall at
@@ -136,8 +136,8 @@ def _check_run(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -
 def run_coupled(
     plan: RunPlan, result: PosteriorDraws, count: int
 ) -> tuple[PosteriorDraws, PosteriorDraws]:
-    """The first `count` draws of the run, and those of the coupled run, of the chains that finished
-    in both.
+    """The first `count` draws of the run, and as many of a coupled run (half the step size, the
+    same noise path), of the chains that finished in both.
 
     Raises:
         NonFiniteError: all chains of the coupled run became NaN or infinite.
@@ -154,7 +154,8 @@ def run_coupled(
 
 
 def _run_at_half_step(plan: RunPlan, count: int) -> Draws:
-    """`count` draws of each chain of the coupled run."""
+    """Runs all chains of the plan again with half the step size, twice as many steps and the same
+    noise path, and returns `count` draws of each."""
     problem, kernel, positions = plan.problem, plan.kernel, plan.problem.positions
     steps = Steps(count, 2 * plan.steps.warmup_steps, 2 * plan.steps.thinning)
     columns = {
@@ -181,8 +182,15 @@ def _run_at_half_step(plan: RunPlan, count: int) -> Draws:
 def _gaussian_laws(
     plan: RunPlan, result: PosteriorDraws, short: PosteriorDraws, coupled: PosteriorDraws
 ) -> dict[str, Law]:
-    """The law of each latent site's unconstrained elements; empty if minibatches do not heat, or
-    their noise is not known."""
+    """A dict from each latent site to the law by which the variances of its unconstrained elements
+    depend on lr; empty if minibatches do not heat the chains, or their noise is not known.
+
+    Args:
+        plan: plan of the run.
+        result: draws and measurements of the run.
+        short: the first draws of the run, at lr.
+        coupled: draws of the coupled run, at lr/2.
+    """
     noise, problem = result.measurements.gradient_noise, plan.problem
     theory, in_batches = plan.kernel.theory, problem.data.batch_size is not None
     is_heated = in_batches and theory is not None and theory.heated
@@ -200,14 +208,16 @@ def _gaussian_laws(
 def _bias_of_site(
     at_lr: Tensor, at_half: Tensor, weights: Tensor | None, law: Law | None, plan: RunPlan
 ) -> _SiteBias:
-    """The bias of the element of a site whose mean, and of the one whose sd, is furthest off.
+    """The step-size bias of a site, of the element whose mean is furthest off and of the one whose
+    sd is.
 
     Args:
         at_lr: constrained draws at lr, `[chains, draws, ...]`.
-        at_half: constrained draws at lr/2.
-        weights: of draws, `[chains, draws]`; None if all count alike.
-        law: of the site's unconstrained elements, if it is known.
-        plan: of the run.
+        at_half: constrained draws at lr/2, of the same shape.
+        weights: weights of the draws, `[chains, draws]`; None if all count alike.
+        law: how variances of the site's unconstrained elements depend on lr; None if it is not
+            known.
+        plan: plan of the run.
     """
     at_lr, at_half = (x.reshape(*x.shape[:2], -1).double() for x in (at_lr, at_half))
     share = torch.ones(1, 1, 1) if weights is None else (weights / weights.mean())[..., None]
@@ -251,7 +261,8 @@ def _bias_of_site(
 
 
 def _warn_of_bias(site: str, bias: _SiteBias, result: PosteriorDraws, plan: RunPlan) -> None:
-    """Warns of a site with a significant bias."""
+    """Warns that a site has a significant step-size bias, with its size and advice. The caller has
+    checked that it is significant."""
     advice = lower_lr(result, bias.excess ** (-1 / bias.excess_order))
     if plan.problem.data.batch_size is not None:
         advice += "; where minibatches heat, raise batch_size or pass control_variates=True"

@@ -62,12 +62,13 @@ def summary(result: PosteriorDraws, var_names: list[str] | None) -> Any:
 
 
 def _site_of(row: object) -> str:
-    """The site in the label of a row, such as `w[0, 1]`."""
+    """The name of the site in a table's row label: `w` of `w[0, 1]`."""
     return str(row).partition("[")[0].strip()
 
 
 def _summary_of_draws(result: PosteriorDraws, name: str, values: Tensor) -> Any:
-    """ArviZ's table of a site's draws `[chains, draws, ...]`."""
+    """ArviZ's summary of one site as a DataFrame with a row for each element, from draws `[chains,
+    draws, ...]`."""
     values = values.byte() if values.dtype == torch.bool else values  # which have quantiles
     data = to_inference_data(result, {"posterior": {name: values}})
     table, flat = arviz_api.summary(data), values.reshape(values.shape[:2].numel(), -1)
@@ -79,7 +80,13 @@ def _summary_of_draws(result: PosteriorDraws, name: str, values: Tensor) -> Any:
 
 
 def _summary_of_moments(moments: Mapping[str, Moments], var_names: list[str] | None) -> Any:
-    """The table of draws that were not kept."""
+    """The summary as a DataFrame with a row for each element, from moments and quantiles that were
+    computed during the run, for draws that were not kept.
+
+    Args:
+        moments: moments of the draws, by site.
+        var_names: names of the sites; None for all.
+    """
     import pandas
 
     tables, columns = [], ["mean", "sd", *(f"q{100 * p:.0f}" for p in _LEVELS), "ess", "r_hat"]
@@ -97,12 +104,19 @@ def _summary_of_moments(moments: Mapping[str, Moments], var_names: list[str] | N
 
 
 def _mixing_columns(table: Any) -> list[str]:
-    """Columns of R-hat and ESS."""
+    """The names of a table's columns that hold R-hat and ESS."""
     return [column for column in table.columns if column.startswith(("ess", "r_hat"))]
 
 
 def _worst_row(table: Any, name: str, shape: Sequence[int]) -> Any:
-    """One row for a large site: its largest R-hat and smallest ESS."""
+    """A table with one row in place of those of a large site: its largest R-hat and
+    smallest ESS.
+
+    Args:
+        table: DataFrame with a row for each element of the site.
+        name: name of the site.
+        shape: shape of the site, for the row's label.
+    """
     import pandas
 
     worst = {c: table[c].max() if c == "r_hat" else table[c].min() for c in _mixing_columns(table)}
@@ -111,7 +125,12 @@ def _worst_row(table: Any, name: str, shape: Sequence[int]) -> Any:
 
 
 def weighted_moments(samples: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Means and sds of weighted draws `[chains, draws, ...]`, by element, `[elements]` each."""
+    """Means and sds of each element of weighted draws, `[elements]` each.
+
+    Args:
+        samples: draws, `[chains, draws, ...]`.
+        weights: weight of each draw, `[chains, draws]`, in any scale.
+    """
     flat = samples.flatten(0, 1).double().reshape(weights.numel(), -1)
     shares = weights.reshape(-1, 1) / weights.sum()
     mean = (shares * flat).sum(0)

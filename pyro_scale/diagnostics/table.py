@@ -75,7 +75,9 @@ def diagnostics(result: PosteriorDraws, predict_at: Any = None) -> Any:
 
 
 def chain_correlation(samples: Tensor) -> float:
-    """Largest mean correlation between chains of an element's draws `[chains, draws, ...]`."""
+    """The correlation of an element's draws between two chains, averaged over all pairs of chains,
+    for the element where it is largest. Independent chains have about 0. Draws are `[chains, draws,
+    ...]`, of two chains or more."""
     centered = samples.reshape(*samples.shape[:2], -1).double()
     centered = centered - centered.mean(1, keepdim=True)
     unit = centered / centered.norm(dim=1, keepdim=True)
@@ -85,13 +87,14 @@ def chain_correlation(samples: Tensor) -> float:
 
 
 class _Temperatures(NamedTuple):
-    """Temperatures of the draws by the virial theorem, relative to the requested one, of each
-    latent site: the mean over its elements, and that of its steepest element; `[sites, 2]` each.
+    """Virial temperatures of the draws, relative to the requested temperature: for each latent
+    site, the mean over its elements, and the temperature of its steepest element; `[sites, 2]`
+    each.
 
     Attributes:
-        values: temperatures; 1 is right.
-        mcses: Monte Carlo standard errors.
-        errors: standard errors that chance does not exceed.
+        values: relative temperatures; 1 is right.
+        mcses: Monte Carlo standard errors of `values`.
+        errors: number of standard errors that chance does not exceed.
     """
 
     values: Tensor
@@ -100,23 +103,25 @@ class _Temperatures(NamedTuple):
 
     @property
     def is_hot(self) -> Tensor:
-        """Whether a temperature is significantly too high."""
+        """Whether a temperature is significantly too high, a boolean for each, `[sites, 2]`."""
         return self.values - self.errors * self.mcses > TEMPERATURE.hot
 
     @property
     def is_cold(self) -> Tensor:
-        """Whether a temperature is significantly too low."""
+        """Whether a temperature is significantly too low, a boolean for each, `[sites, 2]`."""
         return self.values + self.errors * self.mcses < 2 - TEMPERATURE.hot
 
     @property
     def is_right(self) -> Tensor:
-        """Whether a temperature is within tolerance, standard errors included."""
+        """Whether a temperature is within tolerance, standard errors included, a boolean for each,
+        `[sites, 2]`."""
         gap = (self.values - 1).abs() + TEMPERATURE.errors * self.mcses
         return gap < TEMPERATURE.hot - 1
 
 
 def _temperatures(result: PosteriorDraws) -> _Temperatures | None:
-    """The temperatures of the draws; None if they were not measured."""
+    """The relative virial temperatures of each latent site with their errors; None if they were not
+    measured."""
     if (virial := result.measurements.virial) is None:
         return None
     parts = (virial.parts / result.sample_stats["temperature"].mean()).double()
@@ -130,7 +135,8 @@ def _temperatures(result: PosteriorDraws) -> _Temperatures | None:
 
 
 def has_wrong_temperature(result: PosteriorDraws) -> bool:
-    """Whether a temperature of the draws is significantly off, or not finite."""
+    """Whether the virial temperature of any site is significantly too high or too low, or not
+    finite; False if temperatures were not measured."""
     if (temperatures := _temperatures(result)) is None:
         return False
     is_off = temperatures.is_hot | temperatures.is_cold | ~temperatures.values.isfinite()
@@ -147,7 +153,16 @@ def _warn(
     frozen: list[str],
     predicted: Any,
 ) -> None:
-    """Warns of what the table shows, of each cause once."""
+    """Warns of each problem that the table of diagnostics shows; of several with one
+    cause, once.
+
+    Args:
+        result: draws of a run.
+        table: DataFrame with a row for each latent site.
+        temperatures: relative temperatures of the draws; None if they were not measured.
+        frozen: names of sites with an element that is the same in all draws of a chain.
+        predicted: DataFrame of R-hat and ESS of predictions; None if there is none.
+    """
     is_hot = temperatures is not None and bool(temperatures.is_hot.any())
     is_right = temperatures is not None and bool(temperatures.is_right.all())
     inflation = 1.0
@@ -177,8 +192,15 @@ def _warn(
 def _warn_of_temperatures(
     result: PosteriorDraws, temperatures: _Temperatures, is_unmixed: bool
 ) -> None:
-    """Warns of the hottest and the coldest draws.  Chains that are still on their way to the
-    posterior look hot as well."""
+    """Warns of the sites whose draws are hottest and coldest, if their temperature is significantly
+    wrong.
+
+    Args:
+        result: draws of a run.
+        temperatures: relative temperatures of the draws.
+        is_unmixed: whether chains disagree; chains that are still on their way to the posterior
+            look hot as well.
+    """
     values, mcses, _ = temperatures
     hot = values.where(temperatures.is_hot, -math.inf)
     cold = values.where(temperatures.is_cold, math.inf)
@@ -208,7 +230,7 @@ def _warn_of_temperatures(
 
 
 def _warn_of_heating(result: PosteriorDraws, factor: float) -> None:
-    """Warns that minibatches make the posterior too wide.
+    """Warns, without a threshold of its own, that minibatches make the posterior too wide.
 
     Args:
         result: draws of a run.
@@ -233,14 +255,16 @@ def _warn_of_heating(result: PosteriorDraws, factor: float) -> None:
 
 
 def _hot_momenta(table: Any) -> list[str]:
-    """Sites whose momenta are significantly hotter than the step size explains."""
+    """The names of sites whose kinetic temperature (of their momenta) is significantly above the
+    one that the step size explains; empty if there are none."""
     least = table["kinetic_temperature"] - TEMPERATURE.errors * table["kinetic_temperature_mcse"]
     limit = table["kinetic_temperature_expected"] + TEMPERATURE.hot - 1
     return [*table.index[least > limit]]
 
 
 def _warn_of_momenta(result: PosteriorDraws, table: Any, hot: list[str]) -> None:
-    """Warns of the hottest of the sites whose momenta are too hot."""
+    """Warns of the site with the hottest momenta among `hot`, the sites whose momenta are
+    significantly too hot."""
     heat = table["kinetic_temperature"] - table["kinetic_temperature_expected"]
     site = heat[hot].idxmax()
     row = table.loc[site]
@@ -269,21 +293,22 @@ def _cooler(result: PosteriorDraws, factor: float) -> str:
 
 
 def _cause_of_heat(result: PosteriorDraws) -> Literal["step-size", "minibatch-heat"]:
-    """The section of the page of symptoms about draws that are too hot: the length of the steps if
-    gradients have no noise of minibatches."""
+    """The section of the documentation on symptoms that explains draws which are too hot:
+    "step-size" if gradients have no minibatch noise, otherwise "minibatch-heat"."""
     noise = result.measurements.gradient_noise
     is_exact = noise is not None and not noise.variance.any()
     return "step-size" if is_exact else "minibatch-heat"
 
 
 def _lower_lr(result: PosteriorDraws, factor: float) -> str:
-    """Advice for a temperature that is `factor` times too high, to first order in lr."""
+    """Advice, as a phrase for messages, to lower lr so that a temperature that is `factor` times
+    too high becomes tolerable, to first order in lr."""
     return lower_lr(result, (TEMPERATURE.hot - 1) / (factor - 1))
 
 
 def lower_lr(result: PosteriorDraws, factor: float) -> str:
-    """Advice to multiply lr by `factor`; more steps instead if the run chose lr, because its choice
-    weighs bias against slow mixing."""
+    """Advice, as a phrase for messages, to multiply lr by `factor`. If the run chose lr, the advice
+    is to take more steps, because the choice weighs bias against slow mixing."""
     if "lr_choice" in result.attrs:
         return "take more steps, for which lr='auto' chooses a smaller one"
     lr = result.sample_stats.get("lr")

@@ -63,7 +63,7 @@ _ELEMENTS_AT_ONCE = 2**13
 
 @dataclass(frozen=True, kw_only=True)
 class GradientWork:
-    """How many gradients a temperature is measured from."""
+    """Limits on how many gradients of rows may be computed to measure a run's temperature."""
 
     #: Draws at which gradients are taken: at most; and at least, whatever the work: on a Gaussian,
     #: a temperature from so few has a standard error of 0.09.
@@ -81,11 +81,12 @@ GRADIENT_WORK = GradientWork()
 
 
 class Virial(NamedTuple):
-    """The virial temperature of draws, from gradients at some of them.
+    """The virial temperature of draws (the product of distance from the mean and gradient; the
+    requested temperature if all is right), from gradients at some of the draws.
 
     Attributes:
-        parts: each draw's part in the temperature, `[finished chains, draws, sites, 2]`: the mean
-            over a site's elements, and the part of its steepest element.  The mean over draws is
+        parts: what each draw contributes, `[finished chains, draws, sites, 2]`: the mean over a
+            site's elements, and the contribution of its steepest element. The mean over draws is
             the temperature.
         of_elements: temperature of each element, `[D]`.
         errors: standard errors of `of_elements` if draws are independent, `[D]`.
@@ -109,17 +110,17 @@ def virial(
     noise: Tensor | None = None,
     work: GradientWork = GRADIENT_WORK,
 ) -> Virial:
-    """Measures the temperature of draws by the virial theorem.
+    """Measures the temperature of a run's draws by the virial theorem.
 
     Args:
-        problem: of the run.
+        problem: model and engine of the run.
         positions: draws of the finished chains; some of them are used, evenly spread.
         finished: numbers of these chains.
-        batches: of the run.
+        batches: batches of the run.
         step: first step whose batch neither the run nor another measurement has used.
         noise: variance of the minibatch gradient, `[latents]`, whose largest elements are the
             steepest; None to take those with the largest gradients at the first draws.
-        work: how many gradients are taken.
+        work: limits on the number of gradients.
     """
     engine, batches, size = _for_gradients(problem, batches, work)
     is_exact, chains = isinstance(batches, WholeData), torch.tensor(finished)
@@ -161,7 +162,15 @@ def virial(
 def _choose(
     problem: Problem, positions: Positions, size: int, step: int, work: GradientWork
 ) -> Tensor:
-    """Indices of each chain's draws at which gradients are taken, each on `size` rows."""
+    """The numbers of those draws of each chain at which gradients are taken, evenly spread.
+
+    Args:
+        problem: model and engine of the run.
+        positions: draws of the finished chains.
+        size: rows of the batch at each draw.
+        step: number of steps that the run took.
+        work: limits on the number of gradients.
+    """
     of_draw = size * (problem.engine.layout.size + work.params_per_row)
     most = max(work.enough, work.most // of_draw)
     most = min(work.most_draws, most) if problem.engine.vectorized else work.one_by_one
@@ -172,21 +181,28 @@ def _choose(
 
 
 def _by_site(parts: Tensor, slices: Sequence[slice], steepest: Tensor) -> Tensor:
-    """The mean over each site's elements and the value of its steepest, `[draws, sites, 2]`, from
-    values of the elements, `[draws, D]`."""
+    """The mean over each site's elements and the number of its steepest element, `[draws, sites,
+    2]`.
+
+    Args:
+        parts: a number for each element, `[draws, D]`.
+        slices: place of each site's elements among the D.
+        steepest: place of each site's steepest element, `[sites]`.
+    """
     means = torch.stack([parts[:, place].mean(-1, dtype=torch.float64) for place in slices], -1)
     return torch.stack([means, parts[:, steepest].double()], -1)
 
 
 def _regress(moments: Tensor, count: int, more: int) -> tuple[Tensor, Tensor]:
-    """(Temperature of each element, its standard error), `[D]` each, by regression of parts on
-    squared distances whose mean over more draws is 1.
+    """The temperature of each element and its standard error, `[D]` each, by regression of the
+    draws' contributions on squared distances whose mean over more draws is 1.
 
     Args:
-        moments: means over the draws with gradients: of the parts, of their squares, of the squared
-            distances, of their squares, and of parts times squared distances, `[5, D]`.
-        count: of the draws with gradients.
-        more: count of the draws with squared distances.
+        moments: means over the draws with gradients: of the contributions, of their squares, of the
+            squared distances, of their squares, and of contributions times squared distances, `[5,
+            D]`.
+        count: number of the draws with gradients.
+        more: number of the draws with squared distances.
     """
     mean, square, distance, distance_square, product = moments
     covariance, spread = product - mean * distance, square - mean.square()
@@ -198,8 +214,13 @@ def _regress(moments: Tensor, count: int, more: int) -> tuple[Tensor, Tensor]:
 
 
 def _along(engine: Engine, gradient: Tensor) -> Tensor:
-    """C g over the diagonal of C, `[draws, D]`, with the covariance C of the run's geometry; g
-    itself without a geometry, and for point-estimated sites."""
+    """The gradient in the run's geometry: C g over the diagonal of C, `[draws, D]`, where C is the
+    covariance of the geometry; g itself without a geometry, and for point-estimated sites.
+
+    Args:
+        engine: engine of the run.
+        gradient: gradients g at the draws, `[draws, D]`.
+    """
     whitening, count = engine.whitening, engine.num_latents
     if whitening is None:
         return gradient
@@ -209,19 +230,21 @@ def _along(engine: Engine, gradient: Tensor) -> Tensor:
 
 
 def _largest(numbers: Tensor, slices: Sequence[slice]) -> Tensor:
-    """The place of each site's largest number, `[sites]`."""
+    """The place among the D elements of each site's largest number, `[sites]`; `numbers` is `[D]`,
+    `slices` has the place of each site's elements."""
     return torch.tensor([place.start + int(numbers[place].argmax()) for place in slices])
 
 
 def _for_gradients(
     problem: Problem, batches: Batches, work: GradientWork
 ) -> tuple[Engine, Batches, int]:
-    """(Engine that takes the gradients, their batches, the number of rows of each).
+    """The engine that computes gradients for the temperature, the batches that it uses, and the
+    number of rows of each batch.
 
     All rows if they are few enough for `work.enough` draws, so that gradients have no noise;
-    control variates cancel there and are left out.  Otherwise further batches of the run.  Batches
-    without control variates are noisy, and are avoided up to four times the work.  The features of
-    a frozen base have a fixed batch size, so they are never all rows.
+    control variates cancel there and are left out. Otherwise further batches of the run. Batches
+    without control variates are noisy, and are avoided up to four times the work. The features of a
+    frozen base have a fixed batch size, so they are never all rows.
     """
     engine, exact = problem.engine, problem.log_posterior
     if isinstance(problem.data, TensorData) and problem.features is None:
@@ -234,7 +257,8 @@ def _for_gradients(
 
 
 def _draws_at_once(problem: Problem, size: int, chains: int) -> int:
-    """Draws of each chain that fit into memory at once, with `size` rows for each draw."""
+    """How many draws of each chain fit into memory at once, if `size` rows are evaluated at each
+    draw of `chains` chains; at least 1."""
     leaves = rows.leaves(problem.data.first())
     width = sum(leaf[0].numel() for leaf in leaves) + _NUMBERS_PER_ROW
     return max(1, _NUMBERS_IN_MEMORY // ((problem.engine.layout.size + size * width) * chains))
@@ -250,15 +274,15 @@ def kinetic(
     noise: GradientNoise | None,
     virial: Virial | None,
 ) -> Kinetic | None:
-    """The temperature of the finished chains' momenta, and the one that the step size implies; None
-    for methods without momenta, or if none were recorded.
+    """The kinetic temperature of the finished chains' momenta, and the one that the step size
+    implies; None for samplers without momenta, or if none were recorded.
 
     Args:
-        problem: of the run.
-        draws: of the run.
-        values: mean hyperparameters over the draws.
-        noise: of minibatch gradients.
-        virial: temperature of the draws.
+        problem: model and engine of the run.
+        draws: draws of the run, with recorded momenta.
+        values: hyperparameters of the kernel by name, averaged over the draws.
+        noise: noise of minibatch gradients; None if it was not measured.
+        virial: temperature of the draws; None if it was not measured.
     """
     if draws.kinetic is None:
         return None
@@ -281,15 +305,16 @@ def kinetic(
 
 
 def _precision(engine: Engine, temperature: Tensor, virial: Virial, noise: Tensor) -> Tensor:
-    """Precision L_ii over N of each latent element, `[latents]`.
+    """The precision L_ii over N of each latent element, `[latents]`, from the mean squared
+    gradient.
 
-    Under the law exp(log joint / T) the gradient of the log joint over N has variance T L_ii / N.
-    T is the temperature of the draws, which is not quite the requested one.
+    Under the law exp(log joint / T) the gradient of the log joint over N has variance T L_ii / N. T
+    is the temperature of the draws, which is not quite the requested one.
 
     Args:
-        engine: of the run.
-        temperature: the requested one.
-        virial: temperature of the draws.
+        engine: engine of the run.
+        temperature: the requested temperature.
+        virial: measured temperature of the draws.
         noise: variance of the gradients from which that was measured.
     """
     count = engine.num_latents
@@ -299,10 +324,15 @@ def _precision(engine: Engine, temperature: Tensor, virial: Virial, noise: Tenso
 
 
 def _expected_kinetic(engine: Engine, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:
-    """Kinetic temperature that the kernel's update has on a Gaussian of these precisions,
-    `[latents]`.
+    """The kinetic temperature that the kernel's update has on a Gaussian at the run's step size, of
+    each latent element, `[latents]`.
 
     To first order in lr^2 L it depends on L_ii alone, however elements are correlated.
+
+    Args:
+        engine: engine of the run.
+        values: hyperparameters of the kernel by name.
+        precision: precision of each element over N, `[latents]`.
     """
     kernel, values, temperatures = engine.kernel, engine.latent_values(values), []
     assert kernel.theory is not None

@@ -34,11 +34,12 @@ _LOWEST, _HIGHEST = (1 - TOLERANCE.sd) ** 2, (1 + TOLERANCE.sd) ** 2
 
 
 def report(result: PosteriorDraws, choice: Choice | None, num_samples: int) -> Report:
-    """The report of a sampler's run.
+    """The report of a sampler's run: the findings of all checks, from which its verdict follows,
+    and the choices of tuning.
 
     Args:
         result: draws of the run.
-        choice: what tuning chose; None if everything was set.
+        choice: settings that tuning chose; None if the user set everything.
         num_samples: requested draws of each chain.
     """
     trained = None if choice is None else choice.trained
@@ -86,7 +87,7 @@ def report_on_exact(result: PosteriorDraws, num_samples: int) -> Report:
 
 
 def _with_advice(result: PosteriorDraws, findings: list[Finding]) -> list[Finding]:
-    """The findings, with the advice to non-center on those that a centered latent explains."""
+    """The findings; those that a centered latent explains have the advice to non-center it."""
     if result.data is None or all(finding.verdict == "yes" for finding in findings):
         return findings
     params = result.layout.unflatten(result.positions[0, -1])
@@ -108,7 +109,8 @@ def _with_advice(result: PosteriorDraws, findings: list[Finding]) -> list[Findin
 
 
 def _check_length(result: PosteriorDraws, num_samples: int) -> list[Finding]:
-    """Whether the run reached its end."""
+    """A finding if the run ended before `num_samples` draws of each chain; empty if it reached its
+    end."""
     kept = result.sample_stats["lp"].shape[1]
     if kept == num_samples:
         return []
@@ -120,13 +122,13 @@ def _check_length(result: PosteriorDraws, num_samples: int) -> list[Finding]:
 def _check_mixing(
     result: PosteriorDraws, enough: float, too_few: float, more: str
 ) -> list[Finding]:
-    """Whether chains agree, and have enough effective draws.
+    """Findings on each site: whether chains agree, and whether enough draws are effective.
 
     Args:
         result: draws of a run.
-        enough: effective draws below which the verdict is unknown.
-        too_few: effective draws below which it is no.
-        more: argument that gives more effective draws.
+        enough: number of effective draws below which the verdict is "unknown".
+        too_few: number of effective draws below which the verdict is "no".
+        more: argument that gives more effective draws, for the advice.
     """
     chains, draws = result.positions.shape[:2]
     if draws < MIXING.fewest_per_chain:
@@ -160,11 +162,12 @@ def _check_mixing(
 
 
 def _check_tails(name: str, draws: Tensor) -> list[Finding]:
-    """A finding if tails are so heavy that the draws do not determine an sd.
+    """A finding if a site's tails are so heavy that the draws do not determine an sd; otherwise
+    empty.
 
     Args:
-        name: of the site.
-        draws: of its elements, `[chains, draws, elements]`.
+        name: name of the site.
+        draws: draws of the site's elements, `[chains, draws, elements]`.
     """
     squares = (draws.double() - draws.double().mean((0, 1))).square()
     variance, scatter = squares.mean((0, 1)), squares.flatten(0, 1).std(0)
@@ -181,7 +184,8 @@ def _check_tails(name: str, draws: Tensor) -> list[Finding]:
 
 
 def _check_divergences(result: PosteriorDraws) -> list[Finding]:
-    """Whether trajectories diverged, so that draws leave out where the posterior is narrow."""
+    """A finding on whether NUTS trajectories diverged, so that draws leave out where the posterior
+    is narrow."""
     diverging = result.sample_stats["diverging"]
     count, where = int(diverging.sum()), result.attrs.get("diverged_where", "")
     advice = WITHIN if where else "target_accept=0.95, or another parametrization"
@@ -190,8 +194,8 @@ def _check_divergences(result: PosteriorDraws) -> list[Finding]:
 
 
 def _check_predictions(result: PosteriorDraws) -> list[Finding]:
-    """Whether a network's chains agree in their predictions for some training rows.  Its weights
-    have equivalent modes."""
+    """Findings on whether a network's chains agree in their predictions for some training rows; its
+    weights cannot be compared, as they have equivalent modes."""
     advice = (
         "nothing, if an ensemble is enough; for a posterior, larger warmup_steps= and thinning="
     )
@@ -213,7 +217,8 @@ def _check_predictions(result: PosteriorDraws) -> list[Finding]:
 
 
 def _check_temperatures(result: PosteriorDraws) -> list[Finding]:
-    """Whether the virial temperature of every element is right, by site."""
+    """A finding for each latent site: whether the virial temperature of every element is right.
+    Empty if temperatures were not measured."""
     virial = result.measurements.virial
     if virial is None or virial.elements is None:
         return []
@@ -247,8 +252,9 @@ def _check_temperatures(result: PosteriorDraws) -> list[Finding]:
 
 
 def _check_heating(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
-    """The predicted factor of minibatches on the temperature, to first order in the step size: from
-    gradients of all rows if tuning took them, otherwise by site from some batches."""
+    """Findings on the predicted factor by which minibatches multiply the temperature, to first
+    order in the step size: from gradients of all rows if tuning took them, otherwise by site from
+    some batches. Empty if every step takes all rows."""
     if int(result.attrs.get("batch_size", 0)) >= int(result.attrs["num_data"]):
         return []
     check, limit = "minibatch heat", TEMPERATURE.hot - 1
@@ -274,7 +280,8 @@ def _check_heating(result: PosteriorDraws, choice: Choice | None) -> list[Findin
 
 
 def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
-    """The bias of means and sds due to the step size, as the coupled run measured it."""
+    """Findings on the bias of means and sds due to the step size, as tuning measured it by a
+    coupled run."""
     if "acceptance_rate" in result.attrs:
         rate = float(result.attrs["acceptance_rate"])
         text = f"no step size biases the draws: {rate:.0%} of proposals were accepted"
@@ -313,7 +320,8 @@ def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
 
 
 def _check_warm_up(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
-    """Whether warm-up settled, and whether draws cover all modes that were found."""
+    """Findings on whether warm-up settled, and whether draws cover all modes that the searches
+    found; empty without a warm-up in windows."""
     if choice is None or choice.window is None:
         return []
     window = choice.window

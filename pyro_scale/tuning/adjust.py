@@ -27,23 +27,26 @@ G = TypeVar("G", bound=Groups)
 
 
 def without_adjustment(kernel: Kernel) -> BAOA:
-    """The kernel of windows, which does not get stuck by rejecting all proposals."""
+    """The sampler's kernel for windows of warm-up in place of one that accepts or rejects
+    proposals: BAOA at the same temperature, which accepts every step and so cannot get stuck. Its
+    lr is 1, to be replaced by the caller."""
     return BAOA(lr=1.0, temperature=kernel.temperature)
 
 
 def adjust(groups: G, stable: Tensor, limit: Limit, policy: Acceptance) -> tuple[G, Pilot]:
-    """Changes step sizes until most groups have about the target acceptance rate, in a pilot of
-    sufficient length.
+    """Changes step sizes until most groups of chains have about the target acceptance rate, in
+    pilots (short runs) that are long enough to show it.
 
     Args:
-        groups: chains in their stationary distribution, in whitened coordinates.
-        stable: half of the largest stable step size, `[groups]`; pilots start at no more than twice
-            that.
-        limit: most steps and time, and number and length of pilots if they are set.
-        policy: the numbers of these pilots.
+        groups: groups of chains in their stationary distribution, in whitened coordinates.
+        stable: half of the largest stable step size of each group, `[groups]`; pilots start at no
+            more than twice that.
+        limit: most steps and time; also number and length of the pilots, if they are set.
+        policy: thresholds of these pilots.
 
     Returns:
-        The groups with their step sizes, after the last pilot; its measurements.
+        The groups with their new step sizes and the chains after the last pilot; the measurements
+        of the pilots.
     """
     fixed, total = limit.lengths, 0
     most, length = (policy.most, PILOTS.least) if fixed is None else (fixed.pilots, fixed.pilot)
@@ -78,35 +81,46 @@ def adjust(groups: G, stable: Tensor, limit: Limit, policy: Acceptance) -> tuple
 
 
 def _acceptance_rates(draws: Draws, sound: Tensor) -> Tensor:
-    """Acceptance rate of each group's sound chains, `[groups]`; 0 if it has none."""
+    """The fraction of proposals that each group's sound chains accepted, `[groups]`; 0 for a group
+    without sound chains.
+
+    Args:
+        draws: a run of all chains.
+        sound: whether each chain is finite and has not left the posterior, `[groups, chains]`.
+    """
     accepted = draws.state.accepted.double().cpu().view_as(sound)
     rates = torch.where(sound, accepted, math.nan).nanmean(1) / draws.num_steps
     return rates.nan_to_num(0.0)
 
 
 def acceptance_rate(draws: Draws) -> float:
-    """Acceptance rate of a run's finished chains; 0 if there are none."""
+    """The fraction of proposals that a run's chains accepted, averaged over the chains that
+    finished; 0 if none did."""
     accepted = draws.state.accepted[draws.finished].double()
     return float(accepted.mean()) / draws.num_steps if len(accepted) else 0.0
 
 
 def first_lr(size: int) -> float:
-    """The step size with the target acceptance rate on a standard normal of `size` dimensions."""
+    """The step size that has the target acceptance rate on a standard normal of `size` dimensions,
+    by theory; to three digits."""
     return _round((4 * _energy_sd(ACCEPTANCE.target) / size**0.5) ** (1 / 3))
 
 
 def next_lr(lr: float, rate: float) -> float:
-    """The step size to try after one that had this acceptance rate."""
+    """The step size to try next after a pilot at step size `lr` had the acceptance rate `rate`; to
+    three digits, and at most a bounded factor from `lr`."""
     return _round(lr * min(max(_factor(rate), ACCEPTANCE.shorter), ACCEPTANCE.longer))
 
 
 def _factor(rate: float) -> float:
-    """Factor on a step size with this acceptance rate, to reach the target."""
+    """The factor by which to multiply a step size with the acceptance rate `rate`, to reach the
+    target rate."""
     return float((_energy_sd(ACCEPTANCE.target) / _energy_sd(rate)) ** (1 / 3))
 
 
 def _energy_sd(rate: float) -> float:
-    """The sd of the energy's change at an acceptance rate."""
+    """The sd, in nats, of a proposal's change of energy that leads to the acceptance rate `rate`,
+    by the normal approximation."""
     return -2 * NormalDist().inv_cdf(min(max(rate, 1e-6), 1 - 1e-6) / 2)
 
 

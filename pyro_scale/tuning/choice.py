@@ -28,16 +28,18 @@ Simulate: TypeAlias = Callable[..., Draws]
 
 @dataclass(frozen=True)
 class Settings:
-    """A sampler's settings that concern what is chosen.
+    """The settings of a sampler that say which of a run's settings tuning chooses.
 
     Attributes:
-        name: name of the method.
-        chosen: names of the hyperparameters that are chosen.
-        precondition: coordinates of the chains.
-        control_variates: whether there are any, or where their anchor is, or `"auto"`.
-        subtract_noise: whether gradient noise is subtracted from the injected noise.
-        starts: whether chains' starts are chosen.
-        compile: whether steps are compiled.
+        name: name of the sampler, such as BAOA.
+        chosen: names of the hyperparameters that tuning chooses, among them "lr" and "friction".
+        precondition: coordinates in which the chains move.
+        control_variates: whether there are control variates, or constrained values of their anchor
+            by site; `"auto"` if that is to be chosen.
+        subtract_noise: whether the variance of gradient noise is subtracted from the injected
+            noise.
+        starts: whether tuning chooses where chains start; False if the user passed starts.
+        compile: whether steps are compiled; `"auto"` if that is to be chosen.
     """
 
     name: str
@@ -50,29 +52,31 @@ class Settings:
 
     @property
     def chooses_lr(self) -> bool:
-        """Whether the step size is chosen."""
+        """Whether tuning chooses the step size, as the user has not set lr."""
         return "lr" in self.chosen
 
     @property
     def chooses_friction(self) -> bool:
-        """Whether the friction is chosen."""
+        """Whether tuning chooses the friction, as the user has not set one."""
         return "friction" in self.chosen
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why.
+    """The settings that tuning chose for a run, with the reasons and the measurements behind them.
 
     Attributes:
-        problem: chains in their stationary distribution, with kernel and geometry.
-        steps: of the run; it has no warm-up if that was chosen and is over.
-        passes: passes through the data, by stage.
-        reasons: the reason of each choice, in words.
-        chooses_lr: whether the step size was chosen.
-        warmup_steps: steps of each chain in warm-up; None if their number was set.
+        problem: the chains in their stationary distribution, with kernel and geometry.
+        steps: number of draws, warm-up and thinning of the run that follows; without warm-up if
+            tuning chose its length, as it is over.
+        passes: passes through the data that tuning took, by stage.
+        reasons: the reason of each choice, in words for the user, by setting.
+        chooses_lr: whether tuning chose the step size.
+        warmup_steps: steps of each chain in the warm-up that tuning ran; None if the user set their
+            number.
         modes: modes of the posterior; None if they were not searched for.
-        window: the last window of warm-up; None if chains were trained.
-        pilot: the pilots of the step size; None if it was set.
+        window: measurements of the last window of warm-up; None if chains were trained.
+        pilot: measurements of the pilots of the step size; None if the user set it.
         trained: steps of the optimizer; None if chains were not trained.
         heat: relative rise of the temperature by minibatches, in the direction where it is largest;
             None if it is not known.
@@ -92,7 +96,8 @@ class Choice:
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """Facts for the run's `attrs`."""
+        """Facts about tuning for the `attrs` of the run's results: thinning, the reason of lr,
+        lengths of warm-up and training, passes by stage."""
         attrs: dict[str, Any] = {"thinning": self.steps.thinning}
         if self.chooses_lr:
             attrs["lr_choice"] = self.reasons["step size"]
@@ -103,7 +108,8 @@ class Choice:
         return attrs | {f"passes_{stage}": round(n, 2) for stage, n in self.passes.items()}
 
     def reasons_at(self, thinning: int) -> dict[str, str]:
-        """The reasons, for a run that ended with this thinning."""
+        """The reasons of the choices, by setting, of a run that ended with the given thinning: if
+        that is not the one that tuning chose, its reason says that draws were too dependent."""
         reasons = dict(self.reasons)
         if thinning != self.steps.thinning:
             reasons["thinning"] = (
@@ -114,7 +120,8 @@ class Choice:
 
 
 def lr_in_words(kernel: Kernel) -> str:
-    """The step size of a kernel, which may be a number, a schedule or a dict by site, for users."""
+    """The step size of a sampler's kernel as a phrase for messages: the number, or that it is a
+    schedule or a dict by site."""
     lr = kernel.hyperparameters()["lr"]
     if callable(lr):
         return "lr, a schedule"

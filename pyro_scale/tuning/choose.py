@@ -60,20 +60,21 @@ def choose(
     simulate: Simulate,
     budget: Budget,
 ) -> Choice:
-    """Chooses the settings that the user has left open, and warms the chains up.
+    """Chooses the settings that the user has left open (starts, geometry, step size, batches,
+    thinning), and warms the chains up.
 
     Args:
         problem: chains at the user's or the library's starts.
-        settings: of the sampler.
-        anchor: of control variates: a position [D]; True for the center of the geometry; False for
-            no control variates.
+        settings: settings of the sampler, which say what is to be chosen.
+        anchor: anchor of control variates as unconstrained params `[D]`; True for the center of the
+            geometry; False for no control variates.
         config: arguments of the run.
-        simulate: runs the chains.
-        budget: of the run.
+        simulate: function that runs the chains.
+        budget: gradients of rows and seconds that the whole run may take.
 
     Raises:
-        ArgumentError: chains break at any step size; there is no step size to choose; the budget
-            is too small for a warm-up.
+        ArgumentError: chains break at any step size; there is no step size to choose; the budget is
+            too small for a warm-up.
     """
     chooses_lr, sampling, num_samples = settings.chooses_lr, config.sampling, config.num_samples
     _check_budget(budget, with_fewest_rows(problem), num_samples, chooses_lr)
@@ -95,7 +96,13 @@ def choose(
         return budget.after(sum(passes.values()), num_data).steps(problem)
 
     def limit(least: int, reserve: int = 0) -> Limit:
-        """Half of the steps that are left for warm-up."""
+        """The limit of a stage of warm-up: half of the tuning steps that are left, but at least
+        `least`.
+
+        Args:
+            least: steps that the stage gets in any case.
+            reserve: steps to leave for later stages.
+        """
         steps = (steps_left(budget.of_tuning) - budget.of_tuning.num_samples - reserve) // 2
         return Limit(max(least, steps), lambda: budget.is_over_for(problem))
 
@@ -159,14 +166,17 @@ def _cool_again(
     sampling: Sampling,
     full_data: FullDataDensity,
 ) -> Cooled:
-    """Cools the chains after warm-up, whose geometry changes the noise of minibatches.
+    """Limits the effect of minibatches a second time, after warm-up, as the new geometry changes
+    the noise of minibatches. If a bound shows that the effect is still small, only the problem is
+    replaced.
 
     Args:
-        cooled: before warm-up.
-        problem: after warm-up, with the longest stable step size.
-        anchor: of control variates; True to move it to the new center.
-        most_rows: the largest batch size that the library may choose.
-        sampling: how rows are drawn.
+        cooled: result of the first time, before warm-up.
+        problem: chains after warm-up, with the longest stable step size.
+        anchor: anchor of control variates `[D]`; True to move it to the new center; False for no
+            control variates.
+        most_rows: the largest batch size that the library may choose; None for all rows.
+        sampling: how the rows of batches are drawn.
         full_data: log density of all rows.
     """
     if stays_cool(cooled, problem):
@@ -179,21 +189,28 @@ def _cool_again(
 
 
 def _for_whitened(problem: Problem, settings: Settings) -> Problem:
-    """The problem with the kernel of the first steps in whitened coordinates."""
+    """The problem with the kernel for the first steps in whitened coordinates: with the longest
+    step size and the best friction there, where the user has not set them."""
     chosen = settings.chooses_lr, settings.chooses_friction
     return problem.with_engine(kernel=kernel_for_whitened(problem.engine.kernel, *chosen))
 
 
 def _steps_of_pilots(chooses_lr: bool) -> int:
-    """The least steps of each chain in pilots."""
+    """The least number of steps of each chain in pilots; 0 if the step size is not chosen."""
     return 3 * PILOTS.least if chooses_lr else 0
 
 
 def _check_budget(budget: Budget, problem: Problem, num_samples: int, chooses_lr: bool) -> None:
-    """Checks that a budget allows the shortest warm-up and the draws.
+    """Checks that a budget allows the shortest warm-up and the draws. Returns nothing.
+
+    Args:
+        budget: gradients of rows that are left.
+        problem: model and chains, which determine the cost of a step.
+        num_samples: draws of each chain.
+        chooses_lr: whether pilots of the step size are needed, too.
 
     Raises:
-        ArgumentError: it does not.
+        ArgumentError: the budget does not allow them.
     """
     most_steps = budget.steps(problem)
     least = WARM_UP.first_window + num_samples + _steps_of_pilots(chooses_lr)
@@ -211,13 +228,14 @@ def _check_budget(budget: Budget, problem: Problem, num_samples: int, chooses_lr
 def _no_warm_up(
     problem: Problem, density: FullDataDensity | None, chooses_lr: bool, draws: Draws
 ) -> ArgumentError:
-    """The error if all chains break at every step size.
+    """The error to raise if all chains break at every step size that warm-up tried. It names the
+    site that breaks, or says what to try.
 
     Args:
-        problem: of the last window.
+        problem: problem of the last window, with the chains' positions.
         density: log density whose curvature is evaluated often; None if lr is set.
         chooses_lr: whether the step size is chosen.
-        draws: of the last window.
+        draws: draws of the last window.
     """
     for chain, broken in broken_sites(problem, draws).items():
         if broken.is_far:
@@ -251,7 +269,16 @@ def _no_warm_up(
 def _explain(
     problem: Problem, modes: Modes | None, window: Window, tried: Pilot | None, thinning: int
 ) -> dict[str, str]:
-    """The reason of each choice, in words."""
+    """The reason of each choice, in words for the user, by setting ("start", "geometry", "step
+    size", "thinning", ...).
+
+    Args:
+        problem: the tuned problem.
+        modes: modes of the posterior; None if they were not searched for.
+        window: measurements of the last window of warm-up.
+        tried: measurements of the pilots; None if the step size was set.
+        thinning: steps from one draw to the next.
+    """
     engine, reasons = problem.engine, dict[str, str]()
     whitening, lr = engine.whitening, lr_in_words(engine.kernel)
     if modes is not None:

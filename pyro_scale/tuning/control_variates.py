@@ -17,12 +17,13 @@ from pyro_scale.run.problem import Problem
 
 
 def with_anchor(problem: Problem, anchor: bool | Tensor, full_data: FullDataDensity) -> Problem:
-    """The problem with control variates, if there are minibatches.  Control variates that have a
-    curvature get the curvature at the new anchor.
+    """The problem with control variates at an anchor; unchanged if there are no minibatches. If the
+    problem's control variates are of second order, so are the new ones, where that is possible.
 
     Args:
-        problem: in whitened coordinates.
-        anchor: a position [D]; True for the center of the geometry; False for no control variates.
+        problem: model and chains, in whitened coordinates.
+        anchor: unconstrained params `[D]`; True for the center of the geometry; False for no
+            control variates.
         full_data: log density of all rows.
     """
     if problem.data.batch_size is None or anchor is False:
@@ -35,14 +36,22 @@ def with_anchor(problem: Problem, anchor: bool | Tensor, full_data: FullDataDens
 
 
 def center_of(problem: Problem) -> Tensor:
-    """The center of the problem's geometry, as a position [D]."""
+    """The center of the problem's geometry, as unconstrained params `[D]`. The problem must have
+    whitened coordinates."""
     whitening = problem.engine.whitening
     assert whitening is not None
     return whitening.tensors[0]
 
 
 def with_control_variates(problem: Problem, full_data: FullDataDensity, anchor: Tensor) -> Problem:
-    """The problem with control variates of first order at an anchor, [D]."""
+    """The problem with control variates of first order: minibatch gradients are corrected by the
+    gradient of all rows at an anchor, which is computed here.
+
+    Args:
+        problem: model and chains.
+        full_data: log density of all rows.
+        anchor: unconstrained params `[D]`.
+    """
     log_posterior, layout = problem.log_posterior, problem.engine.layout
     _, gradient = full_data.grad(anchor)
     total = {
@@ -54,8 +63,13 @@ def with_control_variates(problem: Problem, full_data: FullDataDensity, anchor: 
 
 
 def with_curvature(problem: Problem, full_data: FullDataDensity) -> Problem | None:
-    """The problem with control variates of second order, at the anchor of those of first order.
-    None if the model does not give the likelihood's curvature on single batches."""
+    """The problem with control variates of second order, at the anchor of its control variates of
+    first order. None if the likelihood's curvature cannot be computed exactly on single batches.
+
+    Args:
+        problem: model and chains, with control variates of first order.
+        full_data: log density of all rows.
+    """
     log_posterior, first = problem.log_posterior, problem.data.first()
     first_order = problem.engine.density
     assert isinstance(first_order, ControlVariates)

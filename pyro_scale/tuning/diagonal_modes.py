@@ -30,15 +30,17 @@ def find_diagonal_modes(
     temperature: float,
     limits: SearchLimits = NO_LIMITS,
 ) -> Modes:
-    """Searches for modes of log joint / temperature by L-BFGS from every start.
+    """Searches for modes of log joint / temperature by L-BFGS from every start; each mode has a
+    Gaussian of independent elements.
 
-    If no search leads to a mode, the ends of the searches replace modes; warm-up goes on from them.
+    If no search leads to a mode, the ends of the searches replace modes (`are_modes` is False);
+    warm-up goes on from them.
 
     Args:
         density: log density of all rows, or of rows that represent them.
-        starts: where searches begin, `[searches, D]`.
-        temperature: of the posterior.
-        limits: of the searches.
+        starts: unconstrained params where searches begin, `[searches, D]`.
+        temperature: temperature of the posterior.
+        limits: limits of the searches.
 
     Raises:
         ArgumentError: L-BFGS fails from every start.
@@ -66,8 +68,8 @@ class _End(NamedTuple):
     """The end of a search by L-BFGS.
 
     Attributes:
-        position: [D].
-        precision: absolute diagonal of the Hessian there, in nats, [D].
+        position: unconstrained params at the end, `[D]`.
+        precision: absolute diagonal of the Hessian of the log joint there, in nats, `[D]`.
         value: log joint there, in nats.
         is_mode: whether every element is close to its mode, judged by its own curvature.
     """
@@ -81,9 +83,19 @@ class _End(NamedTuple):
 def _search(
     density: FullDataDensity, most: float, start: Tensor, limits: SearchLimits
 ) -> tuple[_End | None, float]:
-    """The end of L-BFGS from a start, None if it fails; and the passes that it took.  If it is no
-    mode, the search is repeated from closer to 0: a scale that falls to 0 before the effects that
-    it multiplies have the right sign leaves L-BFGS on a plateau."""
+    """Runs L-BFGS from a start, and returns its end and the passes through the data that it took;
+    in place of the end, None if L-BFGS fails.
+
+    If the end is no mode, the search is repeated from closer to 0: a scale that falls to 0 before
+    the effects that it multiplies have the right sign leaves L-BFGS on a plateau. Without a mode,
+    the end with the largest log joint is returned.
+
+    Args:
+        density: log density of all rows, or of rows that represent them.
+        most: passes through the data after which the search is not repeated.
+        start: unconstrained params `[D]`.
+        limits: limits that are checked during the search.
+    """
     best, passes, num_data = None, 0, density.log_posterior.num_data
     for shrinkage in SEARCH.shrinkages:
         limits.check(passes)
@@ -110,7 +122,16 @@ def _search(
 def _are_connected(
     density: FullDataDensity, temperature: float, like: Tensor, one: Mode, other: Mode
 ) -> bool:
-    """Whether the log density does not fall between two modes; `like` has a position's dtype."""
+    """Whether two modes count as the same: the log density does not fall by more than a tolerance
+    on the straight line between them.
+
+    Args:
+        density: log density of all rows, or of rows that represent them.
+        temperature: temperature of the posterior.
+        like: a tensor with dtype and device of the params.
+        one: the first mode.
+        other: the second mode.
+    """
     way = other.gaussian.mean - one.gaussian.mean
     parts = torch.linspace(0, 1, _PLACES_BETWEEN, dtype=way.dtype)[:, None].to(way.device)
     places = (one.gaussian.mean + parts * way).to(like)

@@ -10,18 +10,21 @@ from pyro_scale.tuning.policy import TRAINING
 
 
 class EarlyStopping:
-    """Ends a run when every chain's objective no longer rises.
+    """A rule that ends training when every chain's objective (the log joint on its batches) no
+    longer rises.
 
     Args:
         window: steps from one check to the next.
-        size: dimensions.
+        size: number of the model's dimensions, D, which scales the change that counts as
+            negligible.
     """
 
     def __init__(self, window: int, size: int):
         self.window, self._size = window, size
 
     def reached(self, draws: Draws) -> bool:
-        """Whether the objective of every unbroken chain has converged."""
+        """Whether the objective of every chain that finished has converged; False before four
+        windows of steps."""
         if draws.num_steps < 4 * self.window:
             return False
         traces = draws.log_joint[draws.finished, : draws.num_steps]
@@ -29,29 +32,38 @@ class EarlyStopping:
 
 
 def has_converged(trace: Tensor, size: int) -> Tensor:
-    """Whether each trace `[..., steps]` has stopped rising: its change from the third to the last
-    quarter is surely negligible, and it has not become worse since the first."""
+    """Whether each trace of an objective has stopped rising, a boolean for each trace: its change
+    from the third to the last quarter is surely negligible, and it has not become worse since the
+    first.
+
+    Args:
+        trace: log joint at each step, in nats, `[..., steps]`.
+        size: number of the model's dimensions; a change below a constant times its root is
+            negligible.
+    """
     rise, error = _rise(trace, 2)
     is_small = rise.abs() + TRAINING.errors * error < TRAINING.small_change * size**0.5
     return is_small & ~got_worse(trace, size)
 
 
 def still_rises(trace: Tensor, size: int) -> Tensor:
-    """Whether each trace `[..., steps]` surely rises from its third to its last quarter, by more
-    than is negligible."""
+    """Whether each trace of an objective `[..., steps]` surely rises from its third to its last
+    quarter, by more than is negligible in `size` dimensions; a boolean for each trace."""
     rise, error = _rise(trace, 2)
     return rise - TRAINING.errors * error > TRAINING.small_change * size**0.5
 
 
 def got_worse(trace: Tensor, size: int) -> Tensor:
-    """Whether each trace `[..., steps]` surely falls from its first to its last quarter, by more
-    than is negligible."""
+    """Whether each trace of an objective `[..., steps]` surely falls from its first to its last
+    quarter, by more than is negligible in `size` dimensions; a boolean for each trace."""
     rise, error = _rise(trace, 0)
     return rise + TRAINING.errors * error < -TRAINING.small_change * size**0.5
 
 
 def _rise(trace: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """The rise of the mean from one quarter (0 to 2) to the last, and its standard error."""
+    """The rise of a trace's mean from quarter number `first` (0 to 2) to the last quarter, and the
+    standard error of the rise; both `[...]` for a trace `[..., steps]`. A trace of less than 8
+    steps has a rise of 0 with an infinite error."""
     quarter = trace.shape[-1] // 4
     if quarter < 2:
         return torch.zeros(trace.shape[:-1]), torch.full(trace.shape[:-1], torch.inf)
@@ -62,7 +74,8 @@ def _rise(trace: Tensor, first: int) -> tuple[Tensor, Tensor]:
 
 
 def _square_error(values: Tensor) -> Tensor:
-    """The squared standard error of the mean of dependent values `[..., steps]`, by batch means."""
+    """The squared standard error `[...]` of the mean of dependent numbers `[..., steps]`, by batch
+    means."""
     parts = min(TRAINING.parts, values.shape[-1])
     length = values.shape[-1] // parts
     means = values[..., : parts * length].unflatten(-1, (parts, length)).mean(-1)

@@ -36,17 +36,17 @@ _Form: TypeAlias = Literal["dense", "kron", "low_rank", "diag", "fit"]
 def with_geometry(
     problem: Problem, settings: Settings, full_data: FullDataDensity, budget: Budget
 ) -> tuple[Problem, Modes | None, FullDataDensity]:
-    """Finds modes, and starts chains around them in whitened coordinates.
+    """Finds modes, and starts chains around them in coordinates that are whitened by a Gaussian.
 
     Args:
         problem: chains at the user's or the library's starts.
-        settings: of the sampler.
+        settings: settings of the sampler, which say in which coordinates chains move.
         full_data: log density of all rows.
-        budget: of the run.
+        budget: gradients of rows and seconds that tuning may take.
 
     Returns:
-        The problem; the modes, None if the geometry is that of a given Gaussian; the log density
-        for frequent evaluations of the curvature.
+        The problem in whitened coordinates; the modes, None if the user passed a Gaussian to whiten
+        by; the log density for frequent evaluations of the curvature.
 
     Raises:
         ArgumentError: there is nowhere to start, or the time is over before a start is found.
@@ -89,15 +89,17 @@ def _find_modes(
     density: FullDataDensity,
     budget: Budget,
 ) -> Modes:
-    """The modes of the posterior given all rows.
+    """Searches for the modes of the posterior given all rows; searches through many rows begin with
+    a sample of them.
 
     Args:
         problem: chains at their starts.
-        chooses_starts: whether searches begin at further places than these.
-        form: of the coordinates.
+        chooses_starts: whether searches begin at further places than the chains' starts.
+        form: how the coordinates are whitened; "dense" searches by Newton's method, others by
+            L-BFGS.
         full_data: log density of all rows.
         density: log density of all rows, or of rows that represent them.
-        budget: of the run.
+        budget: gradients of rows and seconds that tuning may take.
     """
     like, num_data = problem.positions, problem.log_posterior.num_data
     temperature = float(problem.engine.kernel.values(0)["temperature"])
@@ -124,10 +126,11 @@ def _find_modes(
 
 
 def whitened_by(problem: Problem, gaussian: Gaussian) -> Problem:
-    """The problem in coordinates in which a Gaussian over its latents is isotropic.
+    """The problem in coordinates in which a Gaussian over its latents is isotropic, with variance
+    1/N.
 
     Raises:
-        ArgumentError: the Gaussian has another number of elements.
+        ArgumentError: the Gaussian has another number of elements than the model's latents.
     """
     elements, latents = len(gaussian.mean), problem.engine.num_latents
     if elements != latents:
@@ -140,7 +143,9 @@ def whitened_by(problem: Problem, gaussian: Gaussian) -> Problem:
 
 
 def _form(precondition: Precondition, size: int) -> _Form:
-    """The form of the coordinates in `size` dimensions."""
+    """How the chains' coordinates are whitened: by a matrix ("dense"), by Kronecker factors, by
+    elements and a few directions ("low_rank"), by elements ("diag"), or as the Gaussian that the
+    user passed ("fit"). "auto" is resolved by the number of dimensions, `size`."""
     if precondition == "auto":
         return "dense" if size <= GEOMETRY.dense else "low_rank"
     if isinstance(precondition, str):
@@ -153,8 +158,15 @@ def _form(precondition: Precondition, size: int) -> _Form:
 def _starts(
     problem: Problem, density: FullDataDensity, modes: Modes | None, gaussian: Gaussian
 ) -> Tensor:
-    """Overdispersed starts of chains around their modes, `[chains, D]`.  Without modes, all chains
-    start around the Gaussian."""
+    """Overdispersed starts of the chains around their modes, as unconstrained params `[chains, D]`.
+    Without modes, all chains start around the Gaussian.
+
+    Args:
+        problem: model and chains.
+        density: log density; no start is too far below that of its mode.
+        modes: modes of the posterior, among which chains are divided; None if there are none.
+        gaussian: the Gaussian for chains without modes.
+    """
     positions, num_data = problem.positions, problem.log_posterior.num_data
     gaussians = modes.starting_points(len(positions)) if modes else [gaussian] * len(positions)
     size = len(gaussian.mean)
@@ -171,7 +183,8 @@ def _starts(
 
 
 def standard_normal(seed: int, chain: int, size: int) -> Tensor:
-    """Standard normal noise of a chain's start, `[size]`, float64."""
+    """The `size` standard normal numbers from which a chain's start is drawn, float64; the same for
+    the same seed and chain."""
     source = generator(seed, chain, Purpose.INIT, 1)
     return torch.randn(size, generator=source, dtype=torch.float64)
 

@@ -39,7 +39,8 @@ ChainBatch = tuple[Arguments, Tensor | None]
 
 
 def first_batches(problem: Problem, num_rows: int, sampling: Sampling) -> list[ChainBatch]:
-    """The first batches of a single chain, with `num_rows` rows or more."""
+    """The first batches that a run with a single chain would have, as many as hold `num_rows` rows
+    or more."""
     count = -(-num_rows // problem.batch_size)
     batches = batches_from(problem.batches(1, sampling), 0, count)
     return [batch.of_chain(0) for batch in batches]
@@ -52,15 +53,16 @@ def row_gradients(
     batches: Sequence[Sequence[ChainBatch]],
     singly: bool | None = None,
 ) -> Tensor | None:
-    """Gradients of the log likelihoods of single rows, `[positions, rows, latents]`, in nats.
-    None if the model has no rows, or too many to differentiate one by one.
+    """Gradients of the log likelihoods of single rows with respect to the latents, `[positions,
+    rows, latents]`, in nats. None if no argument of the model has rows, or if a batch has too many
+    numbers (rows times D).
 
     Args:
-        problem: the model.
-        density: log posterior; control variates are subtracted from the gradients.
-        positions: params, `[positions, D]`.
-        batches: batches whose rows are used, by position.
-        singly: whether the model takes single rows; determined by default.
+        problem: the model and its engine.
+        density: the log posterior, or control variates, which are subtracted from the gradients.
+        positions: unconstrained params at which gradients are taken, `[positions, D]`.
+        batches: batches whose rows are used, for each of the positions.
+        singly: whether the model runs on single rows; None to find that out.
     """
     scaling, layout = problem.log_posterior.model_info.scaling, problem.engine.layout
     has_rows = any(rule.role == "rows" for rule in scaling.rules.values())
@@ -97,8 +99,14 @@ def row_gradients(
 
 
 def takes_single_rows(problem: Problem, position: Tensor, arguments: Arguments) -> bool:
-    """Whether a row alone has the same log likelihood as in a batch, so that its gradient can be
-    computed alone."""
+    """Whether a row alone has the same log likelihood as in a batch, within a tolerance, so that
+    gradients of rows can be computed one row at a time.
+
+    Args:
+        problem: the model and its engine.
+        position: unconstrained params `[D]`.
+        arguments: the model's arguments of a batch.
+    """
     log_posterior = problem.log_posterior
     has_batches = log_posterior.model_info.own_plate is None and problem.features is None
     if not (has_batches and is_row_wise(log_posterior) and problem.engine.vectorized):
@@ -117,14 +125,19 @@ def takes_single_rows(problem: Problem, position: Tensor, arguments: Arguments) 
 
 
 def _vmap_rows(function: Callable[[Arguments], Tensor], arguments: Arguments) -> Tensor:
-    """Values of a function of one-row batches for all rows of a batch, `[B, ...]`."""
+    """Results `[B, ...]` of a function of one-row batches, for each of the B rows of a batch."""
     single = rows.map_rows(lambda leaf: leaf[:, None], arguments)
     return torch.vmap(function, in_dims=(rows.vmap_dims(single, 0),))(single)
 
 
 def _vmap_pairs(function: Callable[..., Tensor], pairs: Sequence[tuple[Any, ...]]) -> Tensor:
-    """Values of a function of (position, arguments, indices) for all pairs of a position and a
-    batch, one by one if vmap refuses the model."""
+    """Results of a function for each of several pairs of params and a batch, stacked along the
+    first dimension; computed one by one if vmap does not support the model.
+
+    Args:
+        function: (params `[D]`, the model's arguments, indices of rows or None) -> tensor.
+        pairs: arguments of the function, one tuple for each call.
+    """
     positions, arguments, indices = zip(*pairs, strict=True)
     is_shared = all(one is arguments[0] for one in arguments)
     stacked = arguments[0] if is_shared else rows.stack(arguments)
@@ -140,16 +153,17 @@ def _vmap_pairs(function: Callable[..., Tensor], pairs: Sequence[tuple[Any, ...]
 def gradient_variance(
     gradients: Tensor, batch_size: int, num_data: int, sampling: Sampling
 ) -> Tensor:
-    """The variance of the minibatch gradient of the log joint over N, `[latents]`.
+    """The variance of the minibatch gradient of the log joint / N, in each latent element,
+    `[latents]`.
 
-    It is V / B, where V is the variance of gradients of single rows, averaged over positions; times
-    1 - B/N if all rows of a batch are different.
+    This is V / B, where V is the variance of gradients of single rows, averaged over positions;
+    times 1 - B/N if all rows of a batch are different.
 
     Args:
-        gradients: of single rows, `[positions, rows, latents]`.
-        batch_size: B.
-        num_data: N.
-        sampling: how rows are drawn.
+        gradients: gradients of single rows, in nats, `[positions, rows, latents]`.
+        batch_size: B, rows of a batch.
+        num_data: N, rows of the data.
+        sampling: how the rows of batches are drawn.
     """
     # torch.var is many times slower here
     centered = gradients - gradients.mean(1, keepdim=True)
@@ -158,15 +172,20 @@ def gradient_variance(
 
 
 def variance_factor(batch_size: int, num_data: int, sampling: Sampling) -> float:
-    """The variance of a batch's mean relative to that of rows, which is smaller if all rows of a
-    batch are different."""
+    """The variance of a batch's mean divided by the variance of single rows: 1/B if rows are drawn
+    with replacement, (1 - B/N) / B if all rows of a batch are different."""
     all_different = 0.0 if sampling == "replacement" else batch_size / num_data
     return (1 - all_different) / batch_size
 
 
 def with_known_noise(problem: Problem, mode: Tensor, sampling: Sampling) -> Problem:
-    """The problem with the variance of minibatch gradients at a mode [D], which its engine
-    subtracts from the injected noise.
+    """The problem whose engine subtracts the variance of minibatch gradients from the injected
+    noise; that variance is measured here, at a mode.
+
+    Args:
+        problem: model and chains, with minibatches.
+        mode: unconstrained params `[D]`.
+        sampling: how the rows of batches are drawn.
 
     Raises:
         ArgumentError: there are no minibatches, or no gradients of single rows.
@@ -191,8 +210,16 @@ def with_known_noise(problem: Problem, mode: Tensor, sampling: Sampling) -> Prob
 def _variance_of_rows(
     log_posterior: LogPosterior, layout: Layout, position: Tensor, batches: Sequence[ChainBatch]
 ) -> Tensor:
-    """The variance of gradients of single rows, `[latents]`, from their moments in batches: no
-    gradient of a single row is kept in memory."""
+    """The variance of gradients of single rows in each latent element, in nats squared,
+    `[latents]`. Computed from sums over batches, so that no gradient of a single row is kept in
+    memory.
+
+    Args:
+        log_posterior: the model.
+        layout: order of the sites' elements in the params.
+        position: unconstrained params `[D]`.
+        batches: batches whose rows are used.
+    """
     params = layout.unflatten(position)
     moments = [row_moments(log_posterior, params, arguments) for arguments, _ in batches]
     latents = [name for name in layout.names if name in log_posterior.latents]
@@ -215,17 +242,18 @@ def gradient_noise(
     values: Mapping[str, Tensor],
     sampling: Sampling,
 ) -> GradientNoise | None:
-    """Measures the noise of minibatches at a few draws, from a few batches at each.  None if
-    gradients of single rows cannot be computed together, or the temperature is 0.
+    """Measures the noise of minibatch gradients at a few draws of a run, from a few batches at
+    each. None if the temperature is 0, vmap does not support the model, or there are no gradients
+    of single rows.
 
     Args:
-        problem: the model.
+        problem: the model and its engine.
         positions: draws of the finished chains.
         finished: numbers of these chains.
-        batches: of the run.
+        batches: batches of the run.
         step: the first step after the run, whose batch is used first.
-        values: average hyperparameter values over the draws.
-        sampling: how rows are drawn.
+        values: hyperparameters of the kernel by name, averaged over the draws.
+        sampling: how the rows of batches are drawn.
     """
     log_posterior, engine = problem.log_posterior, problem.engine
     size, num_latents = problem.batch_size, engine.num_latents
@@ -253,8 +281,14 @@ def gradient_noise(
     together = max(1, NUMBERS_AT_ONCE // numbers)  # draws whose gradients are in memory
 
     def variance_of(density: Density, heats: bool = False) -> Tensor | None:
-        """Average variance over the draws, `[latents]`; with `heats`, the variance that heats each
-        element of chains in whitened coordinates."""
+        """Variance of the minibatch gradient over N, averaged over the draws, `[latents]`; None if
+        there are no gradients of single rows.
+
+        Args:
+            density: the log posterior, or control variates.
+            heats: whether to return, of chains in whitened coordinates, the variance that raises
+                each element's temperature.
+        """
         mixes_axes = heats and engine.whitening is not None
         if isinstance(density, LogPosterior) and singly and not mixes_axes and together == 1:
             pairs = zip(places, by_draw, strict=True)
@@ -286,8 +320,14 @@ def gradient_noise(
 
 
 def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -> Tensor | None:
-    """Factor on the temperature of each latent by minibatches, net of subtracted noise,
-    `[latents]`; None if the kernel has no theory."""
+    """The factor by which minibatches multiply the temperature of each latent element, net of
+    subtracted noise, `[latents]`; None if the effect on this kernel is not known.
+
+    Args:
+        engine: the engine of the run, with its kernel.
+        values: hyperparameters of the kernel by name.
+        variance: variance of the minibatch gradient over N, `[latents]`.
+    """
     theory = engine.kernel.theory
     if theory is None:
         return None
@@ -299,7 +339,8 @@ def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -
 
 
 def warn_of_a_bad_anchor(noise: GradientNoise | None) -> None:
-    """Warns if control variates add noise to the gradient of any element."""
+    """Warns if control variates raise the variance of the gradient in any element, with the factor.
+    Does nothing without control variates or a measurement (None)."""
     if noise is None or noise.reduction is None:
         return
     least = float(noise.reduction[noise.reduction > 0].amin()) if (noise.reduction > 0).any() else 1

@@ -26,12 +26,13 @@ _SLOW_GROUP = 0.95
 
 
 class WindowDraws(NamedTuple):
-    """Draws of a window, with their autocorrelation times and R-hat.
+    """Draws of a window of warm-up, with their autocorrelation times and R-hat.
 
     Attributes:
-        places: a few of the draws, where the curvature is evaluated, `[groups, places, D]`.
+        places: a few of the draws as unconstrained params, at which the curvature is evaluated,
+            `[groups, places, D]`.
         z: the draws in whitened coordinates, `[groups, chains, draws, d]`.
-        times: autocorrelation times in draws, `[groups, d]`.
+        times: autocorrelation times, in draws, `[groups, d]`.
         r_hat: the largest R-hat of each group, `[groups]`.
         usable: whether a group's chains are sound, so that its geometry is updated, `[groups]`.
     """
@@ -49,7 +50,8 @@ class WindowDraws(NamedTuple):
 
 
 class Groups(Protocol):
-    """Groups of chains, with their positions, geometries and step sizes."""
+    """Groups of chains, with their current params, geometries and step sizes. The chains of a group
+    sample one posterior."""
 
     @property
     def learns(self) -> bool:
@@ -57,7 +59,7 @@ class Groups(Protocol):
 
     @property
     def num_latents(self) -> int:
-        """Dimension of each posterior."""
+        """The number of latent dimensions of each group's posterior."""
 
     @property
     def lr(self) -> Tensor:
@@ -67,7 +69,7 @@ class Groups(Protocol):
         """The groups with other step sizes, `[groups]`."""
 
     def run(self, steps: Steps, purpose: Purpose, number: int, halved: bool = False) -> Draws:
-        """Runs all chains from their positions and returns the draws.
+        """Runs all chains from where they are, and returns the draws; the groups do not change.
 
         Args:
             steps: how many steps to take, and which draws to keep.
@@ -76,21 +78,27 @@ class Groups(Protocol):
             halved: whether to take twice as many steps of half the size, on the same noise path.
 
         Raises:
-            Exception: what ended the steps before their time.
+            Exception: the error that ended the steps early.
         """
 
     def are_sound(self, draws: Draws) -> Tensor:
-        """Whether each chain is finite and has not left the posterior, `[groups, chains]`."""
+        """Whether each chain's draws are finite and have not left the posterior, `[groups,
+        chains]`."""
 
     def moved_to(self, draws: Draws, sound: Tensor) -> Self:
-        """The groups with sound chains at their last draws, and the other chains restarted."""
+        """The groups with sound chains at their last draws, and the other chains restarted from
+        elsewhere; `sound` is `[groups, chains]`."""
 
     def sound_draws(self, draws: Draws, sound: Tensor) -> Tensor:
         """Draws of the sound chains, `[groups, chains, draws, D]`."""
 
     def to_whitened(self, kept: Tensor) -> Tensor:
-        """Latents of selected draws in whitened coordinates, in float64; unchanged if the groups
-        have no geometry."""
+        """The latents of some draws in whitened coordinates, in float64; params as they are if the
+        groups have no geometry.
+
+        Args:
+            kept: draws as unconstrained params, `[groups, chains, draws, D]`.
+        """
 
     def learn(self, draws: WindowDraws) -> tuple[Self, Tensor, Tensor]:
         """Updates the geometry to that of the draws.
@@ -134,36 +142,45 @@ class Limit:
     lengths: Lengths | None = None
 
     def is_passed(self, steps: float) -> bool:
-        """Whether this number of steps is beyond the limit, or the time is over."""
+        """Whether a stage of this many steps of each chain would exceed the limit, or the run's
+        time is over."""
         return steps > self.steps or self.is_over()
 
 
 def halve_step_size(kernel: Kernel, steps: Steps) -> tuple[Steps, dict[str, Tensor]]:
-    """Steps and hyperparameter values of a coupled run: twice the steps, half the step size."""
+    """The steps and the hyperparameters by name (a value for each step) of a coupled run: twice as
+    many steps as in `steps`, at half the kernel's step size."""
     twice = Steps(steps.num_samples, 0, 2 * steps.thinning)
     columns: dict[str, Tensor] = dict(kernel.columns(twice.total))
     return twice, {**columns, "lr": columns["lr"] / 2}
 
 
 def are_most(groups: Tensor) -> bool:
-    """Whether enough groups agree to end a stage, from one boolean per group."""
+    """Whether enough groups agree to end a stage; `groups` has one boolean for each group."""
     return float(groups.double().mean()) >= WARM_UP.most_groups
 
 
 def times_of(draws: Tensor, center: Tensor | float) -> Tensor:
-    """Autocorrelation times in draws, `[groups, elements]`: the larger of an element's and of its
-    square's about a center.  Draws are `[groups, chains, draws, elements]`."""
+    """Autocorrelation times in draws, `[groups, elements]`: the larger of an element's time and the
+    time of its squared distance from a center.
+
+    Args:
+        draws: draws of all chains, `[groups, chains, draws, elements]`.
+        center: center of the squares, which broadcasts against the draws.
+    """
     squares = (draws - center).square()
     return torch.maximum(*(by_group(autocorrelation_time, series) for series in (draws, squares)))
 
 
 def times_about_mean(draws: Tensor) -> Tensor:
-    """Autocorrelation time of each group's slowest element, squares about the mean, `[groups]`."""
+    """The autocorrelation time of each group's slowest element, in draws, `[groups]`; squares are
+    about the group's mean. Draws are `[groups, chains, draws, elements]`."""
     return times_of(draws, draws.mean((1, 2), keepdim=True)).amax(1)
 
 
 def slow_time(times: Tensor) -> float:
-    """Autocorrelation time by which lengths are chosen: the 95% quantile over groups."""
+    """The autocorrelation time by which lengths of windows and pilots are chosen: the 95% quantile
+    of the groups' times, `[groups]`."""
     return float(times.quantile(_SLOW_GROUP))
 
 

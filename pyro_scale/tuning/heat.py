@@ -30,7 +30,7 @@ class RowNoise(NamedTuple):
     """Noise of minibatch gradients in whitened coordinates.
 
     Attributes:
-        variance: of the minibatch gradient over N, in the direction where it is largest.
+        variance: variance of the minibatch gradient over N, in the direction where it is largest.
         largest: norm of the largest gradient of a single row, in nats, at one sd from the center
             along that gradient.
     """
@@ -64,17 +64,18 @@ class Heat(NamedTuple):
         return max(self.added / NOISE.little_heat, self.kick / NOISE.most_kick)
 
     def times(self, factor: float) -> Heat:
-        """Both effects multiplied by a number."""
+        """The same two effects, both multiplied by a factor."""
         return Heat(self.added * factor, self.kick * factor)
 
 
 class Cooled(NamedTuple):
-    """A problem whose chains are hardly heated by minibatches.
+    """A problem whose step size and batches are such that minibatches hardly raise the temperature
+    of the chains.
 
     Attributes:
-        problem: with its step size, density and batch size.
+        problem: the problem with its new step size, density and batch size.
         passes: passes through the data that the measurements took.
-        heat: effects that are left; None if they are not known.
+        heat: effects of minibatches that are left; None if they are not known.
         far: distance from the center, in sds, at which kicks were measured.
     """
 
@@ -85,14 +86,15 @@ class Cooled(NamedTuple):
 
 
 def cool(problem: Problem, sampling: Sampling, full_data: FullDataDensity, far: float) -> Cooled:
-    """Shortens the step until minibatches hardly heat chains.
+    """Shortens the step until minibatches hardly raise the temperature of chains. Changes nothing
+    if there are no minibatches, or the effect on this kernel is not known.
 
-    Control variates get second order if a draw then takes fewer gradients of rows.  If the library
-    chooses the batch size, it becomes as small as possible, or batches are replaced by all rows.
+    Control variates get second order if a draw then takes fewer gradients of rows. If the library
+    chooses the batch size, batches become as small as possible, or are replaced by all rows.
 
     Args:
-        problem: in whitened coordinates, with the longest step size and the largest batches.
-        sampling: how rows are drawn.
+        problem: chains in whitened coordinates, with the longest step size and the largest batches.
+        sampling: how the rows of batches are drawn.
         full_data: log density of all rows.
         far: distance from the center that chains reach, in sds.
     """
@@ -121,21 +123,23 @@ def cool(problem: Problem, sampling: Sampling, full_data: FullDataDensity, far: 
 
 
 def with_fewest_rows(problem: Problem) -> Problem:
-    """The problem with the smallest batches that the library may choose for it."""
+    """The problem with the smallest batches that the library may choose for it; unchanged if the
+    user set the batch size, or steps take all rows."""
     if not problem.chooses_batches or problem.data.batch_size is None:
         return problem
     return problem.in_batches_of(min(NOISE.fewest_rows, problem.batch_size))
 
 
 def stays_cool(cooled: Cooled, problem: Problem) -> bool:
-    """Whether minibatches have little effect after warm-up as well, by a bound.
+    """Whether minibatches surely have little effect after warm-up as well, by a bound; False if the
+    bound cannot be computed.
 
     If directions are c times as long and the center is d sds away from the anchor, the noise of a
     gradient of order p is at most c (c + d)^p times as large in whitened coordinates.
 
     Args:
-        cooled: before warm-up.
-        problem: after warm-up, with another geometry and step size.
+        cooled: problem and effects before warm-up.
+        problem: the problem after warm-up, with another geometry and step size.
     """
     before, after = cooled.problem.engine, problem.engine
     density, old, new = before.density, before.whitening, after.whitening
@@ -157,7 +161,9 @@ def stays_cool(cooled: Cooled, problem: Problem) -> bool:
 
 
 def _might_need_curvature(problem: Problem, heat: Heat | None) -> bool:
-    """Whether control variates of first order cost more than those of second order at best."""
+    """Whether control variates of second order could be worth their cost: those of first order cost
+    more than those of second order at best. False without control variates of first order, or in
+    many dimensions."""
     if _order(problem) != 1:
         return False
     least = NOISE.fewest_rows if problem.chooses_batches else problem.batch_size
@@ -166,18 +172,25 @@ def _might_need_curvature(problem: Problem, heat: Heat | None) -> bool:
 
 
 def _cost(problem: Problem, heat: Heat | None) -> float:
-    """Gradients of rows in the time that one step of today's length takes after cooling."""
+    """The number of gradients of rows that are needed to move as far as one step does now, once
+    step size and batch size are chosen so that minibatches have little effect.
+
+    Args:
+        problem: model and chains.
+        heat: effects of minibatches at the present step size; None if they are not known.
+    """
     lr_factor = 1.0 if heat is None else heat.lr_factor
     return _gradients_of_row(problem) * _batch_size(problem, heat) / lr_factor
 
 
 def _gradients_of_row(problem: Problem) -> int:
-    """Gradients that a step takes of each row in its batch."""
+    """How many gradients a step takes of each row in its batch, such as 2 with control variates."""
     return rows_a_step(problem) // problem.batch_size
 
 
 def _order(problem: Problem) -> int:
-    """The power of the distance to the anchor with which gradients of rows grow."""
+    """The power of the distance to the anchor with which gradients of rows grow: the order of the
+    control variates; 0 without them."""
     density = problem.engine.density
     return density.order if isinstance(density, ControlVariates) else 0
 
@@ -193,7 +206,14 @@ def _batch_size(problem: Problem, heat: Heat | None) -> int:
 
 
 def _measure_heat(problem: Problem, sampling: Sampling, far: float) -> Heat | None:
-    """Effects of minibatches at the kernel's step size; None without gradients of single rows."""
+    """The effects of minibatches on chains at the kernel's step size; None if there are no
+    gradients of single rows.
+
+    Args:
+        problem: chains in whitened coordinates, with minibatches.
+        sampling: how the rows of batches are drawn.
+        far: distance from the center at which a row's kick is measured, in sds.
+    """
     kernel, order = problem.engine.kernel, _order(problem)
     noise = most_noise(problem, typical_places(problem), sampling, order)
     if noise is None:
@@ -213,11 +233,12 @@ def _measure_heat(problem: Problem, sampling: Sampling, far: float) -> Heat | No
 
 
 def typical_places(problem: Problem) -> Tensor:
-    """Places as far from the center as draws are, along every axis of the geometry, `[places, D]`.
+    """Points as far from the center as draws are, along every axis of the geometry, as
+    unconstrained params `[places, D]`.
 
     They are not draws: the noise of a row with a direction of its own would depend on one random
-    number.  With random signs z, the noise is the average noise if gradients differ by z from those
-    at the anchor (first order).  If they differ by z^2, the average has E z^4 = 3, and signs are
+    number. With random signs z, the noise is the average noise if gradients differ by z from those
+    at the anchor (first order). If they differ by z^2, the average has E z^4 = 3, and signs are
     multiplied by 3^(1/4).
     """
     engine, positions = problem.engine, problem.positions
@@ -233,15 +254,16 @@ def typical_places(problem: Problem) -> Tensor:
 def most_noise(
     problem: Problem, positions: Tensor, sampling: Sampling, order: int
 ) -> RowNoise | None:
-    """Noise of minibatches in whitened coordinates; None without gradients of single rows.
+    """The noise of minibatch gradients in whitened coordinates; None if there are no gradients of
+    single rows.
 
     Every row is evaluated, at one of the positions, as a few rows may be the only ones that depend
     on a direction.
 
     Args:
-        problem: in whitened coordinates.
-        positions: typical of the posterior, `[positions, D]`.
-        sampling: how rows are drawn.
+        problem: chains in whitened coordinates, with minibatches.
+        positions: unconstrained params typical of the posterior, `[positions, D]`.
+        sampling: how the rows of batches are drawn.
         order: power of the distance from the center with which gradients of rows grow.
     """
     size, whitening = problem.data.batch_size, problem.engine.whitening
@@ -268,9 +290,12 @@ def most_noise(
 
 
 def _gradients_of_all_rows(problem: Problem, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields gradients of rows, `[rows, latents]`, and numbers of their positions, `[rows]`.  If
-    the model takes no single rows, they are rows of a few batches; or nothing, without gradients
-    of single rows."""
+    """Yields blocks of gradients of single rows, `[rows, latents]`, each with the number of the
+    position (of `[positions, D]`) at which a row was evaluated, `[rows]`.
+
+    If the model does not run on single rows, the rows are those of a few batches; nothing is
+    yielded if there are no gradients of single rows.
+    """
     log_posterior, engine = problem.log_posterior, problem.engine
     layout, num_rows = engine.layout, max(1, NUMBERS_AT_ONCE // engine.layout.size)
 

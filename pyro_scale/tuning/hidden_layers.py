@@ -28,7 +28,8 @@ _PRODUCTS = {
 
 
 def has_hidden_layer(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> bool:
-    """Whether a weight of a network multiplies the result of another weight, or of itself.
+    """Whether a weight of a network multiplies the result of another weight, or of itself, so that
+    the posterior has many equivalent modes.
 
     That is true for hidden layers, recurrent layers and the two factors of a low-rank adapter. It
     is false for heads side by side, whatever their links and likelihood, and for weights between
@@ -36,8 +37,8 @@ def has_hidden_layer(log_posterior: LogPosterior, params: Params, arguments: Arg
 
     Args:
         log_posterior: the model.
-        params: any unconstrained values.
-        arguments: a batch.
+        params: any unconstrained values of the sites, by name.
+        arguments: the model's arguments of a batch.
     """
     leaves = {
         name: value.detach().clone().requires_grad_(name in log_posterior.model_info.weights)
@@ -63,8 +64,8 @@ def _multiplies(node: Node, dependent: set[Node]) -> bool:
     """Whether an operation multiplies a weight with something that depends on weights.
 
     Args:
-        node: the operation.
-        dependent: the nodes that depend on weights, weights included.
+        node: autograd node of the operation.
+        dependent: autograd nodes that depend on weights, those of the weights included.
     """
     if node.name() not in _PRODUCTS:
         return False

@@ -25,13 +25,14 @@ _POWERS = 8
 def with_axes(
     whitening: DiagonalWhitening, density: FullDataDensity, temperature: float
 ) -> LowRankWhitening:
-    """Adds the directions in which the whitened curvature at the center is furthest from the
-    temperature, by Lanczos' method on products with the Hessian (ARPACK, through SciPy).
+    """The geometry of a scale for each element, plus the directions in which the whitened curvature
+    at the center differs most from the temperature (for directions of sd 1, they are equal), by
+    Lanczos' method on products with the Hessian (ARPACK, through SciPy).
 
     Args:
-        whitening: scales of the elements.
+        whitening: scales of the elements, and the center.
         density: log density of all rows, or of rows that represent them.
-        temperature: of the posterior.
+        temperature: temperature of the posterior.
     """
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh  # slow to import
 
@@ -99,8 +100,16 @@ def learn(
 
 
 def _with_furthest(center: Tensor, scale: Tensor, axes: Tensor, sds: Tensor) -> LowRankWhitening:
-    """The geometry with those of the axes `[d, axes]` whose sds differ most from 1.  Axes that
-    hardly differ are kept with sd 1, so that windows have equally many and share one program."""
+    """The geometry with those directions, at most `MOST_AXES`, whose sds differ most from 1.
+    Directions that hardly differ are kept with sd 1, so that all windows have the same number of
+    directions and reuse one compiled step.
+
+    Args:
+        center: center of the geometry, `[d]`.
+        scale: scale of each element, `[d]`.
+        axes: directions to choose from, `[d, axes]`.
+        sds: sd along each direction relative to its elements, `[axes]`.
+    """
     away = sds.log().abs()
     chosen = away.argsort(descending=True)[:MOST_AXES]
     stretch = torch.where(away > math.log(_PLAIN), sds, 1.0)[chosen]
@@ -112,8 +121,14 @@ def _with_furthest(center: Tensor, scale: Tensor, axes: Tensor, sds: Tensor) -> 
 def steepest_by_products(
     density: FullDataDensity, whitening: Whitening | None, position: Tensor
 ) -> float:
-    """The largest curvature over N at a position, `[D]`, in whitened coordinates if there are any:
-    a lower bound, by the power method on products with the Hessian."""
+    """The largest curvature of the negative log density over N at a point, in whitened coordinates
+    if there are any. A lower bound, by the power method on products with the Hessian.
+
+    Args:
+        density: log density of all rows, or of rows that represent them.
+        whitening: the whitened coordinates; None for params.
+        position: unconstrained params `[D]`.
+    """
     vector, length = torch.ones_like(position), math.nan
     for _ in range(_POWERS):
         vector = vector / vector.norm()

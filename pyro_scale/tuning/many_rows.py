@@ -39,18 +39,19 @@ def find_modes_of_many_rows(
     limits: SearchLimits = NO_LIMITS,
     policy: ManyRows = MANY_ROWS,
 ) -> Modes:
-    """Searches for modes given a few representative rows, and follows them as rows are added.
+    """Searches for modes given a few representative rows, and follows the modes as rows are added.
+    Returns the modes given all rows.
 
-    Each stage has 16 times as many rows, so that each mode is close to the one before.  Steps
+    Each stage has 16 times as many rows, so that each mode is close to the one before. Steps
     through all rows take only gradients, with the curvature of the stage before; the curvature of
     all rows is computed where these steps end.
 
     Args:
         full_data: log density of all rows.
-        starts: where searches begin, `[searches, D]`.
-        temperature: of the posterior.
-        seed: of the rows that are drawn.
-        limits: of the searches.
+        starts: unconstrained params where searches begin, `[searches, D]`.
+        temperature: temperature of the posterior.
+        seed: seed of the rows that are drawn.
+        limits: limits of the searches.
         policy: how rows are added.
 
     Raises:
@@ -79,7 +80,8 @@ def find_modes_of_many_rows(
             refines: bool = refines,
             share: float = share,
         ) -> tuple[Ascent, float]:
-            """The mode given more rows, and the passes through all rows that it took."""
+            """The end of the search for the mode given more rows, from a mode given fewer; and the
+            passes through all rows that the search took."""
             position, passes = mode.gaussian.mean.to(starts), 0
             if refines:
                 # a gain of n nats is a squared distance of 2 n sds
@@ -113,17 +115,19 @@ def find_modes_of_many_rows(
 def _refine(
     full_data: FullDataDensity, mode: Mode, position: Tensor, temperature: float, near: float
 ) -> tuple[Tensor, Ascent | None, int]:
-    """Moves closer to the mode of all rows by gradients, with the curvature of another mode.
+    """Moves from a mode given fewer rows towards the mode given all rows, by gradients and the
+    fewer rows' curvature.
 
     Args:
         full_data: log density of all rows.
-        mode: given fewer rows.
-        position: its mean, [D].
-        temperature: of the posterior.
+        mode: mode given fewer rows, with its curvature.
+        position: mean of that mode's Gaussian, `[D]`.
+        temperature: temperature of the posterior.
         near: squared distance from the mode of all rows, in sds, at which steps end.
 
     Returns:
-        The position; the end of the search if it is a mode, else None; passes through all rows.
+        The params that were reached, `[D]`; the end of the search, with the curvature of all rows,
+        if it is a mode, otherwise None; the number of passes through all rows.
     """
     assert isinstance(mode.gaussian, Dense)
     num_data, passes = full_data.log_posterior.num_data, 1

@@ -29,7 +29,8 @@ def _never_ends(passes: float) -> None:
 
 
 class Map(Protocol):
-    """Computes a function of items, in this process or in several."""
+    """A function that applies another function to items, in this process or shared out among
+    several."""
 
     def __call__(
         self, function: Callable[[Item], Result], items: Sequence[Item], /
@@ -59,11 +60,13 @@ class SearchLimits:
     map: Map = map_here
 
     def after(self, passes: float, share: float = 1.0) -> SearchLimits:
-        """Limits of a search that counts its passes from here on.
+        """The limits for a search that counts its passes from 0, after `passes` passes of earlier
+        searches.
 
         Args:
             passes: passes through the data so far.
-            share: share of the rows that the search passes through.
+            share: fraction of the rows that the search passes through; it counts its own passes,
+                through these rows only.
         """
 
         def check(more: float) -> None:
@@ -76,12 +79,14 @@ NO_LIMITS = SearchLimits()
 
 
 class Mode(NamedTuple):
-    """A mode, or a Gaussian that stands for one.
+    """A mode of the posterior, or a Gaussian that stands for one.
 
     Attributes:
-        gaussian: the Gaussian at the mode.
-        log_evidence: by Laplace's approximation, in nats.
-        searches: numbers of the searches that led there.
+        gaussian: the Gaussian with the mode as its mean and the curvature there, in unconstrained
+            space.
+        log_evidence: log evidence by Laplace's approximation, or a lower bound of it if the
+            Gaussian stands for a mode, in nats.
+        searches: numbers of the searches that ended there.
     """
 
     gaussian: Gaussian
@@ -94,11 +99,12 @@ class Modes:
     """Results of the searches from all starts.
 
     Attributes:
-        modes: the best first; if there is none, one Gaussian that stands for the posterior.
-        are_modes: whether they are modes.
+        modes: modes, the one with the most evidence first; if there is none, Gaussians that stand
+            for the posterior.
+        are_modes: whether `modes` are modes.
         searches: number of searches.
         gap: Kullback-Leibler divergence of the best mode's Gaussian from the posterior, in nats,
-            estimated from the Gaussian's draws.
+            estimated from the Gaussian's draws; NaN if it was not estimated.
         evaluations: passes through the data; a Hessian counts as one for each dimension.
     """
 
@@ -110,12 +116,13 @@ class Modes:
 
     @property
     def best(self) -> Mode:
-        """The mode with the most evidence."""
+        """The mode with the largest log evidence."""
         return self.modes[0]
 
     @property
     def worth_visiting(self) -> tuple[Mode, ...]:
-        """The modes that hold more than a negligible part of the posterior."""
+        """The modes whose log evidence is at most a set number of nats below the best mode's: those
+        with more than a negligible part of the posterior."""
         least = self.best.log_evidence - SEARCH.negligible_nats
         return tuple(mode for mode in self.modes if mode.log_evidence > least)
 
@@ -134,7 +141,8 @@ class Modes:
         return chosen
 
     def unvisited(self, num_chains: int) -> list[Mode]:
-        """Modes worth visiting from which no chain starts."""
+        """The modes with more than a negligible part of the posterior from which none of
+        `num_chains` chains starts; empty if every one has a chain."""
         starts = self.starting_points(num_chains)
         return [
             mode
@@ -199,19 +207,20 @@ def run_searches(
     limits: SearchLimits,
     spent: float = 0,
 ) -> tuple[list[Result], float]:
-    """Runs searches, which may be shared out (`limits.map`).
+    """Runs a search from every item, in this process or shared out among several (`limits.map`).
 
-    Their passes are checked during each search, counted from the first one in the same process;
-    and after the last search, counted from the first one of all.
+    Their passes are checked during each search, counted from the first one in the same process; and
+    after the last search, counted from the first one of all.
 
     Args:
-        search: (item, limits of one search) -> a pytree of tensors, and the passes that it took.
-        items: where searches begin.
-        limits: of the searches.
-        spent: passes so far.
+        search: (item, limits of one search) -> a pytree of tensors, and the passes through the data
+            that the search took.
+        items: what each search begins from, such as its start.
+        limits: limits of all searches together; the check raises when they are passed.
+        spent: passes through the data before these searches.
 
     Returns:
-        The results, in the order of `items`; the passes so far.
+        The results, in the order of `items`; the passes so far, with those spent before.
     """
     passes = spent
 
@@ -238,9 +247,19 @@ def run_searches(
 def _search(
     density: FullDataDensity, most: float, start: Tensor, limits: SearchLimits
 ) -> tuple[Ascent, int]:
-    """The search path from a start, and the passes that the search took.  If there is no mode at
-    its end, the search is repeated from closer to 0: far from 0, rounding hides the derivatives of
-    a steep log density."""
+    """Runs Newton's method from a start, and returns the search path and the passes through the
+    data that it took.
+
+    If there is no mode at the path's end, the search is repeated from closer to 0: far from 0,
+    rounding hides the derivatives of a steep log density. Without a mode, the path to the largest
+    log joint is returned.
+
+    Args:
+        density: log density of all rows, or of rows that represent them.
+        most: most passes through the data.
+        start: unconstrained params `[D]`.
+        limits: limits that are checked during the search.
+    """
     ascents, passes = list[Ascent](), 0
     for shrinkage in SEARCH.shrinkages:
         steps = min(MOST_STEPS, (most - passes) / density.passes)
@@ -255,7 +274,14 @@ def _search(
 
 
 def mode_at(ascent: Ascent, temperature: float, searches: tuple[int, ...]) -> Mode:
-    """The mode at the end of a search."""
+    """The mode at the end of a search: the Gaussian of the curvature there, and its log evidence by
+    Laplace's approximation.
+
+    Args:
+        ascent: search path with the log joint and curvature at its end.
+        temperature: temperature of the posterior.
+        searches: numbers of the searches that ended there.
+    """
     gaussian = gaussian_at(ascent.position, ascent.precision, temperature)
     constant = len(ascent.position) / 2 * math.log(2 * math.pi)
     evidence = ascent.value / temperature + float(gaussian.log_det) / 2 + constant
@@ -263,8 +289,14 @@ def mode_at(ascent: Ascent, temperature: float, searches: tuple[int, ...]) -> Mo
 
 
 def gaussian_at(position: Tensor, precision: Tensor, temperature: float) -> Dense:
-    """The Gaussian of a curvature, in float64; negative curvatures count by their absolute
-    value."""
+    """The Gaussian, in float64, with a given mean and the covariance temperature / precision;
+    negative curvatures count by their absolute value, and flat ones are bounded.
+
+    Args:
+        position: mean, unconstrained params `[D]`.
+        precision: negative Hessian of the log joint there, `[D, D]`.
+        temperature: temperature of the posterior.
+    """
     scale = precision.diagonal().abs().clamp(min=1e-300).rsqrt()
     lengths, axes = torch.linalg.eigh(scale[:, None] * precision * scale)
     lengths = lengths.abs().clamp(min=SEARCH.flattest * float(lengths.abs().max()))
@@ -273,17 +305,19 @@ def gaussian_at(position: Tensor, precision: Tensor, temperature: float) -> Dens
 
 
 def merge(modes: Sequence[Mode]) -> list[Mode]:
-    """Distinct modes with a finite Gaussian, the best first."""
+    """The distinct modes among `modes`, the one with the most evidence first; modes whose Gaussian
+    is not finite are left out."""
     return merge_by([mode for mode in modes if _is_finite(mode)], _are_near)
 
 
 def merge_by(modes: Sequence[Mode], are_same: Callable[[Mode, Mode], bool]) -> list[Mode]:
-    """Distinct modes, the best first.  Of modes that are the same, the best one is kept, with the
-    searches of all.
+    """The distinct modes among `modes`, the one with the most evidence first. Of modes that are the
+    same, the one with the most evidence is kept, with the searches of all.
 
     Args:
-        modes: in any order.
-        are_same: whether two modes are the same, the better one first.
+        modes: modes in any order.
+        are_same: function that says whether two modes are the same; its first argument is the one
+            with more evidence.
     """
     distinct: list[Mode] = []
     for mode in sorted(modes, key=lambda mode: -mode.log_evidence):
@@ -302,7 +336,8 @@ def _is_finite(mode: Mode) -> bool:
 
 
 def _are_near(better: Mode, mode: Mode) -> bool:
-    """Whether two modes are the same, by the distance of their means and their evidence."""
+    """Whether two modes count as the same: their means are a few sds apart and their log evidence
+    is about equal, or their means are within a fraction of an sd."""
     sds, sds_of_better = (_distance(mode, better, by.gaussian) for by in (better, mode))
     nats = abs(mode.log_evidence - better.log_evidence)
     alike = sds < SEARCH.same_sds and nats < SEARCH.same_nats
@@ -310,20 +345,20 @@ def _are_near(better: Mode, mode: Mode) -> bool:
 
 
 def _distance(one: Mode, other: Mode, by: Gaussian) -> float:
-    """Distance of two modes' means, in sds of a Gaussian."""
+    """The distance between the means of two modes, in sds of the Gaussian `by`."""
     assert isinstance(by, Dense)
     away = (one.gaussian.mean - other.gaussian.mean)[:, None]
     return float(torch.linalg.solve_triangular(by.scale_tril, away, upper=False).norm())
 
 
 class StandIn(NamedTuple):
-    """A Gaussian that stands for the posterior.
+    """A Gaussian that replaces a mode where there is none, or where the mode's own does not fit.
 
     Attributes:
-        bound: its evidence lower bound, in nats.
-        mean: [D].
-        scale_tril: its lower triangular factor, [D, D].
-        evidence: log evidence, estimated by its draws, in nats.
+        bound: evidence lower bound of the Gaussian, in nats.
+        mean: mean, `[D]`.
+        scale_tril: lower triangular factor of the covariance, `[D, D]`.
+        evidence: log evidence, estimated by importance sampling with the Gaussian's draws, in nats.
     """
 
     bound: float
@@ -332,15 +367,23 @@ class StandIn(NamedTuple):
     evidence: float
 
     def as_mode(self, searches: tuple[int, ...]) -> Mode:
-        """The mode that it replaces, of these searches."""
+        """The Gaussian as a `Mode`, for the results of the searches with these numbers; its
+        evidence is the lower bound."""
         return Mode(Dense(self.mean, self.scale_tril), self.bound, searches)
 
 
 def _bound(
     density: FullDataDensity, gaussian: Dense, temperature: float, seed: int
 ) -> tuple[float, float]:
-    """The evidence lower bound of a Gaussian, and the log evidence by importance sampling, from its
-    draws."""
+    """The evidence lower bound of a Gaussian, and the log evidence by importance sampling with its
+    draws; both in nats.
+
+    Args:
+        density: log density of all rows, or of rows that represent them.
+        gaussian: the Gaussian over D unconstrained params.
+        temperature: temperature of the posterior.
+        seed: seed of the draws.
+    """
     source = generator(seed, 0, Purpose.SEARCH)
     shape = SEARCH.path_draws, len(gaussian.mean)
     noise = torch.randn(shape, generator=source, dtype=torch.float64)
@@ -367,8 +410,16 @@ def best_on_the_way(
     seed: int,
     map: Map = map_here,
 ) -> StandIn | None:
-    """The Gaussian with the best evidence lower bound, of the curvatures at some places
-    `[places, D]`; None if no bound is finite."""
+    """The Gaussian with the best evidence lower bound, among those with the curvature at some
+    points; None if no bound is finite.
+
+    Args:
+        density: log density of all rows, or of rows that represent them.
+        places: points on the search paths, `[places, D]`.
+        temperature: temperature of the posterior.
+        seed: seed of the draws that estimate the bounds.
+        map: function that computes the Gaussians, in this process or shared out.
+    """
 
     def fit(place: Tensor, limits: SearchLimits) -> tuple[StandIn | None, float]:
         hessian = density.hessian(place).double()

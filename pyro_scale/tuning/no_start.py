@@ -15,12 +15,12 @@ _MOST_DIMENSIONS = 2_000
 
 
 def what_to_try(density: FullDataDensity, position: Tensor) -> str:
-    """The end of an error message, from its colon on: what to try if chains have nowhere to start.
-    It recommends priors only if the density is flat or a prior improper.
+    """The end of an error message, from its colon on, that says what to try if chains have nowhere
+    to start. It recommends priors only if the density is flat or a prior improper.
 
     Args:
         density: log density of all rows, or of rows that represent them.
-        position: the end of a search, or where a chain broke, [D].
+        position: end of a search, or where a chain broke, as unconstrained params `[D]`.
     """
     params, first = density.layout.unflatten(position), density.data.first()
     try:
@@ -41,8 +41,8 @@ def what_to_try(density: FullDataDensity, position: Tensor) -> str:
 
 
 def _flat_direction(density: FullDataDensity, position: Tensor) -> str:
-    """A remark on the site along which the log density hardly curves; empty if there is none, or if
-    there are too many dimensions."""
+    """A remark for a message on the site along which the log density hardly curves at a point
+    `[D]`; empty if there is no such site, too many dimensions, or an infinite curvature."""
     if len(position) > _MOST_DIMENSIONS:
         return ""
     precision = -density.hessian(position).double()

@@ -31,11 +31,11 @@ from pyro_scale.tuning.windows import learn
 
 @dataclass(frozen=True)
 class OneGroup:
-    """All chains of a problem.
+    """All chains of a run as a single group, for warm-up and pilots; methods are those of `Groups`.
 
     Attributes:
-        problem: holds positions, geometry and step size.
-        simulate: runs the chains.
+        problem: problem with the chains' params, geometry and step size.
+        simulate: function that runs the chains.
         density: log density for frequent evaluations of the curvature; None if geometry and step
             size are set and windows only measure mixing.
         full_data: log density of all rows.
@@ -47,7 +47,7 @@ class OneGroup:
     full_data: FullDataDensity
 
     def with_problem(self, problem: Problem) -> OneGroup:
-        """The group with another problem."""
+        """The same group with another problem: other params, geometry or kernel."""
         return dataclasses.replace(self, problem=problem)
 
     @property
@@ -127,8 +127,10 @@ class OneGroup:
         return learned, change.view(1).cpu(), torch.tensor([steepest])
 
     def _with_curvature_at_mean(self) -> OneGroup:
-        """Recomputes the geometry from the curvature at the draws' mean, as their covariance does
-        not show stiff directions once chains have moved away from the mode without mixing.
+        """The group with the geometry of the curvature at the draws' mean (the present center), as
+        the draws' covariance does not show stiff directions once chains have moved away from the
+        mode without mixing. The same group if the curvature is not finite or the geometry has no
+        directions.
 
         This happens in hierarchies of many groups, whose mode is far from the posterior.
         """
@@ -155,7 +157,8 @@ class OneGroup:
         return dataclasses.replace(self, problem=problem, density=density)
 
     def _steepest(self, position: Tensor) -> float:
-        """The largest curvature over N at a position, in whitened coordinates."""
+        """The largest curvature of the negative log density over N at unconstrained params `[D]`,
+        in whitened coordinates; NaN if the Hessian is not finite."""
         density, whitening = self.density, self.problem.engine.whitening
         assert density is not None
         if not isinstance(whitening, DenseWhitening):

@@ -34,7 +34,8 @@ class Bias(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """The largest significant part of a bias, relative to what a step size may have."""
+        """The largest significant part of a bias (beyond a few standard errors), as a multiple of
+        the bias that a step size may have: above 1, the step is too long."""
         means = (self.mean.abs() - PILOTS.errors * self.mean_mcse) / PILOTS.mean_bias
         sds = (self.log_sd.abs() - PILOTS.errors * self.log_sd_mcse) / PILOTS.sd_bias
         return float(torch.maximum(means, sds).max())
@@ -150,14 +151,21 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
 
 
 def _factor(bias: Bias, order: int, policy: Pilots) -> float:
-    """Factor on the step size of a group.  If coupled paths have parted, a bias at the tolerance
-    would not be detected, and the step is shortened as well."""
+    """The factor by which to multiply the step size of a group. If the bias is too uncertain to
+    detect one at the tolerance, the step is shortened as well.
+
+    Args:
+        bias: step-size bias of the group.
+        order: power of lr with which the bias falls.
+        policy: thresholds of pilots.
+    """
     factor = bias.factor(order)
     return policy.if_vague if factor == 1 and bias.is_vague else factor
 
 
 def bias_between(full: Tensor, half: Tensor, order: int) -> Bias:
-    """The bias of a step size, extrapolated from coupled runs.
+    """The bias of a step size in every latent element, extrapolated to step size 0 from two coupled
+    runs.
 
     Args:
         full: draws at the step size, `[chains, draws, d]`.
@@ -173,7 +181,8 @@ def bias_between(full: Tensor, half: Tensor, order: int) -> Bias:
 
 
 def _mean_and_error(series: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean over draws `[chains, draws, d]` and its standard error, `[d]`, by batch means."""
+    """The mean over chains and draws of a series `[chains, draws, d]`, and its standard error by
+    batch means; both `[d]`. Draws that do not fill a batch are left out."""
     count = series.shape[1] // PILOTS.parts * PILOTS.parts
     parts = series[:, :count].unflatten(1, (PILOTS.parts, -1)).mean(2).flatten(0, 1)
     return parts.mean(0), parts.std(0) / len(parts) ** 0.5

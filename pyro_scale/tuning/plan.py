@@ -33,9 +33,9 @@ def plan_run(
     Args:
         problem: chains at the user's or the library's starts.
         config: arguments of the run.
-        settings: of the sampler.
-        earlier: programs compiled for earlier runs of the same sampler.
-        budget: of the run.
+        settings: settings of the sampler, which say what is to be chosen.
+        earlier: compiled steps of earlier runs of the same sampler, for reuse.
+        budget: gradients of rows and seconds that the run may take.
 
     Returns:
         The plan of the run; the choices of the warm-up, None without a warm-up.
@@ -76,12 +76,13 @@ def plan_run(
 
 
 def is_trained(problem: Problem, settings: Settings, chooses_length: bool) -> bool:
-    """Whether chains start where an optimizer ends, because there is no mode with a geometry.
+    """Whether chains start where an optimizer ends, because there is no mode with a geometry (a
+    network, or temperature 0).
 
     Args:
-        problem: with the kernel.
-        settings: of the sampler.
-        chooses_length: whether the run's warm-up or thinning is chosen.
+        problem: the model and the chains, with the sampler's kernel.
+        settings: settings of the sampler.
+        chooses_length: whether tuning chooses the run's warm-up or thinning.
     """
     kernel, coordinates = problem.engine.kernel, settings.precondition
     if bool(kernel.values(0)["temperature"] == 0):
@@ -91,10 +92,12 @@ def is_trained(problem: Problem, settings: Settings, chooses_length: bool) -> bo
 
 
 def resolve_anchor(problem: Problem, anchor: Anchor) -> bool | Tensor:
-    """Whether there are control variates, or the position of their anchor, [D].
+    """The anchor of control variates as unconstrained params `[D]`, if the user passed constrained
+    values of the sites; otherwise whether there are control variates ("auto": if there are
+    minibatches).
 
     Raises:
-        ArgumentError: values of the anchor that do not fit the model's sites.
+        ArgumentError: the anchor's values do not fit the model's sites.
     """
     if isinstance(anchor, Mapping):
         return position_of(problem, anchor, "control_variates")
@@ -102,7 +105,7 @@ def resolve_anchor(problem: Problem, anchor: Anchor) -> bool | Tensor:
 
 
 def _check_latents(problem: Problem) -> None:
-    """Checks that a step size or a geometry can be chosen.
+    """Checks that a step size or a geometry can be chosen for the problem. Returns nothing.
 
     Raises:
         ArgumentError: the temperature is 0, or the model has point-estimated sites.
@@ -120,7 +123,15 @@ def _check_latents(problem: Problem) -> None:
 
 
 def _simulation(bar: Progress, config: RunConfig, compile: bool, earlier: Earlier) -> Simulate:
-    """The function that runs the chains of training and warm-up."""
+    """The function that runs chains during training and warm-up, and returns the draws of all
+    processes.
+
+    Args:
+        bar: progress bar, which the steps advance.
+        config: arguments of the run.
+        compile: whether steps are compiled.
+        earlier: compiled steps of earlier runs, for reuse.
+    """
 
     def simulate(
         problem: Problem,

@@ -52,7 +52,8 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class ManyRows:
-    """Stages of a search through many rows, each with more rows than the one before."""
+    """Numbers of rows in the stages of a search for modes through many rows, each with more rows
+    than the one before."""
 
     #: Rows of the first stage: per dimension, at least, and at most.
     rows_each: int = 500
@@ -67,7 +68,7 @@ class ManyRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """Coordinates of chains, and where chains start in them."""
+    """Limits on the coordinates of chains, and on where chains start in them."""
 
     #: Dimensions up to which chains are whitened by a matrix, and curvature is held as one.
     dense: int = 500
@@ -96,7 +97,7 @@ class Geometry:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUp:
-    """Windows of warm-up, each twice as long as the one before."""
+    """Lengths and thresholds of the windows of warm-up, each twice as long as the one before."""
 
     #: Steps of the first window.
     first_window: int = 256
@@ -147,7 +148,7 @@ class Tolerance:
 
 @dataclass(frozen=True, kw_only=True)
 class Pilots:
-    """Coupled runs that measure the bias of a step size."""
+    """Lengths and thresholds of pilots: coupled runs that measure the bias of a step size."""
 
     #: Pilots, at most.
     most: int = 5
@@ -176,7 +177,7 @@ class Pilots:
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """Pilots of kernels that accept or reject proposals."""
+    """Lengths and thresholds of pilots for kernels that accept or reject proposals."""
 
     #: Acceptance rate.  On six models of benchmarks/exact, effective draws per gradient are flat
     #: from 0.8 to 0.9, or best at 0.9; shorter steps go further into narrow places.
@@ -230,7 +231,7 @@ class Noise:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSize:
-    """Step sizes that are chosen by theory: in whitened coordinates, or at the mode."""
+    """Limits on step sizes that are chosen by theory: in whitened coordinates, or at the mode."""
 
     #: The longest in whitened coordinates.
     longest: float = 0.5
@@ -259,7 +260,8 @@ class StepSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Networks, and models at temperature 0: batches, when training ends, and the warm-up after."""
+    """Limits for networks, and models at temperature 0: batches, when training ends, and the
+    warm-up after."""
 
     #: Weights up to which a network without hidden layers is sampled as any other posterior.
     few_weights: int = 500

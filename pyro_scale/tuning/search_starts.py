@@ -34,8 +34,9 @@ def search_starts(problem: Problem, density: FullDataDensity) -> Tensor:
 
 
 def _near_zero(problem: Problem, searches: int) -> Tensor:
-    """Starts of chains, and further ones if there are fewer chains than searches, `[searches, D]`.
-    Every second one is the opposite of the one before."""
+    """The chains' starts as unconstrained params, and further random ones if there are fewer chains
+    than searches, `[searches, D]`. Every second one is replaced by the negative of the one before.
+    """
     starts, log_posterior = list(problem.positions[:searches]), problem.log_posterior
     first = problem.data.first()
     for chain in range(len(starts), searches):
@@ -47,8 +48,8 @@ def _near_zero(problem: Problem, searches: int) -> Tensor:
 
 
 def _best_places(problem: Problem, density: FullDataDensity, count: int) -> Tensor:
-    """The places with the largest log joint among draws of the prior and places further out,
-    `[count, D]`; fewer if it is not finite at enough places."""
+    """The points with the largest log joint among draws of the prior and points further out, as
+    unconstrained params `[count, D]`; fewer if the log joint is finite at fewer points."""
     size = SEARCH.places if problem.engine.vectorized else SEARCH.places_one_by_one
     places = torch.cat([_further_out(problem, size), _prior_draws(problem, size)])
     values = torch.cat([density.values(block) for block in places.split(SEARCH.at_once)])
@@ -58,7 +59,8 @@ def _best_places(problem: Problem, density: FullDataDensity, count: int) -> Tens
 
 
 def _further_out(problem: Problem, size: int) -> Tensor:
-    """Draws from uniform distributions on cubes of growing size, `[size, D]`."""
+    """Random points from uniform distributions on cubes around 0 of growing size, as unconstrained
+    params `[size, D]`."""
     like = problem.positions
     source = generator(problem.seed, 0, Purpose.SEARCH, 2)
     unit = torch.rand(size, like.shape[1], generator=source, dtype=torch.float64)
@@ -67,7 +69,8 @@ def _further_out(problem: Problem, size: int) -> Tensor:
 
 
 def _prior_draws(problem: Problem, size: int) -> Tensor:
-    """Draws of the prior, `[size, D]`; `[0, D]` if it cannot be drawn from."""
+    """Draws of the prior, as unconstrained params `[size, D]`; `[0, D]` if the prior cannot be
+    sampled."""
     layout, like = problem.engine.layout, problem.positions
     try:
         with without_vmap_warnings():

@@ -19,7 +19,9 @@ _MOST_REDUCTIONS = 400
 
 
 def chain_at(kernel: Kernel, lr: float, precision: float = 1.0) -> GaussianChain:
-    """The kernel's chain at a step size, on a Gaussian of one dimension, at temperature 1."""
+    """The linear Gaussian process that the sampler's kernel follows at step size `lr`, on a
+    Gaussian of one dimension with this precision, at temperature 1; for its stability and variance.
+    """
     theory = kernel.theory
     assert theory is not None
     one = torch.ones(1, dtype=torch.float64)
@@ -29,7 +31,8 @@ def chain_at(kernel: Kernel, lr: float, precision: float = 1.0) -> GaussianChain
 
 
 def largest_stable_lr(kernel: Kernel, precision: float) -> float:
-    """The largest step size at which the kernel is stable on a Gaussian, within 10%."""
+    """The largest step size at which the sampler's kernel is stable on a Gaussian with this
+    precision (curvature over N), within 10%; at most 10."""
     lr = 10.0
     for _ in range(_MOST_REDUCTIONS):
         if bool(chain_at(kernel, lr, precision).stable.all()):
@@ -39,7 +42,8 @@ def largest_stable_lr(kernel: Kernel, precision: float) -> float:
 
 
 def longest_whitened_lr(kernel: Kernel) -> float:
-    """The longest step size for whitened coordinates: on a standard normal, it has nearly no bias.
+    """The longest step size for whitened coordinates: the sampler's kernel is stable on a standard
+    normal, and the sd that it samples there has nearly no bias. To three digits.
 
     Raises:
         ArgumentError: no step size is stable and accurate on a standard normal.
@@ -57,13 +61,14 @@ def longest_whitened_lr(kernel: Kernel) -> float:
 
 
 def kernel_for_whitened(kernel: Kernel, lr: bool, friction: bool) -> Kernel:
-    """The kernel for the first steps in whitened coordinates: with the longest step size there, and
-    the friction at which all directions relax fastest.
+    """The sampler's kernel for the first steps in whitened coordinates: with the longest step size
+    there, and the friction at which all directions relax fastest. Unchanged if it accepts or
+    rejects proposals.
 
     Args:
-        kernel: the method.
-        lr: whether the step size is chosen.
-        friction: whether the friction is chosen.
+        kernel: the kernel as the user set it.
+        lr: whether the step size is to be replaced.
+        friction: whether the friction is to be replaced.
     """
     if friction and hasattr(kernel, "friction") and not kernel.adjusted:
         changes: dict[str, Any] = {"friction": STEP_SIZE.friction}

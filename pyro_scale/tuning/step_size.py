@@ -82,18 +82,20 @@ def tune(
     steps: Steps,
     sampling: Sampling,
 ) -> tuple[Problem, dict[str, str]]:
-    """Chooses the settings that the user has left open, at the mode.
+    """Chooses the settings that the user has left open from the curvature at the mode, without a
+    warm-up.
 
     Args:
         problem: chains at their starts.
-        settings: of the sampler.
-        anchor: whether there are control variates; or where, [D], which replaces the mode.
-        steps: of the run.
-        sampling: how rows are drawn.
+        settings: settings of the sampler, which say what is to be chosen.
+        anchor: whether there are control variates; or their anchor as unconstrained params `[D]`,
+            which replaces the mode.
+        steps: number of steps and draws of the run.
+        sampling: how the rows of batches are drawn.
 
     Returns:
-        The problem with step size, control variates and known noise; the reason of the step size,
-        if it was chosen, for the run's `attrs`.
+        The problem with step size, control variates and known noise; a dict with the reason of the
+        step size, for the run's `attrs`, empty if the step size was not chosen.
 
     Raises:
         ArgumentError: no mode was found, or the model is too large.
@@ -128,15 +130,15 @@ def tune(
 def choose_step_size(
     problem: Problem, density: FullDataDensity, mode: Tensor, steps: Steps, sampling: Sampling
 ) -> StepSize:
-    """Compares step sizes below the stable range, and returns the one with the least predicted
-    error.
+    """The step size with the least predicted error, among step sizes below the stable range's end,
+    with the reason in words.
 
     Args:
         problem: the model, the chains' starts, and the kernel, whose lr is not used.
         density: log density of all rows.
-        mode: of the posterior, [D].
-        steps: of the run.
-        sampling: how rows are drawn.
+        mode: mode of the posterior, as unconstrained params `[D]`.
+        steps: number of steps and draws of the run.
+        sampling: how the rows of batches are drawn.
 
     Raises:
         ArgumentError: there is no curvature at the mode, or no gradients of single rows.
@@ -200,7 +202,8 @@ def _positive(lengths: Tensor) -> Tensor:
 
 
 def _laplace_draws(mode: Tensor, precision: Tensor, temperature: Tensor, seed: int) -> Tensor:
-    """Draws of the Gaussian at the mode, `[draws, D]`."""
+    """Draws of the Gaussian with the mode `[D]` as its mean and the covariance temperature /
+    precision, `[draws, D]`."""
     lengths, vectors = torch.linalg.eigh(precision)
     source = generator(seed, 0, Purpose.STEP_SIZE)
     normals = torch.randn(STEP_SIZE.draws, len(mode), generator=source, dtype=torch.float64)
@@ -244,22 +247,30 @@ def _values_at(problem: Problem, lr: Tensor) -> Values:
 
 
 def _linearize(problem: Problem, lr: Tensor, noise: Tensor) -> Linearized:
-    """The stationary kernel, its values and the noise, at a step size and gradient noise."""
+    """The kernel on a Gaussian at a step size and gradient noise: the stationary kernel, its
+    hyperparameters by name, and the noise that it sees.
+
+    Args:
+        problem: model and kernel.
+        lr: step size, 0-d.
+        noise: variance of the minibatch gradient over N along each normal mode, `[modes]`.
+    """
     kernel = problem.engine.kernel
     linearized: Linearized = kernel.theory.linearize(kernel, _values_at(problem, lr), noise)
     return linearized
 
 
 def _error(problem: Problem, modes: Modes, lr: Tensor, steps: Steps, epoch: int | None) -> Tensor:
-    """Predicted mean square error of means and log sds, in posterior sds, `[2]`: by bias, and by
-    Monte Carlo.  Both are infinite if the step size is not stable.
+    """The predicted mean square error of means and log sds, in posterior sds, `[2]`: by bias, and
+    by Monte Carlo. Both are infinite if the step size is not stable.
 
     Args:
         problem: the kernel and the model.
         modes: normal modes of the posterior.
-        lr: the step size.
-        steps: of the run.
-        epoch: batches of an epoch; None if batches are drawn with replacement, or are all rows.
+        lr: step size, 0-d.
+        steps: number of steps and draws of the run.
+        epoch: number of batches of an epoch; None if batches are drawn with replacement, or are all
+            rows.
     """
     theory = problem.engine.kernel.theory
     kernel, values, noise = _linearize(problem, lr, modes.noise)

@@ -45,8 +45,8 @@ from pyro_scale.tuning.stable_lr import largest_stable_lr
 
 
 def is_network(problem: Problem) -> bool:
-    """Whether the model has weights of an `nn.Module` without a single mode and geometry: it has
-    hidden layers, or many weights."""
+    """Whether the model has weights of an `nn.Module` and is too complex for a single mode and
+    geometry: it has hidden layers, or many weights."""
     log_posterior, layout = problem.log_posterior, problem.engine.layout
     if not log_posterior.model_info.weights:
         return False
@@ -189,11 +189,11 @@ def _optimize(
 def _explain(
     problem: Problem, settings: Settings, trained: int | None, converged: bool
 ) -> dict[str, str]:
-    """The reason of each choice, in words.
+    """The reasons of start, step size and geometry, in words for the user, by setting.
 
     Args:
-        problem: with the step size.
-        settings: of the sampler.
+        problem: the tuned problem.
+        settings: settings of the sampler.
         trained: steps of the optimizer; None if there was none.
         converged: whether losses no longer fell.
     """
@@ -214,7 +214,8 @@ def _explain(
 
 
 def _in_batches(problem: Problem) -> Problem:
-    """The problem in minibatches, if there are enough rows and the model takes parts of them."""
+    """The problem in minibatches for training; unchanged if rows are few, the batches are set, or
+    the model cannot be run on parts of the rows."""
     data, num_data = problem.data, problem.log_posterior.num_data
     if not isinstance(data, TensorData) or data.batch_size is not None:
         return problem
@@ -245,8 +246,14 @@ def _whitened_by_prior(problem: Problem) -> Problem:
 
 
 def _with_stable_lr(problem: Problem, density: FullDataDensity, places: Tensor) -> Problem:
-    """The problem with a safe fraction of the largest stable step size at the steepest of some
-    places, `[places, D]`."""
+    """The problem with a safe fraction of the largest step size that is stable at the steepest of
+    some points.
+
+    Args:
+        problem: model and chains.
+        density: log density of all rows, or of rows that represent them.
+        places: unconstrained params at which the curvature is computed, `[places, D]`.
+    """
     whitening, kernel = problem.engine.whitening, problem.engine.kernel
     lengths = [steepest_by_products(density, whitening, place) for place in places]
     steepest = max([length for length in lengths if math.isfinite(length)], default=1.0)
@@ -261,11 +268,11 @@ def prepare_in_batches(
     in_batches_of: Callable[[int], Data],
     tunes: bool,
 ) -> Problem:
-    """The model on its data, in minibatches if there are many rows.
+    """The problem of a model on its data, in minibatches if there are many rows.
 
     Args:
-        prepare: runs the model's preflight on data.
-        data: as the user passed them: all rows, or the batches of a loader.
+        prepare: function that runs the model's preflight on data.
+        data: the data as the user passed them: all rows, or the batches of a loader.
         in_batches_of: (batch size) -> the data in batches.
         tunes: whether control variates and step size are chosen; if not, a step takes all rows of
             tensors.
@@ -274,7 +281,7 @@ def prepare_in_batches(
         return prepare(data)
 
     def try_batches(size: int) -> Problem | None:
-        """None if the model needs all rows together."""
+        """The problem in batches of this size; None if the model needs all rows together."""
         with contextlib.suppress(ModelError, ArgumentError):
             return prepare(in_batches_of(size))
         return None

@@ -129,14 +129,20 @@ def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
 
 
 def _pick_evenly(kept: Tensor, count: int) -> Tensor:
-    """`count` draws of each group, evenly spread over its chains, `[groups, count, D]`."""
+    """`count` draws of each group, evenly spread over its chains, `[groups, count, D]`, from draws
+    `[groups, chains, draws, D]`."""
     flat = kept.flatten(1, 2)
     return flat[:, torch.linspace(0, flat.shape[1] - 1, count).round().long()]
 
 
 def _stable_lr(curvatures: Tensor, steepest: float) -> Tensor:
-    """Half of the largest stable step size of each group, `[groups]`, at this quantile of the
-    curvatures at its places, `[groups, places]`."""
+    """Half of the largest stable step size of each group, `[groups]`, float64; infinite without a
+    finite curvature.
+
+    Args:
+        curvatures: largest curvature over N at each of some draws, `[groups, places]`.
+        steepest: quantile of these curvatures that must be stable.
+    """
     finite = torch.where(curvatures.isfinite(), curvatures, math.nan)
     lengths = finite.nanquantile(steepest, 1).tolist()
     stable = [math.inf if math.isnan(length) else max(1e-12, length) ** -0.5 for length in lengths]
@@ -147,13 +153,13 @@ def learn(old: Whitening, z: Tensor, num_data: int, count: Tensor) -> tuple[Tens
     """Updates one group's geometry to that of its draws.
 
     `torch.vmap` updates many groups at once, for diagonal maps and for matrices of at most
-    `WARM_UP.matrix` dimensions.  The rank of other maps depends on the draws: one group only.
+    `WARM_UP.matrix` dimensions. The rank of other maps depends on the draws: one group only.
 
     Args:
-        old: geometry of the window.
+        old: geometry in which the window was run.
         z: draws in that geometry, `[chains, draws, d]`; of variance 1/N if the geometry is right.
-        num_data: N.
-        count: effective number of draws.
+        num_data: N, rows of the data.
+        count: effective number of draws, 0-d.
 
     Returns:
         The largest factor by which the sd of a direction changes beyond chance; the new geometry.
@@ -197,9 +203,18 @@ def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whit
 def _learn_directions(
     old: DenseWhitening, z: Tensor, count: float
 ) -> tuple[Tensor, DenseWhitening]:
-    """Updates a matrix of many dimensions by scales and a few directions, as the covariance of few
-    draws is mostly chance.  Returns variances of the draws in whitened coordinates, of elements and
-    along directions; and the new matrix."""
+    """Updates a matrix of many dimensions by scales and a few directions only, as the covariance of
+    few draws is mostly chance.
+
+    Args:
+        old: geometry in which the window was run.
+        z: draws in that geometry, `[draws, d]`; of variance 1 if the geometry is right.
+        count: effective number of draws.
+
+    Returns:
+        Variances of the draws in the old geometry, of elements and along directions; the new
+        geometry.
+    """
     eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
     plain = LowRankWhitening(torch.zeros_like(z[0]), torch.ones_like(z[0]), eye[:, :1], eye[0, :1])
     variances, learned = learn_low_rank(plain, z, count, WARM_UP.largest_change)
