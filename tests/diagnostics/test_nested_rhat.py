@@ -214,9 +214,8 @@ def test_false_alarms_are_rare(num_samples, each):
 
 
 def test_at_temperature_0_nothing_is_said():
-    assert not remembered(run(ps.SGLD(flat, lr=1e-3, temperature=0.0), num_samples=5).diagnostics)[
-        1
-    ]
+    fit = run(ps.SGLD(flat, lr=1e-3, temperature=0.0), num_samples=5)
+    assert not remembered(fit.diagnostics)[1]
 
 
 @pytest.mark.parametrize("hot", [False, True])

@@ -535,6 +535,7 @@ def test_arguments_that_cannot_be_written_hide_nothing():
 @pytest.mark.slow
 def test_only_the_run_that_is_given_up_is_written(monkeypatch):
     """Those of a step size that is halved are not."""
+    monkeypatch.setattr("pyro_scale.run.execute._MOST_HALVINGS", 1)
     written = []
     monkeypatch.setattr(crash_dump.files, "write", lambda path, *_: written.append(path))
     message = broken(ps.SGLD(nan_above_2, lr="auto", precondition=None))

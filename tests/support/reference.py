@@ -12,7 +12,7 @@ def double(*values):
 
 
 def normals(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def close(actual, expected, tolerance=1e-9):
