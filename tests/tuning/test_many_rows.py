@@ -391,14 +391,14 @@ def test_the_noise_of_a_rare_row_does_not_hang_on_luck(curved):
 # ------------------------------------------------------------------ rows that come seldom
 
 
-def rare_rows(count, sd, groups=10, each=3):
+def rare_rows(count, sd, num_groups=10, each=3):
     """A few rows in each of some groups, and many in one more: (problem, log density)."""
     group = torch.zeros(count, dtype=torch.long)
-    group[: groups * each] = torch.arange(groups).repeat_interleave(each) + 1
+    group[: num_groups * each] = torch.arange(num_groups).repeat_interleave(each) + 1
     y = (normals(count, seed=3) > 1.0).double()
 
     def model(group, y):
-        with pyro.plate("groups", groups + 1):
+        with pyro.plate("groups", num_groups + 1):
             a = pyro.sample("a", dist.Normal(-1.6, sd))
         with pyro.plate("data", len(group)):
             pyro.sample("y", dist.Bernoulli(logits=a[group]), obs=y)
