@@ -63,7 +63,7 @@ class Report:
     not agree in their predictions, or a run at temperature 0.
 
     Attributes:
-        verdict: of the run.
+        verdict: verdict of the run.
         findings: of every check, those that decide the verdict first, the worst of them before
             others.
         choices: what the run chose, in words.

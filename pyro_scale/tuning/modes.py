@@ -167,9 +167,9 @@ def find_modes(
     Args:
         density: log density of all rows, or of rows that represent them.
         starts: where searches begin, `[searches, D]`.
-        temperature: of the posterior.
-        seed: of the draws that estimate the evidence lower bound.
-        limits: of the searches.
+        temperature: temperature of the posterior.
+        seed: seed of the draws that estimate the evidence lower bound.
+        limits: limits of the searches.
 
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
