@@ -73,7 +73,7 @@ def loo(result: PosteriorDraws, data: Data, num_rows: int | None, seed: int) -> 
         result: draws of a run, with equal weights.
         data: all rows.
         num_rows: rows to evaluate; None for all.
-        seed: of the choice of rows.
+        seed: seed of the choice of rows.
 
     Raises:
         ArgumentError: there is no data site with a value a row, fewer than two rows, or too few

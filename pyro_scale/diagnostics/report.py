@@ -54,19 +54,20 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run chose, and how far to trust its draws.
+    """How far to trust a run's draws, by the results of all checks, and what tuning chose for the
+    run.
 
     `str(report)` is the text, whose first line is the verdict; `report.verdict` is `"yes"`, `"no"`,
-    `"unknown"` or `"ensemble"`; `to_frame()` has a row for each site and check.  Yes means that
+    `"unknown"` or `"ensemble"`; `to_frame()` has a row for each site and check. Yes means that
     every check puts posterior means within 0.1 posterior sds and sds within 5%, apart from Monte
-    Carlo errors.  What could not be checked is unknown.  An ensemble is a network whose chains do
-    not agree in their predictions, or a run at temperature 0.
+    Carlo errors. What could not be checked is unknown. An ensemble is a network whose chains do not
+    agree in their predictions, or a run at temperature 0.
 
     Attributes:
-        verdict: of the run.
-        findings: of every check, those that decide the verdict first, the worst of them before
-            others.
-        choices: what the run chose, in words.
+        verdict: verdict of the run.
+        findings: results of all checks: those that decide the verdict first, the worst of them
+            before others.
+        choices: reasons of the settings that tuning chose, in words, by setting.
     """
 
     verdict: Verdict

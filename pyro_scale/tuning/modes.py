@@ -25,7 +25,8 @@ Result = TypeVar("Result")
 
 
 def _never_ends(passes: float) -> None:
-    """A check that lets all searches go on."""
+    """A check for `SearchLimits` that never raises, so that searches go on whatever passes they
+    take."""
 
 
 class Map(Protocol):
@@ -40,7 +41,8 @@ class Map(Protocol):
 
 
 def map_here(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """The function's values for the items, computed one after another in this process."""
+    """A list of the function's results for each item, in order, computed one after another in this
+    process."""
     return [function(item) for item in items]
 
 
@@ -49,10 +51,12 @@ class SearchLimits:
     """Limits of searches for modes, and how the searches are run.
 
     Attributes:
-        passes: most passes through the data of each search.  If the log joint rises without end,
-            the path up to this limit is enough for a Gaussian along it.
-        check: called with the passes of all searches so far; ends the searches by raising.
-        map: runs the searches; `map_here`, or one that shares them out among processes.
+        passes: most passes through the data of each search. If the log joint rises without end, the
+            path up to this limit is enough for a Gaussian along it.
+        check: function that is called with the passes of all searches so far, and raises to end
+            them.
+        map: function that runs the searches: `map_here`, or one that shares them out among
+            processes.
     """
 
     passes: float = math.inf
@@ -127,9 +131,9 @@ class Modes:
         return tuple(mode for mode in self.modes if mode.log_evidence > least)
 
     def starting_points(self, num_chains: int) -> list[Gaussian]:
-        """The Gaussian that each chain starts from: that of the search with its number, or of the
-        best mode if that search led to nothing.  The last chains start from modes that no other
-        chain starts from."""
+        """The Gaussian that each chain starts from, one for each of `num_chains` chains: that of
+        the mode where the search with the chain's number ended, or of the best mode if that search
+        led to nothing. The last chains start from modes that no other chain starts from."""
         by_search = {
             search: mode.gaussian for mode in self.worth_visiting for search in mode.searches
         }
@@ -167,9 +171,9 @@ def find_modes(
     Args:
         density: log density of all rows, or of rows that represent them.
         starts: where searches begin, `[searches, D]`.
-        temperature: of the posterior.
-        seed: of the draws that estimate the evidence lower bound.
-        limits: of the searches.
+        temperature: temperature of the posterior.
+        seed: seed of the draws that estimate the evidence lower bound.
+        limits: limits of the searches.
 
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
@@ -398,7 +402,7 @@ def _bound(
 
 
 def places_on_the_way(ascents: Sequence[Ascent]) -> Tensor:
-    """Points along the search paths, evenly spread, `[places, D]`."""
+    """Points along the search paths, evenly spread, as unconstrained params `[places, D]`."""
     path = torch.cat([ascent.path for ascent in ascents])
     return path[torch.linspace(0, len(path) - 1, SEARCH.path_places).round().long().unique()]
 

@@ -17,11 +17,12 @@ from pyro_scale.tuning.policy import SEARCH
 
 
 def search_starts(problem: Problem, density: FullDataDensity) -> Tensor:
-    """Starts of the searches, `[searches, D]`.
+    """Unconstrained params at which the searches for modes start, `[searches, D]`: half of them
+    close to zero, half at the best of many random points.
 
     Starts of chains are within (-2, 2), unconstrained, whatever the prior, and lead only to modes
-    close to zero.  The other searches begin at the best of some draws of the prior, and of places
-    up to sixteen times as far out.
+    close to zero. The other searches begin at the best of some draws of the prior, and of points up
+    to sixteen times as far out.
 
     Args:
         problem: chains at their starts.

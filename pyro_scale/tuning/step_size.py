@@ -163,7 +163,18 @@ def choose_step_size(
 
 
 def _modes(problem: Problem, density: FullDataDensity, mode: Tensor, sampling: Sampling) -> Modes:
-    """Normal modes of the posterior at its mode, [D]."""
+    """The normal modes of the posterior at its mode, with the minibatch noise and the chains'
+    starts along them.
+
+    Args:
+        problem: model, kernel and chains at their starts.
+        density: log density of all rows.
+        mode: mode of the posterior, as unconstrained params `[D]`.
+        sampling: how the rows of batches are drawn.
+
+    Raises:
+        ArgumentError: there is no curvature at the mode, or no gradients of single rows.
+    """
     values = _values_at(problem, torch.ones((), dtype=torch.float64))
     precision = -density.hessian(mode).double()
     draws = _laplace_draws(mode, precision, values["temperature"], problem.seed)
@@ -196,8 +207,8 @@ def _modes(problem: Problem, density: FullDataDensity, mode: Tensor, sampling: S
 
 
 def _positive(lengths: Tensor) -> Tensor:
-    """Precisions of a Gaussian from curvatures: close to 0 in flat directions, and of the absolute
-    size in a saddle."""
+    """Precisions of a Gaussian from the curvature along each direction, `[directions]`: the
+    absolute value, but at least a small fraction of the largest, as flat directions have none."""
     return lengths.abs().clamp(min=STEP_SIZE.flattest * float(lengths.abs().max()))
 
 
@@ -211,8 +222,15 @@ def _laplace_draws(mode: Tensor, precision: Tensor, temperature: Tensor, seed: i
 
 
 def _scaled_gradients(problem: Problem, draws: Tensor, sampling: Sampling) -> Tensor:
-    """Gradients of single rows minus their mean at each draw, `[rows, D]`, scaled so that their
-    mean square is the variance of the minibatch gradient over N."""
+    """Gradients of single rows minus their mean at each draw, `[rows of all draws, D]`, scaled so
+    that their mean square is the variance of the minibatch gradient over N; zero without
+    minibatches.
+
+    Args:
+        problem: model and engine.
+        draws: unconstrained params at which gradients are taken, `[draws, D]`.
+        sampling: how the rows of batches are drawn.
+    """
     size = problem.data.batch_size
     if size is None:
         return torch.zeros(1, problem.engine.num_latents, dtype=torch.float64)
@@ -230,7 +248,8 @@ def _scaled_gradients(problem: Problem, draws: Tensor, sampling: Sampling) -> Te
 
 
 def _largest_stable(problem: Problem, precision: Tensor) -> float:
-    """The largest step size that is stable on a Gaussian of this precision, 0-d, within 1%."""
+    """The largest step size at which the sampler's kernel is stable on a Gaussian of this precision
+    over N (0-d), within 1%."""
     low, high = -8.0, 4.0  # powers of ten
     while high - low > 0.004:
         middle = (low + high) / 2
@@ -242,7 +261,7 @@ def _largest_stable(problem: Problem, precision: Tensor) -> float:
 
 
 def _values_at(problem: Problem, lr: Tensor) -> Values:
-    """The kernel's values at a step size."""
+    """The hyperparameters of the problem's kernel by name, with `lr` as the step size."""
     return problem.engine.kernel_values({**problem.engine.kernel.values(0), "lr": lr})
 
 
@@ -289,7 +308,8 @@ def _error(problem: Problem, modes: Modes, lr: Tensor, steps: Steps, epoch: int 
     path, square = chain.forgetting(max(0, arrived), num_steps)
 
     def over_elements(variances: Tensor) -> Tensor:
-        """Variances of elements relative to their exact variances, from those of normal modes."""
+        """Variances of elements relative to their exact variances, `[D]`, from variances of normal
+        modes, `[modes]`."""
         return modes.loadings @ variances / (modes.loadings @ exact)
 
     offset = over_elements((modes.starts.mean(0) * path).square())
@@ -319,7 +339,8 @@ def _warn_of_large_error(choice: StepSize, control_variates: bool) -> None:
 
 
 def _warn_of_excess_noise(problem: Problem) -> None:
-    """Warns if minibatches add more noise than the step injects: only that can be subtracted."""
+    """Warns if minibatches add more noise than the kernel injects in some element, as only as much
+    as is injected can be subtracted."""
     engine, kernel = problem.engine, problem.engine.kernel
     values = engine.kernel_values(kernel.values(0))
     added = kernel.theory.added_temperature(values, engine.known_noise)[: engine.num_latents]

@@ -59,22 +59,23 @@ def is_network(problem: Problem) -> bool:
 def train(
     problem: Problem, settings: Settings, config: RunConfig, simulate: Simulate, budget: Budget
 ) -> Choice:
-    """Trains every chain from its start, and chooses a step size that is stable there.
+    """Trains every chain from its start with an optimizer, chooses a step size that is stable
+    there, and warms chains up. Used for networks, and at temperature 0.
 
-    At temperature 0 each chain has one draw, the end of training, unless thinning was set.  If the
+    At temperature 0 each chain has one draw, the end of training, unless thinning was set. If the
     step size was set, the method itself is the optimizer, for as many steps as warm-up was set to,
     and there are `num_samples` draws.
 
     At other temperatures, a warm-up follows that is as long as training, or longer if steps are
-    cheap.  The draws take three times as many steps, or fewer if the budget ends before.  A given
+    cheap. The draws take three times as many steps, or fewer if the budget ends before. A given
     start counts as trained, unless the temperature is 0.
 
     Args:
         problem: chains at the user's or the library's starts.
-        settings: of the sampler.
+        settings: settings of the sampler, which say what is to be chosen.
         config: arguments of the run.
-        simulate: runs the chains.
-        budget: of the run.
+        simulate: function that runs the chains.
+        budget: gradients of rows and seconds that the run may take.
 
     Raises:
         NonFiniteError: the loss of a chain became NaN or infinite.
@@ -140,14 +141,14 @@ def _optimize(
     budget: Budget,
 ) -> Draws:
     """Runs the optimizer from every chain's start until no loss falls any more, or half of the
-    budget is spent.
+    budget is spent. Returns the run, whose state has the trained params.
 
     Args:
-        learner: with the optimizer as its kernel.
-        chooses_lr: whether the step size is chosen.
-        stopping: when losses no longer fall.
-        simulate: runs the chains.
-        budget: of the run.
+        learner: problem with the optimizer as its kernel.
+        chooses_lr: whether tuning chooses the step size.
+        stopping: rule that says when losses no longer fall.
+        simulate: function that runs the chains.
+        budget: gradients of rows and seconds that the run may take.
 
     Raises:
         NonFiniteError: the loss of a chain became NaN or infinite.
