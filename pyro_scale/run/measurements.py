@@ -64,8 +64,9 @@ class VirialTemperature:
     posterior.
 
     Attributes:
-        parts: temperatures in subsets of the draws, `[chains, subsets, latent sites, 2]`: averaged
-            over a site's elements, and of the site's steepest element.
+        parts: terms whose mean over draws is the temperature, for a subset of the draws, `[chains,
+            subset, latent sites, 2]`: the mean over a site's elements, and the term of the site's
+            steepest element.
         elements: temperature and its standard error for each element, `[2, D]`; None if read from a
             file, which has `parts` only.
     """
