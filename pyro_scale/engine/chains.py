@@ -31,31 +31,31 @@ from pyro_scale.rng.streams import NoiseStream
 class Chains:
     """The state of all chains, and which of them are still running.
 
-    A chain stops when its state becomes NaN or infinite.  It also stops when it has left the
-    model's support, which its gradient need not show: the log joint of a step that leads to a draw
-    is NaN or infinite.  That log joint is of the position from which the step started, so it was
-    the step before, or an earlier one, that left the support.
+    A chain stops when its state becomes NaN or infinite. It also stops when it has left the model's
+    support, which its gradient need not show: then the log joint of a step that leads to a draw is
+    NaN or infinite. That log joint is evaluated where the step started, so an earlier step left the
+    support.
 
-    The state of a running chain takes the place of a stopped chain's, so that shapes do not change;
-    these copies are not kept.
+    The state of a running chain replaces the state of a stopped chain, so that shapes do not
+    change; draws of these copies are not kept.
 
     Args:
-        engine: says what a step is.
-        positions: where chains start, `[chains, D]`.
-        values: the hyperparameters' values at step 0, by which momenta are drawn.
-        seed: the run's seed, or one for each chain.
-        numbers: the chains' numbers, which with the seed determine their random numbers; 0, 1, ...
-            by default.
+        engine: the engine, which defines a step.
+        positions: unconstrained parameters at which chains start, `[chains, D]`.
+        values: hyperparameters at step 0, tensors by name, with which momenta are drawn.
+        seed: the run's seed, or one seed for each chain.
+        numbers: the chains' numbers, which with the seed determine their random numbers; None for
+            0, 1, ...
 
     Attributes:
-        state: of all chains, the kernel's.
-        noise: the chains' noise.
-        alive: which chains are running, `[chains]`.
+        state: the state of the sampler's kernel, for all chains.
+        noise: stream of the standard normal numbers that the steps of these chains use.
+        alive: whether each chain is running, booleans `[chains]`.
         count: number of steps taken.
-        failures: one for every chain that stopped.
-        recent: the latest steps, if they are few.
-        last_steps: the last steps of the first chains that stopped, by chain.
-        log_joint: mean over running chains, at the latest step.
+        failures: one failure for every chain that stopped.
+        recent: the latest blocks of steps, for replay, if they are small.
+        last_steps: dict from a chain to its last recorded steps, for the first chains that stopped.
+        log_joint: log joint at the latest step, in nats, averaged over running chains.
     """
 
     def __init__(
@@ -82,21 +82,30 @@ class Chains:
 
     @property
     def run_state(self) -> RunState:
-        """What a run needs to continue from here."""
+        """The number of steps taken, the state and the failures, as a run needs them to continue
+        from here."""
         return RunState(self.count, self.state, self.alive, tuple(self.failures))
 
     def go_on_from(self, run_state: RunState) -> None:
-        """Continues from an earlier run's state."""
+        """Replaces step count, state and failures by those of an earlier run, to continue that
+        run."""
         self.count, self.state, self.alive = run_state.step, run_state.state, run_state.alive
         self.failures = list(run_state.failures)
 
     def move(
         self, program: Program, batches: Batches, block: StepInputs, steps: Steps, draws: Draws
     ) -> None:
-        """Takes the steps of a block, and writes their draws.
+        """Takes the steps of a block with all chains, and writes the block's draws into `draws`.
 
-        If a chain breaks in it, the block is halved until the step is among a few, and these are
-        taken one by one.
+        If a chain becomes non-finite in the block, the block is halved until few steps remain.
+        These are taken one by one, to find the step at which the chain stops.
+
+        Args:
+            program: the program that runs the steps, compiled or not.
+            batches: the minibatches of the chains.
+            block: the steps' minibatches, random numbers and hyperparameters.
+            steps: the schedule that says after which steps a draw is kept.
+            draws: the draws of the run, which are written into.
         """
         if not self.alive.any():
             self.count = block.stop
@@ -119,7 +128,8 @@ class Chains:
     def _run_unbroken(
         self, program: Program, block: StepInputs, steps: Steps
     ) -> tuple[Any, Kept] | None:
-        """(The state after a block, what is kept); None if a chain breaks in it."""
+        """(The kernel's state after a block of steps, the draws and log joints kept in it); None if
+        a running chain becomes non-finite in the block, or the model raises a RuntimeError."""
         try:
             moved, kept = self._run(program, block, steps)
         except RuntimeError:  # a matrix that cannot be factorized, in some chain
@@ -130,14 +140,21 @@ class Chains:
         return program.run(self.state, block, steps.left(block.start), steps.thinning)
 
     def _find_broken(self, moved: Any, kept: Kept) -> Tensor:
-        """The chains that have just broken, as booleans `[chains]`."""
+        """Whether each chain was running until now, but has a non-finite position or log joint
+        after these steps, booleans `[chains]`.
+
+        Args:
+            moved: the kernel's state after the steps.
+            kept: draws and log joints of these steps.
+        """
         is_sound = _are_finite(moved.position) & _are_finite(kept.log_joint)
         return self.alive & ~is_sound.cpu()
 
     def _step(
         self, program: Program, batches: Batches, block: StepInputs, steps: Steps, draws: Draws
     ) -> None:
-        """Takes the one step of a block, and stops the chains that it breaks."""
+        """Takes the one step of a block, and stops the chains whose state is not finite afterwards,
+        or whose step raises an error."""
         if not self.alive.any():
             self.count = block.stop
             return
@@ -158,7 +175,15 @@ class Chains:
         self._keep(moved, kept, block, steps, draws)
 
     def _keep(self, moved: Any, kept: Kept, block: StepInputs, steps: Steps, draws: Draws) -> None:
-        """Takes over the state after a block, and writes the block's draws."""
+        """Makes the state after a block the current one, and writes the block's draws into `draws`.
+
+        Args:
+            moved: the kernel's state after the block.
+            kept: the block's draws and log joints.
+            block: the block of steps.
+            steps: the schedule of kept draws.
+            draws: the draws of the run.
+        """
         self.recent.add(block, self.state)
         self.state = self._replace_stopped(moved)
         first, last = steps.kept_before(block.start), steps.kept_before(block.stop)
@@ -177,7 +202,8 @@ class Chains:
         self.log_joint = float(kept.last.cpu()[self.alive].mean())
 
     def _stop_those_that_raise(self, program: Program, batches: Batches, block: StepInputs) -> bool:
-        """Stops the chains whose step raises an error.  Returns whether there are any."""
+        """Runs the block's step chain by chain, and stops each chain whose step raises a
+        LinAlgError. Returns whether there are such chains."""
         step, raising = eager(self._engine, batches), torch.zeros_like(self.alive)
         for chain in torch.nonzero(self.alive)[:, 0].tolist():
             place = slice(chain, chain + 1)
@@ -201,16 +227,17 @@ class Chains:
         step: PastStep,
         error: str | None = None,
     ) -> None:
-        """Adds a failure, and records the chain's last steps.
+        """Adds a failure of a chain to `failures`, and records the chain's last steps, if it is
+        among the first that stopped.
 
         Args:
-            chain: that breaks.
-            element: of the position that is not finite; None if the model raised an error, or the
-                log joint is not finite.
-            program: that took the steps before.
-            batches: of the chains.
-            step: that breaks the chain.
-            error: what the model raised.
+            chain: index of the chain that stops.
+            element: index of the position's first element that is not finite; None if the model
+                raised an error, or only the log joint is not finite.
+            program: the program that took the earlier steps.
+            batches: the minibatches of the chains.
+            step: the step at which the chain stops.
+            error: text of the error that the model raised; None if there was none.
         """
         _, _, changing = step.block.of_chains(slice(chain, chain + 1)).at(0)
         batch = batches.batch(batches.fixed, changing)
@@ -229,8 +256,8 @@ class Chains:
             self.last_steps[chain] = record(self._engine, batches, past, chain)
 
     def _replace_stopped(self, state: Any) -> Any:
-        """The state with that of a running chain in place of those of stopped chains, which could
-        break again."""
+        """The kernel's state in which the first running chain's state replaces those of stopped
+        chains, as these could fail again. Unchanged if all chains run, or none."""
         if not bool(self.alive.any()) or bool(self.alive.all()):
             return state
         stand_in = int(torch.nonzero(self.alive)[0])
@@ -239,14 +266,15 @@ class Chains:
 
 
 def _are_finite(values: Tensor) -> Tensor:
-    """Whether all values `[chains, ...]` of a chain are finite, `[chains]`."""
+    """Whether all elements of each chain's values `[chains, ...]` are finite, booleans
+    `[chains]`."""
     finite = torch.isfinite(values.sum(dim=-1))  # if a sum is finite, no term is infinite or NaN
     return finite if bool(finite.all()) else torch.isfinite(values).all(dim=-1)
 
 
 def _broken_element(position: Tensor) -> int | None:
-    """The first element of a position [D] that is not finite.  If all are, the largest one, if it
-    is so large that its square would overflow in a log joint; else None."""
+    """The index of the first element of a position [D] that is not finite. If all are finite: the
+    index of the largest element if its square would overflow in a log joint, otherwise None."""
     broken = torch.nonzero(~torch.isfinite(position))
     if len(broken):
         return int(broken[0])

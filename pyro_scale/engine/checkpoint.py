@@ -32,13 +32,13 @@ _NAME = re.compile(r"(?:state|draws)-(\d{1,9})")
 
 
 class RunState(NamedTuple):
-    """Where a run is, between two steps.
+    """The state of a run between two steps, as a checkpoint stores it.
 
     Attributes:
         step: number of steps taken.
-        state: of all chains.
-        alive: which chains are running, `[chains]`.
-        failures: of the others.
+        state: the state of the sampler's kernel, for all chains.
+        alive: whether each chain is running, booleans `[chains]`.
+        failures: one failure for each chain that stopped.
     """
 
     step: int
@@ -48,20 +48,21 @@ class RunState(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint, as read from a directory.
+    """A checkpoint that was read from a directory: a run's state and its draws until then.
 
     Attributes:
-        number: of the state.
+        number: the number in the name of the checkpoint's file.
         parts: names of the files that hold the draws.
-        facts: what must be the same when the run is resumed, such as its seed.
-        run_state: of the run, with the kernel's state as a list of its leaves.
-        batches: position in the batches.
-        positions: of the draws until then, `[chains, kept, D]`.
-        log_joint: of the steps that led to them, `[chains, kept]`.
-        kinetic: kinetic temperatures, `[chains, looks, sites]`, or None.
-        look_every: draws from one of these measurements to the next.
-        program: how the steps were run, in words; None before the first step.
-        sink: state of the sink that takes the draws, if there is one.
+        facts: settings that must be the same when the run is resumed, such as its seed, by name.
+        run_state: state of the run, with the kernel's state as a list of its tensors.
+        batches: place in the minibatches, which `Batches.seek` takes.
+        positions: unconstrained draws until then, `[chains, kept, D]`.
+        log_joint: log joints of the steps that led to these draws, in nats, `[chains, kept]`.
+        kinetic: kinetic temperatures, `[chains, looks, sites]`, or None if they were not measured.
+        look_every: number of draws from one measurement of the kinetic temperature to the next.
+        program: name of the program that ran the steps, such as "compiled loop"; None before the
+            first step.
+        sink: state of the sink that stores the draws; None if they are in memory.
     """
 
     number: int
@@ -77,24 +78,25 @@ class Checkpoint(NamedTuple):
     sink: dict[str, Any] | None = None
 
     def state_like(self, state: Any) -> Any:
-        """The kernel's state, in the structure and on the device of another one."""
+        """The checkpoint's kernel state, in the pytree structure and on the devices of `state`,
+        which is another state of the same kernel."""
         leaves, structure = pytree.tree_flatten(state)
         pairs = zip(self.run_state.state, leaves, strict=True)
         return pytree.tree_unflatten([leaf.to(like.device) for leaf, like in pairs], structure)
 
 
 class Checkpoints:
-    """Writes a run's checkpoints into a directory, which is made if its parent exists.
+    """Writes a run's checkpoints into a directory, which is created if its parent exists.
 
     Args:
         path: the directory.
         every: seconds from one checkpoint to the next.
-        facts: what must be the same when the run is resumed.
-        last: checkpoint that the run continues; without it, the first checkpoint replaces those
-            already in the directory.
+        facts: settings that must be the same when the run is resumed, by name.
+        last: checkpoint that the run continues. If None, the first checkpoint replaces those that
+            are in the directory.
 
     Raises:
-        FileError: the directory cannot be made.
+        FileError: the directory cannot be created.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Checkpoints:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for the next one."""
+        """Whether the time between two checkpoints has passed since the last one."""
         return time.monotonic() - self._written >= self._every
 
     def write(
@@ -134,14 +136,14 @@ class Checkpoints:
         look_every: int,
         sink: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes the next checkpoint.
+        """Writes the next checkpoint, and deletes files that are no longer needed.
 
         Args:
-            run_state: of the run.
-            batches: position in the batches.
-            draws: all draws kept until then.
-            look_every: draws from one measurement of the whole state to the next.
-            sink: state of the sink that takes the draws, if there is one.
+            run_state: state of the run between two steps.
+            batches: place in the minibatches, as `Batches.position` returns it.
+            draws: all draws kept so far; only those that are in no file yet are written.
+            look_every: number of draws from one measurement of the kinetic temperature to the next.
+            sink: state of the sink that stores the draws; None if they are in memory.
 
         Raises:
             FileError: a file cannot be written; the checkpoint before remains.
@@ -183,7 +185,8 @@ class Checkpoints:
         files.write(self._directory / name, contents, "checkpoint")
 
     def _tidy(self) -> None:
-        """Deletes the files that the latest intact states do not need."""
+        """Deletes the checkpoint files in the directory that the latest intact states do not need;
+        files with other names are the user's and remain."""
         needed = {*self._parts, *(f"state-{number}" for number in self._intact)}
         for _, file in _files(self._directory):
             if file.name not in needed:
@@ -193,15 +196,16 @@ class Checkpoints:
 
 
 def check_unused(path: files.FilePath, places: Sequence[Path]) -> None:
-    """Checks that a directory holds no checkpoints yet.
+    """Raises if a directory holds checkpoints already: a new run must not overwrite them.
 
     Args:
-        path: of the directory, as the user passed it.
-        places: directories in it where checkpoints would be.
+        path: the directory as the user passed it, for the message.
+        places: the directories where checkpoints would be written: `path` itself, or directories in
+            it.
 
     Raises:
-        ArgumentError: it holds some.
-        FileError: it cannot be read.
+        ArgumentError: one of the directories holds checkpoints.
+        FileError: one of the directories cannot be read.
     """
     if any(_files(place) for place in places):
         raise ArgumentError(
@@ -222,10 +226,11 @@ def read(path: files.FilePath) -> Checkpoint:
     """The latest intact checkpoint in a directory.
 
     Raises:
-        FileError: there is none; the message says what is wrong with each.
+        FileError: there is no checkpoint, or none is intact; the message says what is wrong with
+            each.
 
     Warns:
-        UserWarning: a later one is damaged.
+        UserWarning: a later checkpoint is damaged.
     """
     directory = files.as_path(path)
     latest_first = sorted(_files(directory), reverse=True)
@@ -259,12 +264,14 @@ def read(path: files.FilePath) -> Checkpoint:
 def differences(
     then: Mapping[str, Any], now: Mapping[str, Any], within: str | None = None
 ) -> list[str]:
-    """The facts that differ, each as a line such as "seed was 0, is 1".
+    """Lines such as "seed was 0, is 1", one for each setting that differs between a checkpoint and
+    the run that is to continue it; empty if all are the same.
 
     Args:
-        then: facts of the checkpoint.
-        now: facts of the run that is to continue it.
-        within: name of the fact that these are entries of.
+        then: settings of the checkpoint, by name.
+        now: settings of the run that is to continue it, by name.
+        within: name of the setting whose entries are compared, in a recursive call; None for all
+            settings.
     """
     lines = []
     for name in dict.fromkeys([*then, *now]):
@@ -303,10 +310,11 @@ def _read(directory: Path, number: int, state: Path) -> Checkpoint:
 
 
 def _files(directory: Path) -> list[tuple[int, Path]]:
-    """(Number, path) of our files in a directory; none if there is no directory.
+    """(Number, path) of each checkpoint file in a directory, unsorted; an empty list if there is no
+    such directory.
 
     Raises:
-        FileError: it cannot be read.
+        FileError: the directory cannot be read.
     """
     try:
         paths = list(directory.iterdir()) if directory.is_dir() else []

@@ -49,10 +49,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_compile(compile: object) -> None:
-    """Checks the argument `compile`.
+    """Raises if the user's argument `compile` is neither a bool nor "auto".
 
     Raises:
-        ArgumentError: it is not a bool, nor "auto".
+        ArgumentError: `compile` has another value.
     """
     if not isinstance(compile, bool) and compile != "auto":
         raise ArgumentError(f"compile={compile!r}: pass True, False or 'auto'")
@@ -61,19 +61,21 @@ def check_compile(compile: object) -> None:
 def choose_program(
     plan: StepPlan, example: Example, before: str | None, say: Callable[[str], object]
 ) -> Program:
-    """The fastest program for a plan's steps that the model allows.
+    """The program that runs the steps of a run: compiled code if compiling is asked for and
+    succeeds, otherwise the step's Python code.
 
     Args:
-        plan: the steps.  With `compile="auto"`, runs are compiled that are long enough to repay it,
-            and a resumed run continues as it was, as programs differ by rounding.  The choice
-            depends on the call alone, not on what a cache holds.
-        example: the first steps.
-        before: name of the program that ran the steps of the resumed run; None for a new run.
-        say: shows the current activity.
+        plan: the chains and their steps. With `compile="auto"`, steps are compiled if the run is
+            long enough to repay it. A resumed run continues as it was, compiled or not, as programs
+            differ by rounding. The choice depends on the call alone, not on what a cache holds.
+        example: the first steps, on which the step is traced.
+        before: name of the program that ran the steps of the run that is resumed; None for a new
+            run.
+        say: function that shows text about the current activity.
 
     Warns:
-        CompileWarning: the model cannot be compiled, or its steps cannot be put into a loop; it
-            names the operation that prevents it, and the version of torch.
+        CompileWarning: the model cannot be compiled, or its steps cannot be put into a C++ loop.
+            The message names the operation that prevents it, and torch's version.
     """
     compile, eager = plan.compile, example.eager
     if compile == "auto":
@@ -106,16 +108,32 @@ def choose_program(
 
 
 def _repays(num_steps: int, num_chains: int, vectorized: bool) -> bool:
-    """Whether compiling takes less time than it saves."""
+    """Whether compiling is expected to take less time than it saves, from the numbers of steps and
+    chains.
+
+    Args:
+        num_steps: number of steps of the run.
+        num_chains: number of chains of the whole run.
+        vectorized: whether a step moves all chains at once by vmap.
+    """
     others = (num_chains - 1) / (_CHAINS_FOR_TWICE if vectorized else 1)
     return num_steps * (1 + others) >= _REPAID_AFTER
 
 
 def _common_program(example: Example, num_chains: int, agree: Callable[[bool], bool]) -> Program:
-    """The compiled step that all processes have, if all of them could compile it.
+    """The compiled step that all processes run, called from Python at each step. For processes that
+    take steps together.
 
-    They call it from Python: a loop in C++ cannot sum over processes, and a sum takes longer than
-    the call.
+    A loop in C++ cannot sum over processes, and a sum takes longer than the call from Python.
+
+    Args:
+        example: the first steps, on which the step is traced.
+        num_chains: number of chains of the whole run.
+        agree: function that says whether a condition holds on all processes.
+
+    Raises:
+        RuntimeError: another process could not compile the step, or the compiled step gives other
+            values than the Python code.
     """
     try:
         blueprint = _compile(example, num_chains, by_column=False, as_loop=False)
@@ -130,7 +148,8 @@ def _common_program(example: Example, num_chains: int, agree: Callable[[bool], b
 
 
 def _blueprint(example: Example, num_chains: int) -> Blueprint:
-    """The compiled step, compared with the eager one."""
+    """The compiled step, without the tensors that it works on, after a comparison with the Python
+    step on the example. Raises if the two differ."""
 
     def compile_and_check(by_column: bool) -> Blueprint:
         blueprint = _compile(example, num_chains, by_column)
@@ -144,11 +163,23 @@ def _blueprint(example: Example, num_chains: int) -> Blueprint:
 
 
 def _compile(example: Example, num_chains: int, by_column: bool, as_loop: bool = True) -> Blueprint:
-    """Compiles a step: as a loop if possible and `as_loop`, else as a function.
+    """A compiled step, without the tensors that it works on: a C++ loop over steps if possible and
+    `as_loop`, otherwise a function for one step.
 
-    On a CPU, moving chains together gains nothing: each has a loop of its own, on one thread, or,
-    called from Python, they take turns with a step on all threads.  Chains move together where
-    points or a kernel tie them, and on a GPU, which all of them fill.
+    On a CPU, moving chains together gains nothing. Each chain has its own loop on one thread; steps
+    called from Python move one chain after another, on all threads. Chains move together where they
+    share point-estimated parameters or the sampler's kernel couples them, and on a GPU, which needs
+    all of them to be busy.
+
+    Args:
+        example: the steps on which the step is traced.
+        num_chains: number of chains of the whole run.
+        by_column: whether narrow tables of data are stored by column.
+        as_loop: False for a function that is called at each step from Python.
+
+    Warns:
+        CompileWarning: a C++ loop was asked for, but the step contains an operation that it cannot
+            call.
     """
     engine, state, block = example.engine, example.state, example.block
     on_cpu = state.position.device.type == "cpu"
@@ -193,11 +224,14 @@ def _compile(example: Example, num_chains: int, by_column: bool, as_loop: bool =
 def _as_function(
     engine: Engine, batch: Batch, state: Any, noise: Tensor, values: Mapping[str, Tensor]
 ) -> tuple[Callable[..., list[Tensor]], list[Tensor]]:
-    """(A step as a function of flat tensors, examples of its arguments).
+    """A step as a function of a flat list of tensors, as tracing needs it.
 
-    Its arguments are the state's leaves, the hyperparameters' values, the noise, and the tensors of
-    the whitening and of the batch.  It returns the next state's leaves and the log joint
-    `[chains]`.
+    The function's arguments are the tensors of the state, the hyperparameters, the standard normal
+    numbers, and the tensors of the whitening and of the minibatch. It returns the tensors of the
+    next state, then the log joint `[chains]`.
+
+    Returns:
+        (The function, example tensors for its arguments).
     """
     leaves, state_spec = pytree.tree_flatten(state)
     whitening = engine.whitening
@@ -231,7 +265,17 @@ def _compiled_step(
     constants: Sequence[Tensor],
     whitening: Sequence[Tensor],
 ) -> Callable[..., tuple[Any, Tensor]]:
-    """The step that calls a compiled function."""
+    """A function of (state, hyperparameters, standard normal numbers, changing tensors of the
+    minibatches) that takes one step by a compiled function, and returns (next state, log joint
+    `[chains]`).
+
+    Args:
+        call: the compiled function of a flat list of tensors.
+        state_spec: pytree structure of a state.
+        batches: the minibatches of the chains.
+        constants: tensors that the model reads besides its arguments.
+        whitening: tensors of the whitening; empty without one.
+    """
 
     def step(state: Any, values: Any, noise: Tensor, changing: Any) -> tuple[Any, Tensor]:
         batch = batches.batch(batches.fixed, changing)
@@ -243,11 +287,13 @@ def _compiled_step(
 
 
 def _inputs_from(batch: Batch) -> list[Tensor]:
-    """A batch's tensors as compiled code reads them."""
+    """The tensors of a minibatch in the order in which compiled code reads them, contiguous if they
+    differ by chain."""
     return [leaf.contiguous() for leaf in batch.tensors] if batch.per_chain else batch.tensors
 
 
 def _operation(error: NotALoop) -> str:
-    """The operation that a loop cannot call, as torch names it, or else the statement."""
+    """The name of the operation that a C++ loop cannot call, such as `torch.ops.aten.sort`; the
+    quoted statement, cut to 200 characters, if the error names no operation."""
     name = re.search(r"(?:torch\.ops|extern_kernels)\.[\w.]+", str(error))
     return name[0] if name else f"'{str(error)[:200]}'"

@@ -21,16 +21,18 @@ _MOST_LOOKS = 32
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a chain stopped: its state became NaN or infinite, or so did the log joint of a step that
-    led to a draw, or the model raised an error.
+    """A record of why a chain stopped: its state or log joint became NaN or infinite, or the model
+    raised an error.
 
     Attributes:
-        chain: number of the chain.
-        step: number of the step at which this was detected.
-        site: the first site whose value is not finite; the first of all sites for other causes.
-        bad_batch: whether the step's batch contains NaN or infinite numbers.
-        error: what the model raised at that step; None if nothing.
-        in_density: whether only the log joint is not finite: the state is, and is not far out.
+        chain: index of the chain.
+        step: number of the step at which the failure was detected.
+        site: name of the first site with an element that is not finite; for other causes, the first
+            of all sites.
+        bad_batch: whether the step's minibatch contains NaN or infinite numbers.
+        error: text of the error that the model raised at that step; None if it raised none.
+        in_density: whether only the log joint is not finite, with a state that is finite and not
+            extremely large.
     """
 
     chain: int
@@ -43,14 +45,16 @@ class Failure:
 
 @dataclass(frozen=True)
 class Steps:
-    """How many steps a run has, and after which of them a draw is kept.
+    """The schedule of a run: how many steps it has, and after which of them a draw is kept.
 
     Attributes:
-        num_samples: draws to keep.
-        warmup_steps: steps before the first that may be kept.
-        thinning: steps from one draw to the next, counting those that may be kept.
-        keeps: function of a step's number, whether it may be kept after warm-up; None if all may.
-        positions: whether positions are kept, or log joints alone.
+        num_samples: number of draws to keep from each chain.
+        warmup_steps: number of steps before the first after which a draw may be kept.
+        thinning: number of steps from one draw to the next, of the steps after which a draw may be
+            kept.
+        keeps: function from a step's number to whether a draw may be kept after that step; None if
+            one may be kept after any step after warm-up.
+        positions: whether the draws themselves are kept; if False, only their log joints are.
     """
 
     num_samples: int
@@ -76,25 +80,29 @@ class Steps:
 
     @cached_property
     def look_every(self) -> int:
-        """Draws from one measurement of the whole state to the next: a power of two, so that a
-        longer run measures at a part of the draws at which a shorter one does."""
+        """Number of draws from one measurement of the kinetic temperature to the next: a power of
+        two, so that the draws at which a longer run measures are among those at which a shorter one
+        does."""
         return 1 << max(0, math.ceil(math.log2(self.num_samples / _MOST_LOOKS)))
 
     @cached_property
     def looks(self) -> Tensor:
-        """Numbers of the steps after which the whole state is measured, `[looks]`."""
+        """Numbers of the steps after which the kinetic temperature is measured, `[looks]`."""
         return self.kept[self.look_every - 1 :: self.look_every]
 
     def kept_before(self, step: int) -> int:
-        """Number of draws kept before a step."""
+        """Number of draws of each chain that are kept by steps before step number `step`."""
         return int(torch.searchsorted(self.kept, step))
 
     def left(self, step: int) -> int:
-        """Number of steps from a step, included, to the next draw that is kept."""
+        """Number of steps from step number `step`, included, up to the next step that leads to a
+        kept draw, included: at least 1."""
         return int(self.kept[self.kept_before(step)]) + 1 - step
 
     def even_until(self, start: int, stop: int) -> int:
-        """The last step, at most `stop`, until which the kept draws are `thinning` steps apart."""
+        """The largest step number, at most `stop`, such that the draws kept by steps `start` to
+        that number (excluded) are `thinning` steps apart. Compiled loops need evenly spaced draws.
+        """
         kept = self.kept[self.kept_before(start) : self.kept_before(stop)].tolist()
         if self.keeps is None or not kept:
             return stop
@@ -104,7 +112,8 @@ class Steps:
 
 
 class Sink(Protocol):
-    """Takes the draws of a run that does not keep them in memory."""
+    """Storage, such as files or running moments, for the draws of a run that does not keep them in
+    memory."""
 
     @property
     def count(self) -> int:
@@ -112,43 +121,45 @@ class Sink(Protocol):
         ...
 
     def add(self, positions: Tensor) -> None:
-        """Adds the next draws, `[chains, n, D]`; those of stopped chains are NaN."""
+        """Adds the next draws, unconstrained `[chains, n, D]`; those of stopped chains are NaN."""
         ...
 
     def close(self) -> None:
-        """Stores what is pending, after the last draw."""
+        """Stores draws that are still pending; called after the last draw."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What `go_on_from` needs: tensors `[chains, ...]`, and values common to all chains."""
+        """The sink's state, which `go_on_from` takes: tensors `[chains, ...]`, and values common to
+        all chains, by name. Checkpoints store it."""
         ...
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
-        """Continues from another sink's state; begins anew if None."""
+        """Continues from a state that `state` returned, of this or another sink; None discards all
+        draws and begins anew."""
         ...
 
 
 @dataclass
 class Draws:
-    """What a run kept.
+    """The draws of a run, and a record of how the run went.
 
     Attributes:
-        positions: unconstrained, `[chains, draws, D]`, NaN after a chain stopped;
-            `[chains, draws, 0]` if they are not kept, or go to a sink.
-        log_joint: estimate of the batch of the step that led to each draw, at the position from
-            which the step started, `[chains, draws]`.
+        positions: unconstrained draws, `[chains, draws, D]`, NaN after a chain stopped; `[chains,
+            draws, 0]` if they are not kept, or stored in a sink.
+        log_joint: minibatch estimate of the log joint for each draw, in nats, `[chains, draws]`: at
+            the position from which the step that led to the draw started.
         kept_steps: number of the step that led to each draw, `[draws]`.
-        failures: one for every chain that stopped.
-        last_steps: recorded steps of the first chains that stopped, by chain.
-        program: how the steps were run, in words.
-        compile_seconds: time before the first step.
-        seconds: time of the steps.
-        state: of all chains, after the last step.
+        failures: one failure for every chain that stopped.
+        last_steps: dict from a chain to its last recorded steps, for the first chains that stopped.
+        program: name of the program that ran the steps, such as "compiled loop".
+        compile_seconds: seconds before the first step.
+        seconds: seconds that the steps took.
+        state: the state of the sampler's kernel after the last step, for all chains.
         num_steps: number of steps taken.
-        error: error or interrupt that ended the run early.
-        latest: positions on their way to a sink, `[chains, n, D]` each; None without a sink.
+        error: error or interrupt that ended the run early; None if there was none.
+        latest: draws that are not in the sink yet, tensors `[chains, n, D]`; None without a sink.
         kinetic: kinetic temperature relative to the temperature set, `[chains, looks, latent
-            sites]`, NaN where it was not measured; None for kernels without a momentum.
+            sites]`, NaN where it was not measured; None for samplers without a momentum.
     """
 
     positions: Tensor
@@ -167,7 +178,12 @@ class Draws:
 
     @classmethod
     def allocate(cls, positions: Tensor, steps: Steps) -> Draws:
-        """Empty draws of chains that start at positions `[chains, D]`, in main memory."""
+        """Draws in main memory that are filled with NaN, with room for all draws of a run.
+
+        Args:
+            positions: unconstrained parameters at which chains start, `[chains, D]`.
+            steps: the schedule of the run.
+        """
         (num_chains, size), num_draws = positions.shape, steps.num_samples
         size = size if steps.positions else 0
         return cls(
@@ -178,12 +194,12 @@ class Draws:
 
     @property
     def finished(self) -> list[int]:
-        """Numbers of the chains that reached the end."""
+        """Indices of the chains that did not stop before the end."""
         stopped = {failure.chain for failure in self.failures}
         return [chain for chain in range(len(self.positions)) if chain not in stopped]
 
     def first(self, count: int) -> Draws:
-        """The first `count` draws alone."""
+        """A copy that has only the first `count` draws of each chain; tensors are views."""
         return dataclasses.replace(
             self,
             positions=self.positions[:, :count],

@@ -47,12 +47,12 @@ _EARLIER_ROUNDINGS = 32
 
 
 class Kept(NamedTuple):
-    """Results of steps besides the state.
+    """What a program keeps of the steps of a block, besides the chains' state.
 
     Attributes:
-        positions: of the draws that are kept, `[chains, kept, D]`.
-        log_joint: of the steps that led to them, `[chains, kept]`.
-        last: log joint of the last step, `[chains]`.
+        positions: positions of the kept draws, `[chains, kept, D]`.
+        log_joint: log joints of the steps that led to these draws, in nats, `[chains, kept]`.
+        last: log joints of the block's last step, kept or not, `[chains]`.
     """
 
     positions: Tensor
@@ -61,32 +61,37 @@ class Kept(NamedTuple):
 
 
 class Program(Protocol):
-    """Runs the steps of a block."""
+    """A way to run the steps of a block: Python code, a compiled step, or a compiled loop."""
 
     @property
     def name(self) -> str:
-        """The program in words, such as "compiled loop"."""
+        """The program's name in messages, such as "compiled loop"."""
         ...
 
     def run(self, state: Any, block: StepInputs, left: int, every: int) -> tuple[Any, Kept]:
-        """(State after the block, what is kept).
+        """Takes the steps of a block.
 
         Args:
-            state: of all chains, before the block.
-            block: the inputs of the steps.
-            left: steps until the first draw that is kept, at least 1.
-            every: steps from one kept draw to the next.
+            state: the state of the sampler's kernel before the block, for all chains.
+            block: the steps' minibatches, random numbers and hyperparameters.
+            left: number of steps up to and including the first that leads to a kept draw, at least
+                1.
+            every: number of steps from one kept draw to the next.
+
+        Returns:
+            (State after the block; the kept draws and log joints).
         """
         ...
 
 
 @dataclass(frozen=True)
 class OneByOne:
-    """Calls a function for every step.
+    """A program that calls a Python function or a compiled function for every step.
 
     Attributes:
-        step: (state, values, noise, changing) -> (state, log joint `[chains]`).
-        name: the program in words.
+        step: function (state, hyperparameters, standard normal numbers, changing tensors of the
+            minibatches) -> (next state, log joint `[chains]`).
+        name: the program's name in messages.
     """
 
     step: Callable[..., tuple[Any, Tensor]]
@@ -109,7 +114,7 @@ class OneByOne:
 
 @dataclass(frozen=True)
 class ChainByChain:
-    """Runs a program of one chain for every chain."""
+    """A program that moves the chains one after another, each by a program for one chain."""
 
     program: OneByOne
 
@@ -130,15 +135,17 @@ class ChainByChain:
 
 @dataclass(frozen=True)
 class CompiledLoop:
-    """Runs a loop in C++.
+    """A program that takes the steps of a block in a C++ loop, without Python between steps.
 
     Attributes:
-        loop: the C++.
+        loop: the compiled C++ loop.
         state_spec: pytree structure of a state.
-        all_at_once: whether a step of the loop moves all chains; else each chain has its own loop.
-        batches: of the chains.
+        all_at_once: whether a step of the loop moves all chains; if False, each chain has its own
+            loop.
+        batches: the minibatches of the chains.
         constants: tensors that the model reads besides its arguments.
-        whitening: tensors of the whitening.
+        whitening: tensors of the whitening; empty without one.
+        name: the program's name in messages.
     """
 
     loop: Loop
@@ -177,17 +184,19 @@ class CompiledLoop:
         return source
 
     def _by_group(self, drawn: Tensor) -> Tensor:
-        """`[chains, steps, ...]` -> `[groups, steps, ...]`."""
+        """Tensors of a block `[chains, steps, ...]` as the loop reads them: `[1, steps, chains,
+        ...]` if one loop moves all chains, otherwise unchanged, with one group for each chain."""
         return drawn.transpose(0, 1)[None] if self.all_at_once else drawn
 
 
 def _by_chain(kept: Tensor) -> Tensor:
-    """`[groups, kept, chains, ...]` -> `[all chains, kept, ...]`."""
+    """Results of loops `[groups, kept, chains of a group, ...]`, reordered to `[all chains, kept,
+    ...]`."""
     return kept.transpose(1, 2).flatten(0, 1)
 
 
 def eager(engine: Engine, batches: Batches) -> OneByOne:
-    """The program that calls the step itself, which runs the model's Python."""
+    """The program that runs the step's Python code, and with it the model, at every step."""
 
     def step(state: Any, values: Any, noise: Tensor, changing: Any) -> tuple[Any, Tensor]:
         batch = batches.batch(batches.fixed, changing)
@@ -200,13 +209,13 @@ def eager(engine: Engine, batches: Batches) -> OneByOne:
 
 @dataclass(frozen=True)
 class Example:
-    """A block of a run, at which programs are traced and compared with the step itself.
+    """The first steps of a run, on which programs are traced and compared with the Python step.
 
     Attributes:
-        engine: says what a step is.
-        batches: of the chains.
-        state: of all chains, before the block.
-        block: the inputs of one step or more.
+        engine: the engine, which defines a step.
+        batches: the minibatches of the chains.
+        state: the state of the sampler's kernel before these steps, for all chains.
+        block: minibatches, random numbers and hyperparameters of one step or more.
     """
 
     engine: Engine
@@ -216,18 +225,19 @@ class Example:
 
     @functools.cached_property
     def eager(self) -> OneByOne:
-        """The program that calls the step itself."""
+        """The program that runs the step's Python code."""
         return eager(self.engine, self.batches)
 
 
 def check(program: Program, example: Example) -> None:
-    """Compares a program with the step that it was compiled from.
+    """Raises if a program computes something else than the Python step that it was compiled from.
 
-    Without noise, which would hide a small gradient, and at another state and batch than it was
-    traced at: values that leave torch (NumPy, lists) are not traced, but frozen.
+    The two take one step without noise, which would hide a small gradient. State and minibatch
+    differ from those on which the program was traced: values that leave torch (NumPy, lists) are
+    frozen by tracing.
 
     Raises:
-        RuntimeError: they differ by more than rounding, which a model may magnify.
+        RuntimeError: the results differ by more than rounding that a model may magnify.
     """
     last = example.block.part(len(example.block) - 1, len(example.block))
     quiet = dataclasses.replace(last, noise=torch.zeros_like(last.noise))
@@ -238,8 +248,9 @@ def check(program: Program, example: Example) -> None:
 
 
 def agrees(program: Program, example: Example) -> bool:
-    """Whether a program of an earlier run computes this run's step, to rounding: compared with
-    noise, and at a state where it was not compared before."""
+    """Whether a program that an earlier run compiled computes this run's step, to rounding. The two
+    are compared on the last step of the example, with its noise, at a state displaced from the
+    example's."""
     last = example.block.part(len(example.block) - 1, len(example.block))
     tolerance = _EARLIER_ROUNDINGS * torch.finfo(example.engine.layout.dtype).eps
     return _agree(program, example, last.noise, last, tolerance, _EARLIER_ROUNDINGS)
@@ -253,8 +264,20 @@ def _agree(
     tolerance: float,
     roundings: float,
 ) -> bool:
-    """Whether a program and the eager step differ by no more than `tolerance` times the step's
-    change and `roundings` of the state before it, at a state displaced by the noise."""
+    """Whether a program and the Python step give the same results for one step, from the example's
+    state displaced by about 0.1.
+
+    Args:
+        program: the program to compare.
+        example: the state, and the engine that defines the Python step.
+        noise: standard normal numbers by which the state is displaced, `[chains, 1, normals,
+            latents]`.
+        step: the one step that both take.
+        tolerance: largest difference, relative to the largest element of the change that the step
+            makes, or of its log joint.
+        roundings: largest difference that is added to this, in units of rounding of the state
+            before the step.
+    """
     position = example.state.position.clone()
     position[:, : example.engine.num_latents] += _DISTANCE * (1 + noise[:, 0].sum(1))
     state = example.state._replace(position=position)
@@ -270,8 +293,15 @@ def _agree(
 
 
 def is_close(actual: Tensor, expected: Tensor, tolerance: float, roundings: float) -> bool:
-    """Whether no element differs by more than `tolerance` times the largest expected element and
-    `roundings` units of rounding; NaN equals NaN."""
+    """Whether no element of `actual` differs from `expected` by more than the sum of two
+    tolerances; NaN equals NaN.
+
+    Args:
+        actual: tensor to check.
+        expected: tensor of the same shape.
+        tolerance: difference relative to the largest absolute element of `expected`.
+        roundings: absolute difference in multiples of the dtype's machine epsilon.
+    """
     eps = torch.finfo(actual.dtype).eps if actual.is_floating_point() else 0.0
     allowed = tolerance * float(expected.abs().nan_to_num().amax()) + roundings * eps
     return torch.allclose(actual, expected, rtol=0, atol=allowed, equal_nan=True)

@@ -29,14 +29,15 @@ _AHEAD = 3
 
 @dataclass(frozen=True)
 class StepInputs:
-    """A block: what consecutive steps need besides the state.
+    """A block of consecutive steps: their hyperparameters, random numbers and minibatches. With the
+    chains' state, this is all that the steps depend on.
 
     Attributes:
         start: number of the first step.
-        values: every hyperparameter's values, `[steps]`.
-        noise: standard normals, `[chains, steps, normals, latents]`.
-        changing: the changing part of the batches, a pytree of tensors `[chains, steps, ...]`, or
-            `[1, steps, ...]` if all chains have one batch.
+        values: dict from the name of a hyperparameter to its value at every step, `[steps, ...]`.
+        noise: standard normal numbers, `[chains, steps, normals, latents]`.
+        changing: tensors of the minibatches that change from step to step, such as row indices: a
+            pytree of `[chains, steps, ...]`, or `[1, steps, ...]` if all chains have one minibatch.
     """
 
     start: int
@@ -49,47 +50,54 @@ class StepInputs:
 
     @property
     def stop(self) -> int:
-        """Number of the step after the last."""
+        """Number of the step after the block's last."""
         return self.start + len(self)
 
     def at(self, place: int) -> tuple[dict[str, Tensor], Tensor, Any]:
-        """(Values, noise, changing) of one step; `place` counts from the block's first step."""
+        """(Hyperparameters, standard normal numbers, changing tensors of the minibatches) of one
+        step, without the dimension of steps. The step is the block's step number `place`, counted
+        from 0."""
         values = {name: column[place] for name, column in self.values.items()}
         changing = pytree.tree_map(lambda leaf: leaf[:, place], self.changing)
         return values, self.noise[:, place], changing
 
     def part(self, first: int, last: int) -> StepInputs:
-        """The block of steps `first`, ..., `last - 1`, counted from the block's first step."""
+        """A block of the steps `first`, ..., `last - 1` of this one, counted from 0 at this block's
+        first step; its tensors are views."""
         values = {name: column[first:last] for name, column in self.values.items()}
         changing = pytree.tree_map(lambda leaf: leaf[:, first:last], self.changing)
         return StepInputs(self.start + first, values, self.noise[:, first:last], changing)
 
     def parts(self, steps: int | None) -> Iterator[StepInputs]:
-        """Blocks of at most `steps` steps each, in order; the whole block if None."""
+        """Yields blocks of at most `steps` consecutive steps of this one, in order; the whole block
+        if `steps` is None."""
         size = steps or len(self)
         return (self.part(i, min(i + size, len(self))) for i in range(0, len(self), size))
 
     def of_chains(self, chains: slice) -> StepInputs:
-        """The block of these chains alone."""
+        """A block of the same steps with a slice of the chains only."""
         changing = pytree.tree_map(
             lambda leaf: leaf[chains] if len(leaf) > 1 else leaf, self.changing
         )
         return StepInputs(self.start, self.values, self.noise[chains], changing)
 
     def copied(self) -> StepInputs:
-        """A copy whose memory is not reused for later blocks."""
+        """A copy of the block, safe to hold: the memory of the original is reused for later
+        blocks."""
         changing = pytree.tree_map(lambda leaf: leaf.clone(), self.changing)
         return StepInputs(self.start, self.values, self.noise.clone(), changing)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of all steps of a run.
+    """Hyperparameters, random numbers and minibatches of all steps of a run, from which blocks of
+    steps are made.
 
     Attributes:
-        values: every hyperparameter's values, `[all steps]`.
-        noise: of the chains.
-        batches: of the chains.
+        values: dict from the name of a hyperparameter to its value at every step, `[all steps,
+            ...]`.
+        noise: stream of the chains' standard normal numbers.
+        batches: the minibatches of the chains.
     """
 
     values: Mapping[str, Tensor]
@@ -97,13 +105,13 @@ class Inputs:
     batches: Batches
 
     def block(self, start: int, stop: int, spent: StepInputs | None = None) -> StepInputs:
-        """The block of steps start, ..., stop - 1.  Each call begins where the last one ended.
+        """The block of steps start, ..., stop - 1. Each call must begin where the last one ended.
 
         Args:
-            start: first step.
-            stop: step after the last.
+            start: number of the first step.
+            stop: number of the step after the last.
             spent: a block that is not needed any more; if it has as many steps, its memory is
-                written over.
+                overwritten. None for new memory.
         """
         if spent is None or len(spent) != stop - start:
             old_noise = old_changing = None
@@ -117,10 +125,11 @@ class Inputs:
         )
 
     def blocks(self, spans: Iterable[tuple[int, int]]) -> Generator[StepInputs]:
-        """Blocks of these (start, stop), in order, drawn ahead by a thread.
+        """Yields the blocks of these (start, stop), in order. A thread prepares the next blocks
+        ahead of time.
 
-        A block may be written over when the next one is asked for.  Close the generator to end its
-        thread.
+        The memory of a block may be overwritten as soon as the next block is asked for. Close the
+        generator to end its thread.
         """
         thread = _Thread("pyro_scale-block")
         try:
@@ -139,10 +148,10 @@ class Inputs:
 
 
 class _Thread:
-    """A thread that makes one call after another.
+    """A thread that makes the submitted calls one after another, in the background.
 
-    A loader forks its workers from it.  `ThreadPoolExecutor` cannot be used: in a fork of one of
-    its threads, the exit handler waits for the thread that it runs on, which is an error.
+    A data loader forks its workers from this thread. `ThreadPoolExecutor` cannot be used: in a fork
+    of one of its threads, the exit handler waits for the thread that it runs on, which is an error.
     """
 
     def __init__(self, name: str):
@@ -152,7 +161,7 @@ class _Thread:
         self._thread.start()
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """The future result of a call, or its error."""
+        """Queues a call `function(*args)`. Returns a future with the call's result or error."""
         future: Future[Any] = Future()
 
         def call() -> None:
@@ -165,7 +174,8 @@ class _Thread:
         return future
 
     def end(self) -> None:
-        """Waits for the call that is running, and makes no other."""
+        """Ends the thread after the call that is running; calls that are still queued are not
+        made."""
         self._is_ended = True
         self._calls.put(None)
         self._thread.join()
@@ -176,11 +186,12 @@ class _Thread:
 
 
 def steps_within_budget(block: StepInputs, kept_bytes: int = 0) -> int:
-    """The largest number of steps, a power of two, of blocks like this one.
+    """The number of steps of a block, a power of two, such that a block's tensors and draws fit
+    into a limited number of bytes (32 MiB); at least 1.
 
     Args:
-        block: any block of the run, which says how many bytes a step has.
-        kept_bytes: bytes of draws that each step leaves, on average.
+        block: any block of the run, from which the bytes of a step are computed.
+        kept_bytes: bytes of draws that each step adds, on average.
     """
     leaves = [block.noise, *pytree.tree_leaves(block.changing)]
     step_bytes = sum(leaf[:, 0].numel() * leaf.element_size() for leaf in leaves)

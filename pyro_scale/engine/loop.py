@@ -42,19 +42,22 @@ def simulate(
     sink: Sink | None = None,
     inspect: Callable[[Tensor, Batch], None] | None = None,
 ) -> Draws:
-    """Runs every chain to the last step, or until it is non-finite.
+    """Runs every chain to the last step, or until its state is non-finite, and returns the draws.
 
     An error or interrupt is not raised: it is in `Draws.error`, with the draws kept until then.
 
     Args:
-        plan: chains and steps.
+        plan: the chains and the steps that they are to take.
         progress: bar that shows the steps taken.
-        stop: function of the draws so far, which ends the run if it is true.
-        check_every: steps between two calls of `stop`; it is called after every block by default.
-        last: checkpoint to continue from.
-        checkpoints: writer of the run's checkpoints.
-        sink: takes draws in place of memory.
-        inspect: function of params `[chains, D]` and a batch, called ever more rarely.
+        stop: function of the draws so far, which ends the run when it returns True; None to run to
+            the end.
+        check_every: `stop` is called at steps that are multiples of this; None to call it after
+            every block of steps.
+        last: checkpoint to continue from; None for a new run.
+        checkpoints: writer of the run's checkpoints; None to write none.
+        sink: storage for the draws in place of memory; None to keep them in memory.
+        inspect: function of params `[chains, D]` and a minibatch, called more and more rarely; None
+            to call nothing.
     """
     steps = plan.steps
     kept = dataclasses.replace(steps, positions=False) if sink else steps
@@ -105,7 +108,15 @@ def simulate(
 def _program(
     plan: StepPlan, chains: Chains, first: StepInputs, last: Checkpoint | None, progress: Progress
 ) -> Program:
-    """The program that runs the steps; `first` are the inputs of the first block."""
+    """The program that runs the steps, whose name is then shown in the progress bar.
+
+    Args:
+        plan: the chains and the steps that they are to take.
+        chains: the chains before the first step of this run.
+        first: the first block of steps, on which a program is traced.
+        last: checkpoint that the run continues from; None for a new run.
+        progress: bar that shows that the step is being compiled.
+    """
     example = Example(plan.engine, plan.batches, chains.state, first)
     program = choose_program(plan, example, None if last is None else last.program, progress.say)
     progress.say(program.name)
@@ -113,14 +124,22 @@ def _program(
 
 
 def _chunking(plan: StepPlan, first: StepInputs, ends: Sequence[int]) -> Chunking:
-    """The lengths of a run's blocks, of which the first is drawn."""
+    """The observer that chooses the lengths of a run's blocks of steps, after the first.
+
+    Args:
+        plan: the chains and the steps that they are to take.
+        first: the first block, already made.
+        ends: step numbers at which a block must end.
+    """
     kept_bytes = plan.positions.numel() * plan.positions.element_size() // plan.steps.thinning
     most = steps_within_budget(first, kept_bytes)
     return Chunking(first, plan.steps.total, most, ends, by_clock=plan.agree is None)
 
 
 def _restore(last: Checkpoint, plan: StepPlan, chains: Chains, draws: Draws) -> None:
-    """Restores chains, batches and draws from a checkpoint."""
+    """Puts chains, minibatches and draws into the state that a checkpoint has. Kinetic temperatures
+    are taken over where the checkpoint's measurements are at draws at which this run measures, too.
+    """
     chains.go_on_from(last.run_state._replace(state=last.state_like(chains.state)))
     plan.batches.seek(last.run_state.step, last.batches)
     kept = last.positions.shape[1]

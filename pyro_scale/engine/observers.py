@@ -33,27 +33,29 @@ _RARER = 8
 
 
 class Observer:
-    """Acts before and after every block of steps."""
+    """Base class of actions before and after every block of steps, such as writing checkpoints.
+    Both methods do nothing by default."""
 
     def before(self, block: StepInputs) -> None:
-        """Called before the chains are moved."""
+        """Acts before the chains take the steps of a block."""
 
     def after(self, block: StepInputs) -> None:
-        """Called after the chains were moved."""
+        """Acts after the chains took the steps of a block."""
 
 
 class Chunking(Observer):
-    """Chooses the lengths of a run's blocks.
+    """Chooses the lengths of a run's blocks of steps.
 
-    Each block is twice as long as the one before, until one takes long enough to be noticed.  A
-    block also ends at each of `ends`.  Lengths do not change what is drawn.
+    Each block is twice as long as the one before, until a block takes 0.05 seconds. A block also
+    ends at each of `ends`. Lengths do not change what is drawn.
 
     Args:
-        first: the first block, already drawn.
+        first: the first block, already made.
         num_steps: number of the step after the run's last.
         most: largest number of steps of a block.
-        ends: steps at which a block ends, ascending.
-        by_clock: False makes lengths the same on every machine.
+        ends: step numbers at which a block must end, ascending.
+        by_clock: False to ignore the time that blocks take, which makes lengths the same on every
+            machine.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Chunking(Observer):
         self._ends, self._by_clock = ends, by_clock
 
     def opening(self) -> Iterator[StepInputs]:
-        """The first block, in parts that end at `ends`."""
+        """Yields the first block, cut into parts that end at `ends`."""
         first, start = self._first, self._first.start
         while start < first.stop:
             stop = min(first.stop, self._next_end(start))
@@ -77,7 +79,8 @@ class Chunking(Observer):
             start = stop
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """(Start, stop) of every block after the first."""
+        """Yields (start, stop) of every block after the first, as step numbers; `stop` is excluded.
+        The length depends on how long the blocks before took."""
         start, size = self._first.stop, min(len(self._first), self._most)
         while start < self._num_steps:
             stop = min(start + size, self._next_end(start))
@@ -99,7 +102,7 @@ class Chunking(Observer):
 
 
 class SinkFeed(Observer):
-    """Passes each block's draws on to a sink, in place of `Draws`, which keeps none."""
+    """Passes each block's draws on to a sink, and empties the list in `Draws` that held them."""
 
     def __init__(self, draws: Draws, sink: Sink):
         self._draws, self._sink = draws, sink
@@ -113,10 +116,12 @@ class SinkFeed(Observer):
 
 
 class KineticLooks(Observer):
-    """Measures the kinetic temperature after the steps `Steps.looks`, if chains have a momentum.
+    """Measures the kinetic temperature of every latent site after the steps `Steps.looks`, if the
+    sampler has a momentum, into `Draws.kinetic`.
 
     Attributes:
-        places: number of a step plus 1 -> place in `Draws.kinetic`; empty if nothing is measured.
+        places: dict from the number of a step plus 1 to the measurement's index in `Draws.kinetic`;
+            empty if nothing is measured.
     """
 
     def __init__(self, plan: StepPlan, chains: Chains, draws: Draws):
@@ -134,7 +139,7 @@ class KineticLooks(Observer):
 
     @property
     def ends(self) -> list[int]:
-        """Steps at which a block has to end."""
+        """Step numbers, ascending, at which a block has to end so that a measurement can follow."""
         return sorted(self.places)
 
     def after(self, block: StepInputs) -> None:
@@ -147,7 +152,8 @@ class KineticLooks(Observer):
 
 
 class Inspection(Observer):
-    """Calls a function of the chains' params and a step's batch, ever more rarely."""
+    """Calls a function of the chains' params `[chains, D]` and the latest step's minibatch, after
+    the first block and then when the number of steps has grown eightfold."""
 
     def __init__(self, plan: StepPlan, chains: Chains, inspect: Callable[[Tensor, Batch], None]):
         self._plan, self._chains, self._inspect = plan, chains, inspect
@@ -163,10 +169,10 @@ class Inspection(Observer):
 
 
 class Saver(Observer):
-    """Holds the run's state after the latest whole block, and writes checkpoints of it.
+    """Remembers the run's state after the latest whole block, and writes checkpoints of that state.
 
-    An error or an interrupt within a block leaves this state as it is, so that the chains, the
-    draws in memory, the sink and the last checkpoint stay at the same step.
+    An error or an interrupt within a block leaves the remembered state as it is, so that the
+    chains, the draws in memory, the sink and the last checkpoint stay at the same step.
     """
 
     def __init__(
@@ -188,7 +194,8 @@ class Saver(Observer):
             self.write()
 
     def write(self) -> None:
-        """Writes a checkpoint, if the run has a directory for them."""
+        """Writes a checkpoint of the remembered state; does nothing if the run has no directory for
+        checkpoints."""
         if self._checkpoints is not None:
             step, steps = self.run_state.step, self._plan.steps
             self._checkpoints.write(
@@ -200,16 +207,18 @@ class Saver(Observer):
             )
 
     def close_sink(self) -> None:
-        """Closes the sink after the last draw, and writes its last state."""
+        """Closes the sink after the last draw, and writes a checkpoint with the sink's final state;
+        does nothing without a sink."""
         if self._sink is not None:
             self._sink.close()
             self._sink_state = self._sink.state()
             self.write()
 
     def rescue(self) -> Draws:
-        """Puts sink and checkpoint at the same step after an error.  Returns the draws until then.
+        """Brings sink and checkpoint to the same step after an error. Returns the draws up to that
+        step.
 
-        Files that cannot be written are not reported: they may be what ended the run.
+        Errors in writing files are ignored: they may be what ended the run.
         """
         steps, sink = self._plan.steps, self._sink
         kept, moved = (steps.kept_before(n) for n in (self.run_state.step, self._chains.count))
@@ -231,7 +240,8 @@ class Saver(Observer):
 
 
 class ProgressBar(Observer):
-    """Moves a progress bar on, and shows the chains' mean log joint."""
+    """Advances a progress bar after each block, and shows the log joint, averaged over running
+    chains."""
 
     def __init__(self, progress: Progress, chains: Chains):
         self._progress, self._chains = progress, chains
@@ -241,10 +251,11 @@ class ProgressBar(Observer):
 
 
 class Ending(Observer):
-    """Says whether the run is over before its last step.
+    """Decides after each block whether the run ends before its last step.
 
     Attributes:
-        is_over: whether no chain is left, or `stop` of the draws is true.
+        is_over: whether no chain is running, or the function `stop` returned True for the draws so
+            far.
     """
 
     def __init__(

@@ -17,24 +17,26 @@ from pyro_scale.rng.streams import NoiseStream
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Chains and the steps that they are to take.
+    """The chains of a run and the steps that they are to take.
 
     Attributes:
-        engine: says what a step is.
-        positions: where chains start, `[chains, D]`.
-        batches: of the chains.
-        values: every hyperparameter's values, `[all steps]`.
-        steps: how many steps, and after which of them a draw is kept.
-        seed: the run's seed, or one for each chain.
-        compile: whether to compile the step; "auto" does so if the run is long enough.
-        earlier: programs that the same object compiled in earlier runs.
-        noise: of the steps; that of the seed by default.
-        numbers: numbers of these chains, which with the seed determine their random numbers;
-            0, 1, ... by default.
-        num_chains: number of chains of the whole run, those of other processes included; that of
-            `positions` by default.  Programs of one chain and of several round differently.
-        agree: where processes take steps together: whether a condition holds on all of them.
-            They then have blocks of the same lengths, and all of them compile or none.
+        engine: the engine, which defines a step.
+        positions: unconstrained parameters at which chains start, `[chains, D]`.
+        batches: the minibatches of the chains.
+        values: dict from the name of a hyperparameter to its value at every step, `[all steps,
+            ...]`.
+        steps: the number of steps, and the steps after which a draw is kept.
+        seed: the run's seed, or one seed for each chain.
+        compile: whether to compile the step; "auto" compiles it if the run is long enough.
+        earlier: cache of the programs that the same object compiled in earlier runs.
+        noise: stream of the steps' standard normal numbers; None for that of the seed.
+        numbers: the chains' numbers, which with the seed determine their random numbers; None for
+            0, 1, ...
+        num_chains: number of chains of the whole run, those of other processes included; None if
+            all are in `positions`. Programs of one chain and of several round differently.
+        agree: function that says whether a condition holds on all processes, where processes take
+            steps together. They then have blocks of the same lengths, and all of them compile or
+            none. None for a single process.
     """
 
     engine: Engine
@@ -51,7 +53,7 @@ class StepPlan:
     agree: Callable[[bool], bool] | None = None
 
     def values_at(self, step: int) -> dict[str, Tensor]:
-        """Every hyperparameter's value at a step."""
+        """The hyperparameters at step number `step`, by name."""
         return {name: column[step] for name, column in self.values.items()}
 
     @property

@@ -16,14 +16,15 @@ _IN_A_NOTEBOOK = any(kind.__module__ == "tqdm.notebook" for kind in tqdm.__mro__
 
 
 class Progress:
-    """A bar over steps that shows its rate and the objective's value, whenever it is redrawn.  In a
-    log (stderr is neither a terminal nor a notebook) it writes about ten lines.
+    """A bar over steps that shows the rate of steps and the objective's value, whenever the bar is
+    redrawn. In a log (stderr is neither a terminal nor a notebook), about ten lines are written in
+    all.
 
     Args:
         total: number of steps; None if it is not known beforehand.
-        title: what runs.
+        title: name of what runs, which is shown before the bar.
         show: False for no bar at all.
-        objective: name of the number shown.
+        objective: name of the number that is shown after the bar.
     """
 
     def __init__(self, total: int | None, title: str, show: bool, objective: str = "log joint"):
@@ -40,16 +41,18 @@ class Progress:
         self._bar.set_description_str(f"{self._title}, {what}", refresh=not self._is_logged)
 
     def update(self, steps: int, value: float | None = None) -> None:
-        """Moves on by `steps`, and shows the objective's value if it is passed."""
+        """Advances the bar by `steps` steps, and shows the objective's value; None leaves the value
+        shown as it is."""
         if self._bar.update(steps) and value is not None:
             self.show(f"{self._objective} {value:.5g}")
 
     def go_to(self, step: int) -> None:
-        """Moves to a step, if the bar has not reached it."""
+        """Advances the bar to step number `step`; does nothing if the bar is there already, or
+        beyond."""
         self._bar.update(max(0, step - self._bar.n))
 
     def show(self, what: str) -> None:
-        """Shows text behind the bar when it is next redrawn."""
+        """Sets the text after the bar, which is shown when the bar is next redrawn."""
         self._bar.set_postfix_str(what, refresh=False)
 
     def __enter__(self) -> Self:

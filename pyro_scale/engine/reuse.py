@@ -29,12 +29,13 @@ Build: TypeAlias = Callable[[Batches, Sequence[Tensor], Sequence[Tensor]], Progr
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A compiled step, without the tensors that it works on.
+    """A compiled step without the tensors that it works on, from which programs are made.
 
     Attributes:
-        build: makes the program from these tensors.
-        constants: what the step reads besides its arguments.
-        by_column: whether it reads narrow tables that are stored by column.
+        build: function (minibatches, constants, tensors of the whitening) -> program.
+        constants: tensors that the step reads besides its arguments, such as those in the model's
+            code.
+        by_column: whether the step reads narrow tables of data that are stored by column.
     """
 
     build: Build
@@ -42,31 +43,35 @@ class Blueprint:
     by_column: bool
 
     def program(self, example: Example) -> Program:
-        """The program on an example's batches."""
+        """The program that takes this compiled step with the minibatches and whitening of an
+        example."""
         constants = [constant.tensor for constant in self.constants]
         batches = arrange(example.batches, self.by_column)
         return self.build(batches, constants, whitening_tensors(example.engine))
 
 
 def whitening_tensors(engine: Engine) -> list[Tensor]:
-    """The tensors of an engine's whitening, as compiled steps read them."""
+    """The tensors of an engine's whitening in the order in which compiled steps read them,
+    contiguous; empty without a whitening."""
     whitening = engine.whitening
     return [] if whitening is None else [tensor.contiguous() for tensor in whitening.tensors]
 
 
 def arrange(batches: Batches, by_column: bool) -> Batches:
-    """Batches as a compiled step reads them: with `by_column`, whole data stored by column."""
+    """Minibatches stored as a compiled step reads them: if `by_column` and every step has all rows
+    of the data, with narrow tables stored by column; otherwise unchanged."""
     return batches.by_column if by_column and isinstance(batches, WholeData) else batches
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A blueprint that keeps no tensors of the user alive.
+    """A compiled step in the cache of `Earlier`, which keeps none of the user's tensors alive.
 
     Attributes:
-        build, by_column: as in `Blueprint`.
-        recall: returns the constants, or None once one of them has changed.
-        facts: what steps must have in common with the blueprint's, from `_facts`.
+        build: function (minibatches, constants, tensors of the whitening) -> program.
+        recall: function that returns the constants, or None once one of them has changed.
+        by_column: whether the step reads narrow tables of data that are stored by column.
+        facts: kernel, shapes and data on which the compiled step depends, from `_facts`.
     """
 
     build: Build
@@ -76,11 +81,13 @@ class _Kept:
 
 
 class Earlier:
-    """Keeps the latest programs that an object compiled, one for each kind of step.
+    """A cache of the latest programs that an object compiled, one for each kind of step (kernel,
+    shapes, data).
 
-    A program is used again if all shapes are the same and the tensors of data and model are the
-    same objects, and have not been written to; references to them are weak.  Whatever else the
-    model reads is checked by its effect: the program is compared with a step at a new state.
+    A program is reused if all shapes are the same and the tensors of data and model are the same
+    objects, and have not been written to; references to these tensors are weak. Anything else that
+    the model reads is checked by its effect: the program is compared with the Python step at a new
+    state.
     """
 
     def __init__(self) -> None:
@@ -90,14 +97,16 @@ class Earlier:
         return Earlier, ()  # a copy compiles its own
 
     def keep(self, blueprint: Blueprint, example: Example) -> None:
-        """Keeps a blueprint for later runs."""
+        """Adds a compiled step to the cache, in place of one with the same kernel, shapes and data.
+        The cache holds the latest four."""
         facts = _facts(example)
         kept = _Kept(blueprint.build, recall(blueprint.constants), blueprint.by_column, facts)
         others = [other for other in self._kept if other.facts != facts]
         self._kept = [kept, *others][:_MOST_KEPT]
 
     def program(self, example: Example) -> Program | None:
-        """The program of an earlier run for these steps; None if there is none."""
+        """A program that an earlier run compiled and that still computes the step of the example;
+        None if there is none."""
         facts = _facts(example)
         kept = next((kept for kept in self._kept if kept.facts == facts), None)
         constants = None if kept is None else kept.recall()
@@ -112,7 +121,8 @@ class Earlier:
 
 
 def _facts(example: Example) -> Any:
-    """What a compiled step depends on: kernel, geometry of its inputs, and the data's tensors."""
+    """What a compiled step depends on: kernel, shapes, strides and devices of its inputs, and the
+    data's tensors. A program can be reused only for an example with equal facts."""
     engine, batches = example.engine, example.batches
     values, noise, changing = example.block.at(0)
     batch = batches.batch(batches.fixed, changing)
@@ -140,16 +150,17 @@ def _geometry(tensor: Tensor) -> Hashable:
 
 
 def mark(tensor: Tensor) -> Hashable:
-    """An identifier of a tensor and its contents: two are equal if they are of the same tensor,
-    which was not written to in between.  It does not keep the tensor alive."""
+    """An identifier of a tensor and its contents. Two identifiers are equal if they are of the same
+    tensor, which was not written to in between. An identifier does not keep the tensor alive."""
     version = None if tensor.is_inference() else tensor._version
     return WeakIdRef(tensor), version, _geometry(tensor)
 
 
 def recall(constants: Sequence[Constant]) -> Callable[[], list[Tensor] | None]:
-    """A function that returns constants again later, or None if one of them has changed.
+    """A function without arguments that returns the tensors of these constants later, or None if
+    one of them has changed since.
 
-    It keeps no tensor alive but small ones.
+    The function keeps only tensors of at most 64 KiB alive.
     """
     origins = [constant.origin for constant in constants]
     tensors_then = [origin() for origin in origins]
@@ -167,12 +178,13 @@ def recall(constants: Sequence[Constant]) -> Callable[[], list[Tensor] | None]:
 def _if_unchanged(
     origin: weakref.ref[Tensor], then: Hashable, small: Tensor | None
 ) -> Tensor | None:
-    """A constant as it was, or None.
+    """The tensor of a constant if it is as it was when the step was traced; None if it has changed.
+    If the tensor that the model read no longer exists: the kept copy, or None for a large tensor.
 
     Args:
-        origin: the tensor that the model read.
-        then: its mark when the step was traced.
-        small: the constant, if it is small enough to be kept.
+        origin: weak reference to the tensor that the model read.
+        then: identifier of that tensor and its contents when the step was traced, from `mark`.
+        small: the constant's tensor, if it is small enough to be kept; None for a large one.
     """
     tensor = origin()
     if tensor is None:  # the model makes an equal tensor whenever it is run, or has replaced it

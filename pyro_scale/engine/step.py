@@ -22,49 +22,62 @@ from pyro_scale.data.batches import Batch
 
 
 class Density(Protocol):
-    """What sampling needs of a log posterior."""
+    """The interface of a log posterior that sampling needs: gradients on minibatches, scaled to N
+    rows."""
 
     @property
     def num_data(self) -> int:
-        """N."""
+        """N, the number of rows of the whole data."""
         ...
 
     def grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Any]:
-        """(Gradient of the log joint by site, its evaluation) for one chain, under vmap."""
+        """(Gradient of the minibatch estimate of the log joint with respect to params, by site; the
+        model's evaluation with that log joint) for one chain. Works under `torch.vmap`.
+
+        Args:
+            params: unconstrained parameters by site.
+            batch: the model's arguments, with the rows of one minibatch.
+            indices: indices of the rows `[B]`, for a model that subsamples by itself; None for
+                others.
+        """
         ...
 
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Any]:
-        """The same with plain autograd, which cannot be vmapped."""
+        """As `grad`, by plain autograd, which works for more models, but not under `torch.vmap`."""
         ...
 
     def row_gradients(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Gradients of the rows' log likelihoods, by site."""
+        """Gradients of the log likelihood of each row of a minibatch with respect to params, `[B,
+        *shape]` by site. Arguments as for `grad`."""
         ...
 
 
 @runtime_checkable
 class Coupled(Protocol):
-    """A kernel whose chains interact: each moves by the gradients of all.  They share a batch."""
+    """A sampler's kernel whose chains interact, such as SVGD: each chain's step depends on the
+    positions and gradients of all chains. The chains have one minibatch in common."""
 
     def couple(self, positions: Tensor, gradients: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-        """Direction of every chain, from all positions and gradients, all `[chains, D]`."""
+        """The direction in which every chain moves, `[chains, D]`, from all positions and all
+        gradients of the log joint over N, both `[chains, D]`."""
         ...
 
     def move(self, state: Any, direction: Tensor, values: Mapping[str, Tensor]) -> Any:
-        """A chain's next state, from its direction [D]."""
+        """The next state of one chain, from the chain's state and the direction [D] in which it
+        moves."""
         ...
 
 
 @dataclass(frozen=True)
 class Target:
-    """The log posterior on the batch of one chain, as a kernel sees it; a function of whitened
-    coordinates if there is a whitening."""
+    """The log posterior on the minibatch of one chain, as a sampler's kernel sees it. With a
+    whitening, a function of whitened coordinates."""
 
     density: Density
     layout: Layout
@@ -75,11 +88,12 @@ class Target:
 
     @property
     def num_data(self) -> int:
-        """N."""
+        """N, the number of rows of the whole data."""
         return self.density.num_data
 
     def grad(self, position: Tensor) -> tuple[Tensor, Any]:
-        """(Gradient of the log joint at the position [D], over N; the log joint's evaluation)."""
+        """(Gradient `[D]` of the log joint at a position [D], over N; the model's evaluation with
+        the log joint itself)."""
         grad = self.density.grad if self.vectorized else self.density.plain_grad
         params = self.layout.unflatten(to_params(self.whitening, position))
         by_site, evaluation = grad(params, self.arguments, self.indices)
@@ -87,24 +101,34 @@ class Target:
         return _map_latents(self.whitening, "pull_back", gradient), evaluation
 
     def own(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The hyperparameters' values of this chain, for densities that change them by chain."""
+        """The hyperparameters of this chain, by name: `values`, unless the density changes them
+        from chain to chain."""
         own_values = getattr(self.density, "own_values", None)
         return values if own_values is None else own_values(values, self.arguments)
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum of values over all elements of the chain, those of other processes included."""
+        """The sum over all elements of a chain's vector. Where processes share out the elements,
+        those of other processes are included."""
         total: Tensor = getattr(self.density, "total", torch.sum)(values)
         return total
 
 
 def to_params(whitening: Whitening | None, positions: Tensor) -> Tensor:
-    """The unconstrained params `[..., D]` of chains at positions `[..., D]`."""
+    """The unconstrained params `[..., D]` of chains whose kernel moves at positions `[..., D]`; the
+    positions themselves without a whitening."""
     return _map_latents(whitening, "to_params", positions)
 
 
 def _map_latents(whitening: Whitening | None, method: str, vectors: Tensor) -> Tensor:
-    """Vectors with their leading elements mapped by a method of a whitening; the other elements,
-    which are points, are unchanged."""
+    """Vectors `[..., D]` whose leading elements, the latents, are mapped by a method of a
+    whitening. The other elements, of point-estimated parameters, are unchanged; so is everything
+    without a whitening.
+
+    Args:
+        whitening: map between whitened coordinates and latents; None for no map.
+        method: name of the whitening's method, such as "to_params".
+        vectors: the vectors to map.
+    """
     if whitening is None:
         return vectors
     size = len(whitening.tensors[0])
@@ -118,21 +142,22 @@ def _map_latents(whitening: Whitening | None, method: str, vectors: Tensor) -> T
 class Engine:
     """Moves all chains by one step.
 
-    Positions are `[chains, D]`: latents, then points (`pyro.param` sites and unfrozen weights),
-    which all chains share.  Points get no noise, and after each step the mean over chains.  As
-    updates are linear in the gradient, they move by their mean gradient at temperature 0.
+    Positions are `[chains, D]`: latents, then point-estimated parameters (`pyro.param` sites and
+    unfrozen weights), "points" for short, which all chains share. Points get no noise, and are
+    averaged over chains after each step. As updates are linear in the gradient, points move by the
+    mean gradient of the chains, at temperature 0.
 
     Attributes:
-        kernel: the method.
+        kernel: the sampler's kernel, which defines the update of one chain.
         density: the log posterior.
-        layout: of a position.
+        layout: sites of a position, with their shapes and places in the vector.
         num_latents: number of a position's elements that are latents; the others are points.
         vectorized: False moves the chains one by one with plain autograd, for models that do not
             work under vmap or functorch's gradient.
         known_noise: variance of the minibatch gradient of the log joint over N, `[D]`, which is
             subtracted from the injected noise; None subtracts nothing.
-        whitening: map from the coordinates in which the kernel moves to latents; None if it moves
-            latents themselves.
+        whitening: map from the coordinates in which the kernel moves to latents; None if the kernel
+            moves latents themselves.
     """
 
     kernel: Any
@@ -144,7 +169,13 @@ class Engine:
     whitening: Whitening | None = None
 
     def init(self, positions: Tensor, noise: Tensor, values: Mapping[str, Tensor]) -> Any:
-        """The state of chains at params `[chains, D]`, with noise `[chains, latents]`."""
+        """The state of the sampler's kernel for chains that start at params.
+
+        Args:
+            positions: unconstrained parameters, `[chains, D]`.
+            noise: standard normal numbers for initial momenta, `[chains, latents]`.
+            values: hyperparameters at the first step, by name.
+        """
         values = self.kernel_values(values)
         positions = _map_latents(self.whitening, "to_whitened", positions)
 
@@ -156,7 +187,15 @@ class Engine:
     def step(
         self, state: Any, batch: Batch, noise: Tensor, values: Mapping[str, Tensor]
     ) -> tuple[Any, Any]:
-        """(Next state, evaluations of the chains), with noise `[chains, normals, latents]`."""
+        """Takes one step with every chain. Returns (next state of the sampler's kernel, evaluations
+        of the log joint, both for all chains).
+
+        Args:
+            state: the state of the sampler's kernel before the step, for all chains.
+            batch: the minibatches of all chains.
+            noise: standard normal numbers, `[chains, normals, latents]`.
+            values: hyperparameters of the step, by name.
+        """
         if isinstance(self.kernel, Coupled):
             return self._step_together(self.kernel, state, batch, values)
         values = self.subtract_known_noise(self.kernel_values(values))
@@ -171,7 +210,9 @@ class Engine:
     def _step_together(
         self, kernel: Coupled, state: Any, batch: Batch, values: Mapping[str, Tensor]
     ) -> tuple[Any, Any]:
-        """A step of chains that interact; points move by the mean gradient."""
+        """Takes a step with chains that interact: latents move in the directions that the kernel
+        computes from all chains, points by the mean gradient. Returns (next state, evaluations of
+        the log joint)."""
         target = self._target(*batch.of_chain(0), self.whitening)
         gradients, evaluation = self._map_chains(target.grad, state.position)
         latents, points = gradients.split(self._sizes, 1)
@@ -185,8 +226,8 @@ class Engine:
         return self._map_chains(move, state, directions), evaluation
 
     def evaluate(self, positions: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(Log joint of every chain at its params `[chains, D]`, gradient over N `[chains, D]`), as
-        a step evaluates them."""
+        """(Minibatch log joint of every chain at its params `[chains, D]`, in nats, `[chains]`; its
+        gradient over N, `[chains, D]`), computed just as in a step."""
 
         def at(arguments: Any, indices: Any, position: Tensor) -> tuple[Tensor, Tensor]:
             gradient, evaluation = self._target(arguments, indices).grad(position)
@@ -195,7 +236,8 @@ class Engine:
         return self._over_chains(at, batch, positions)
 
     def gradient(self, positions: Tensor, batch: Batch) -> Tensor:
-        """Gradient of the log joint over N of every chain at its params, `[chains, D]`."""
+        """Gradient of the minibatch log joint of every chain at its params, over N, `[chains,
+        D]`."""
 
         def evaluate(arguments: Any, indices: Any, position: Tensor) -> Tensor:
             return self._target(arguments, indices).grad(position)[0]
@@ -203,8 +245,13 @@ class Engine:
         return self._over_chains(evaluate, batch, positions)
 
     def kinetic(self, state: Any, values: Mapping[str, Tensor]) -> Tensor:
-        """Kinetic temperature p^2 / m of chains with a momentum, relative to the temperature set:
-        means over the elements of each latent site, `[chains, latent sites]`."""
+        """Kinetic temperature p^2 / m of each latent site and chain, relative to the temperature
+        set, averaged over the site's elements: `[chains, latent sites]`, about 1 at equilibrium.
+
+        Args:
+            state: state of a kernel with a momentum, for all chains.
+            values: the step's hyperparameters, by name.
+        """
         values, device = self.kernel_values(values), state.momentum.device
         unit = (values["mass"] * values["temperature"]).expand(self.layout.size).to(device)
         momentum = state.momentum
@@ -218,26 +265,28 @@ class Engine:
 
     @property
     def num_data(self) -> int:
-        """N."""
+        """N, the number of rows of the whole data."""
         return self.density.num_data
 
     @property
     def num_latent_sites(self) -> int:
-        """Number of latent sites."""
+        """Number of the model's latent sites, which come first in the layout."""
         return sum(place.stop <= self.num_latents for place in self.layout.slices().values())
 
     @property
     def has_points(self) -> bool:
-        """Whether there are points."""
+        """Whether there are point-estimated parameters, which all chains share."""
         return self.num_latents < self.layout.size
 
     @property
     def ties_chains(self) -> bool:
-        """Whether chains must take a step together: they share points, or interact."""
+        """Whether chains must take each step together: they share point-estimated parameters, or
+        the sampler's kernel makes them interact."""
         return self.has_points or isinstance(self.kernel, Coupled)
 
     def to_params(self, positions: Tensor) -> Tensor:
-        """The unconstrained params `[..., D]` of states at these positions."""
+        """The unconstrained params `[..., D]` of chains whose kernel moves at positions `[..., D]`;
+        the positions themselves without a whitening."""
         return to_params(self.whitening, positions)
 
     def _target(
@@ -246,7 +295,14 @@ class Engine:
         return Target(self.density, self.layout, arguments, indices, self.vectorized, whitening)
 
     def _over_chains(self, function: Callable[..., Any], batch: Batch, *states: Any) -> Any:
-        """function(arguments, indices, *states) for every chain; states are `[chains, ...]`."""
+        """Calls a function for every chain, and returns the results with chains as the first
+        dimension.
+
+        Args:
+            function: function (arguments of the model, row indices or None, *states of one chain).
+            batch: the minibatches of all chains.
+            *states: pytrees of tensors `[chains, ...]`.
+        """
         if self.vectorized:
             arguments = rows.vmap_dims(batch.arguments, 0 if batch.per_chain else None)
             indices = None if batch.indices is None else 0
@@ -258,14 +314,16 @@ class Engine:
         )
 
     def _map_chains(self, function: Callable[..., Any], *states: Any) -> Any:
-        """function(*states) for every chain; states are `[chains, ...]`."""
+        """Calls `function(*states)` for every chain, and returns the results with chains as the
+        first dimension; tensors of `states` are `[chains, ...]`."""
         if self.vectorized:
             return torch.vmap(function)(*states)
         return _stack(function(*state) for state in _by_chain(states))
 
     def kernel_values(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A step's values as the kernel takes them: the temperature over N; values that differ by
-        site, or between latents and points, as vectors [D]."""
+        """The hyperparameters of a step in the units of the sampler's kernel, by name: the
+        temperature is divided by N; those that differ by site, or between latents and points,
+        become vectors [D]."""
         scaled: dict[str, Tensor] = self.kernel.per_datum(values, self.density.num_data)
         for name, hyper in self.kernel.hyperparameters().items():
             if isinstance(hyper, Mapping):
@@ -275,27 +333,37 @@ class Engine:
         return scaled
 
     def latent_values(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values of `kernel_values` for latents, in double precision."""
+        """The hyperparameters in the kernel's units, as `kernel_values` returns them, for latents
+        alone, in float64: scalars, or vectors `[latents]`."""
         return {
             name: value.double()[: self.num_latents] if value.dim() else value.double()
             for name, value in self.kernel_values(values).items()
         }
 
     def _of_latents(self, temperature: Tensor) -> Tensor:
-        """The temperature as a vector [D], 0 for points."""
+        """The temperature as a vector [D] that is 0 for points, which are not sampled."""
         num_latents, num_points = self._sizes
         cold = temperature.new_zeros(num_points, dtype=self.layout.dtype)
         return torch.cat([temperature.to(cold).expand(num_latents), cold])
 
     def subtract_known_noise(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values with a lower temperature, so that less noise is injected, by `known_noise`."""
+        """Hyperparameters with a lower temperature, at least 0, so that injected noise and the
+        known noise of minibatch gradients together have the temperature set; unchanged if no noise
+        is known."""
         if self.known_noise is None:
             return dict(values)
         added = self.kernel.theory.added_temperature(values, self.known_noise)
         return {**values, "temperature": (values["temperature"] - added).clamp(min=0)}
 
     def _by_site(self, hyper: Mapping[str, Any], values: Tensor) -> Tensor:
-        """A hyperparameter as a vector [D]: the values of the sites, times their tensors if any."""
+        """A hyperparameter that differs by site, as a vector [D].
+
+        Args:
+            hyper: dict from a site's name to the hyperparameter's schedule, number or tensor of
+                factors.
+            values: the hyperparameter of each site at this step, in the order of `hyper`.
+                Multiplied by the site's tensor in `hyper`, if that is one.
+        """
         by_site = {}
         for place, (name, entry) in enumerate(hyper.items()):
             number = values[place].to(self.layout.dtype)
@@ -305,7 +373,7 @@ class Engine:
         return self.layout.flatten(by_site)
 
     def pad(self, latents: Tensor) -> Tensor:
-        """Values of latents `[..., latents]`, with 0 for points, `[..., D]`."""
+        """Vectors `[..., D]` from vectors of latents `[..., latents]`, with 0 for points."""
         return torch.nn.functional.pad(latents, (0, self._sizes[1]))
 
     @property
@@ -314,7 +382,8 @@ class Engine:
         return self.num_latents, self.layout.size - self.num_latents
 
     def _share_points(self, state: Any) -> Any:
-        """The state with the points of all chains replaced by their mean."""
+        """The state with the points of each chain replaced by their mean over chains. Chains that
+        are not finite are left out of the mean, and unchanged."""
         if not self.has_points:
             return state
 
@@ -330,11 +399,12 @@ class Engine:
 
 
 def _by_chain(states: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The states of one chain after another, from states `[chains, ...]`."""
+    """Yields the states of one chain after another, from states whose tensors are `[chains,
+    ...]`."""
     num_chains = len(pytree.tree_leaves(states)[0])
     return (pytree.tree_map(lambda leaf, c=c: leaf[c], states) for c in range(num_chains))
 
 
 def _stack(by_chain: Iterable[Any]) -> Any:
-    """Results of single chains, with chains as the first dimension."""
+    """The results of single chains stacked, with chains as the first dimension of each tensor."""
     return pytree.tree_map(lambda *leaves: torch.stack(leaves), *by_chain)

@@ -34,12 +34,12 @@ _STATE_BYTES, _BLOCK_BYTES = 2**28, 2**22
 
 
 class PastStep(NamedTuple):
-    """A step that all chains have taken.
+    """A step that all chains took or tried, with what is needed to rerun it.
 
     Attributes:
-        block: its inputs.
-        state: of all chains, before it.
-        log_joint: `[chains]`; None if the step raised an error.
+        block: minibatches, random numbers and hyperparameters of this one step.
+        state: the state of the sampler's kernel before the step, for all chains.
+        log_joint: minibatch log joints of the step, `[chains]`; None if the step raised an error.
     """
 
     block: StepInputs
@@ -49,16 +49,17 @@ class PastStep(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A step of one chain, in the processor's memory.
+    """A step of one chain with all of its inputs, in main memory, so that the step can be rerun.
 
     Attributes:
-        number: of the step.
-        state: the kernel's state before it, by name.
-        values: the hyperparameters' values, as the kernel takes them.
-        noise: standard normals, `[normals, latents]`.
-        arguments: of the model, `[B, ...]`; None if every step has all rows.
-        indices: `[B]`, for a model that subsamples by itself.
-        log_joint: the batch's estimate at the position before the step, in nats; None if the step
+        number: number of the step.
+        state: tensors of the kernel's state before the step, by name.
+        values: hyperparameters of the step in the units of the sampler's kernel, by name.
+        noise: standard normal numbers of the step, `[normals, latents]`.
+        arguments: the model's arguments, with the rows of the minibatch `[B, ...]`; None if every
+            step has all rows, or the model subsamples by itself.
+        indices: indices of the rows `[B]`, for a model that subsamples by itself; None for others.
+        log_joint: minibatch log joint at the position before the step, in nats; None if the step
             raised an error.
     """
 
@@ -72,18 +73,20 @@ class RecordedStep:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its tensors."""
+        """Total size of the step's tensors in bytes."""
         return _num_bytes(vars(self))
 
 
 class RecentSteps:
-    """The latest blocks in which no chain broke, with the states before them."""
+    """The latest blocks of steps in which no chain became non-finite, with the states before them.
+    They are held so that these steps can be rerun and recorded when a chain stops."""
 
     def __init__(self) -> None:
         self._blocks: deque[tuple[StepInputs, Any]] = deque()
 
     def add(self, block: StepInputs, state: Any) -> None:
-        """Holds a block, if it is small, and the state before it."""
+        """Holds a block and the state before it, and drops blocks that are no longer needed. Drops
+        all blocks if the new one is too large to hold; blocks before a gap are dropped, too."""
         blocks, state_bytes = self._blocks, _num_bytes(state)
         is_small = len(block) <= MOST_STEPS and state_bytes <= _STATE_BYTES
         is_small = is_small and _num_bytes([block.noise, block.changing]) <= _BLOCK_BYTES
@@ -98,11 +101,12 @@ class RecentSteps:
             blocks.popleft()
 
     def forget(self) -> None:
-        """Drops all blocks."""
+        """Drops all blocks that are held."""
         self._blocks.clear()
 
     def replay(self, program: Program) -> list[PastStep]:
-        """Reruns the latest steps one by one."""
+        """Reruns the blocks that are held, one step at a time. Returns the latest 15 steps, in
+        order; fewer if their states are large, or fewer are held."""
         past: deque[PastStep] = deque(maxlen=_NUM_BEFORE)
         for block, before in self._blocks:
             state = before
@@ -117,7 +121,15 @@ class RecentSteps:
 def record(
     engine: Engine, batches: Batches, past: Sequence[PastStep], chain: int
 ) -> tuple[RecordedStep, ...]:
-    """One chain's part of these steps, up to `_RECORD_BYTES` of the latest."""
+    """The part of one chain in the past steps, in order. If this is more than 64 MiB, only the
+    latest steps, at least one.
+
+    Args:
+        engine: the engine, which defines a step.
+        batches: the minibatches of the chains.
+        past: consecutive steps of all chains, in order.
+        chain: index of the chain.
+    """
     steps: list[RecordedStep] = []
     room = _RECORD_BYTES
     for step in reversed(past):
@@ -146,7 +158,8 @@ def _record_step(engine: Engine, batches: Batches, past: PastStep, chain: int) -
 
 
 def _copy(values: Any) -> Any:
-    """A pytree with copies of its tensors, as blocks are written over."""
+    """A pytree with copies of its tensors in main memory, as the memory of blocks is
+    overwritten."""
     return pytree.tree_map(
         lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf,
         values,

@@ -27,12 +27,13 @@ WITHIN = (
 
 
 class Broken(NamedTuple):
-    """The site that stopped a chain.
+    """The site whose log density made a chain non-finite.
 
     Attributes:
-        site: whose log density is not finite.
-        finding: its log density, in words.
-        is_far: whether the chain is so far out that the step size may be the cause.
+        site: name of the site whose log density is not finite.
+        finding: a phrase for messages that says what the log density is, and where.
+        is_far: whether the chain is so far from the starts that a too large step size may be the
+            cause.
     """
 
     site: str
@@ -41,8 +42,14 @@ class Broken(NamedTuple):
 
 
 class Watched:
-    """A target that records the position and the gradient of its last evaluation, or of the first
-    whose gradient is not finite."""
+    """A log posterior on one minibatch, as a sampler's kernel sees it, that records where it was
+    evaluated.
+
+    Attributes:
+        position: position [D] of the last evaluation, or of the first whose gradient is not finite.
+        gradient: gradient [D] of the log joint over N at that position; NaN if the evaluation
+            raised an error.
+    """
 
     def __init__(self, target: Target, position: Tensor):
         self._target, self.position = target, position
@@ -50,11 +57,12 @@ class Watched:
 
     @property
     def num_data(self) -> int:
-        """N."""
+        """N, the number of rows of the whole data."""
         return self._target.num_data
 
     def grad(self, position: Tensor) -> tuple[Tensor, Any]:
-        """(Gradient of the log joint over N, the evaluation), as of the target; recorded."""
+        """(Gradient `[D]` of the log joint over N at a position [D]; the model's evaluation), both
+        of the wrapped log posterior. Position and gradient are recorded."""
         is_sound = bool(torch.isfinite(self.gradient).all())
         if is_sound:
             self.position, self.gradient = position, torch.full_like(position, torch.nan)
@@ -70,15 +78,17 @@ class Watched:
 def broken_sites(
     problem: Problem, draws: Draws, batch: Arguments | None = None
 ) -> dict[int, Broken]:
-    """The site whose log density broke each failed chain, by the chain's number.
+    """A dict from the number of a chain that stopped to the site whose log density made the chain
+    non-finite, for error messages.
 
-    Chains are left out that are too far out, or whose last step was not recorded; the result is
-    empty after a frozen base was run, as the recorded rows are its features.
+    Chains are left out that are too far out, or whose last step was not recorded. The dict is empty
+    if the run used features of a frozen base, as the recorded rows are these features.
 
     Args:
-        problem: of the run.
-        draws: of the run.
-        batch: of the last step, if it is not from the problem's data.
+        problem: model, data and starts of the run.
+        draws: the draws of the run, with its failures.
+        batch: the model's arguments at the last step, if they are not from the problem's data; None
+            if they are.
     """
     if problem.features is not None:
         return {}

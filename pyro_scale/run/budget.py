@@ -20,15 +20,17 @@ _PASSES_A_DRAW, _FEWEST_DRAWS = 200, 1_000
 
 @dataclass(frozen=True)
 class Budget:
-    """The gradients of rows and the seconds that a run may take.
+    """The work and the time that a run may take. Work is counted in gradients of single rows of
+    data.
 
     Attributes:
-        max_rows: gradients of single rows, of all chains together; None for 200 passes through
-            the data for each draw, and 200,000 a chain at least.
-        num_samples: draws of each chain.
+        max_rows: largest number of gradients of single rows, of all chains together. None for a
+            default: 200 passes through the data for each draw of each chain, and at least 200,000
+            passes a chain.
+        num_samples: number of draws of each chain.
         max_seconds: seconds from the start of the run; None for no limit.
-        deadline: the end of these seconds on the monotonic clock.
-        spent: gradients of rows that have been taken so far.
+        deadline: the end of these seconds on the monotonic clock; infinity without a limit.
+        spent: number of gradients of single rows that have been computed so far.
     """
 
     max_rows: int | None
@@ -39,7 +41,8 @@ class Budget:
 
     @classmethod
     def from_arguments(cls, max_rows: Any, num_samples: int, max_seconds: Any) -> Budget:
-        """The budget of a run with these arguments; starts the clock.
+        """The budget of a run with these arguments, as the user passed them. The time begins with
+        this call.
 
         Raises:
             ArgumentError: `max_rows` is not a count, or `max_seconds` is not a positive number.
@@ -56,19 +59,20 @@ class Budget:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is over, on this process's clock."""
+        """Whether the time of the run is over, by this process's clock."""
         return time.monotonic() > self.deadline
 
     def is_over_for(self, problem: Problem) -> bool:
-        """Whether the time is over, in all processes of a problem, which call this together."""
+        """Whether the time of the run is over, by rank 0's clock. All processes of the problem must
+        call this together, and get the same answer."""
         return self.max_seconds is not None and problem.broadcast(self.is_over, "the clock")
 
     def check(self, passes: float) -> None:
-        """Ends a search for a mode when the time is over, on this process's clock: the searches of
-        several processes differ in length.
+        """Raises when the time is over, by this process's clock: ends a search for a mode. Searches
+        of several processes differ in length, so clocks are not compared.
 
         Args:
-            passes: through the data, that the search has taken.
+            passes: number of passes through the data that the search has taken, for the message.
 
         Raises:
             ArgumentError: the time is over.
@@ -81,27 +85,29 @@ class Budget:
             )
 
     def after(self, passes: float, num_data: int) -> Budget:
-        """The budget after `passes` more passes through `num_data` rows."""
+        """A budget with `passes` more passes through `num_data` rows spent."""
         return dataclasses.replace(self, spent=self.spent + math.ceil(passes * num_data))
 
     def steps(self, problem: Problem) -> int:
-        """The number of steps that each chain may still take."""
+        """The number of steps that each chain of the problem may still take, by the rows that are
+        left; the time is not considered."""
         left = self.most_rows(problem) - self.spent
         return max(0, left) // (rows_a_step(problem) * len(problem.positions))
 
     @property
     def of_tuning(self) -> Budget:
-        """The budget of tuning.
+        """The budget of the choices before a run.
 
-        By default it is that of a run of 1,000 draws, so that a run that is extended to more draws
-        makes the same choices.
+        If the user has set no number of rows, this is the budget of a run of 1,000 draws, so that a
+        run that is extended to more draws makes the same choices.
         """
         if self.max_rows is not None:
             return self
         return dataclasses.replace(self, num_samples=_FEWEST_DRAWS)
 
     def most_rows(self, problem: Problem) -> int:
-        """The number of gradients of rows that all chains may take together."""
+        """The number of gradients of single rows that all chains of the problem may take together,
+        those spent already included."""
         if self.max_rows is not None:
             return self.max_rows
         passes = _PASSES_A_DRAW * max(_FEWEST_DRAWS, self.num_samples)
@@ -110,13 +116,14 @@ class Budget:
 
 
 def passes_of(problem: Problem, steps: int) -> float:
-    """The work of `steps` steps of all chains, in passes through the data."""
+    """The number of passes through the data that `steps` steps take, of all chains together."""
     rows = len(problem.positions) * steps * rows_a_step(problem)
     return rows / problem.log_posterior.num_data
 
 
 def rows_a_step(problem: Problem) -> int:
-    """The number of gradients of rows that a step of one chain takes."""
+    """The number of gradients of single rows that one step of one chain takes; more than a
+    minibatch has with control variates."""
     density = problem.engine.density
     gradients = density.gradients_a_row if isinstance(density, ControlVariates) else 1
     return gradients * max(1, problem.data.batch_size or problem.log_posterior.num_data)

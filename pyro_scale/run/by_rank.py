@@ -24,11 +24,11 @@ from pyro_scale.run.run import Trajectory, on_own_rows
 
 
 def gather(draws: Draws, problem: Problem) -> Draws:
-    """The draws of all chains, on every rank.
+    """The draws of all chains of a run, on every rank.
 
     Args:
-        draws: of this rank's chains.
-        problem: of the run.
+        draws: the draws of this rank's chains.
+        problem: model, data and starts of the run, with its processes.
     """
     if not problem.is_split:
         return draws
@@ -37,8 +37,8 @@ def gather(draws: Draws, problem: Problem) -> Draws:
 
 
 def gather_trajectory(trajectory: Trajectory) -> Trajectory:
-    """The trajectory of all chains, on ranks that keep all draws; on the others that of their
-    own chains."""
+    """The trajectory with the draws of all chains, on ranks that keep all draws; on the other
+    ranks, the trajectory of their own chains."""
     plan, problem, _, draws = trajectory
     if not problem.is_split:
         return trajectory
@@ -52,7 +52,13 @@ def gather_trajectory(trajectory: Trajectory) -> Trajectory:
 
 
 def join_parts(trajectories: Sequence[Trajectory], parts: Sequence[Part]) -> Trajectory:
-    """The trajectory of this process's chains, from the trajectories of its parts."""
+    """The trajectory of this process's chains, joined from the trajectories of its groups of
+    chains.
+
+    Args:
+        trajectories: one trajectory for each group.
+        parts: the groups, in the same order.
+    """
     if len(trajectories) == 1:
         return trajectories[0]
     pairs = zip(parts, trajectories, strict=True)
@@ -63,7 +69,8 @@ def join_parts(trajectories: Sequence[Trajectory], parts: Sequence[Part]) -> Tra
 
 
 def _batches_after(trajectory: Trajectory, chains: range) -> Batches:
-    """The batches of these chains, positioned where the run ended, for measurements after it."""
+    """The minibatches of these chains, positioned at the step where the run ended, for measurements
+    after the run."""
     plan, problem, batches, draws = trajectory
     sampling, share = plan.sampling, plan.share_batches
     after = problem.batches(len(problem.positions), sampling, share, chains)
@@ -74,9 +81,9 @@ def _batches_after(trajectory: Trajectory, chains: range) -> Batches:
 
 
 def align(trajectory: Trajectory) -> Trajectory:
-    """The trajectory up to the last step that all ranks have reached; if an error ended one rank,
-    all ranks have it. A rank whose chains have all stopped does not limit the others.
-    """
+    """The trajectory with its number of steps reduced to the last step that all ranks have reached.
+    If an error ended the run on one rank, all ranks have that error in their draws. A rank whose
+    chains have all stopped does not limit the others."""
     draws, workers = trajectory.draws, trajectory.problem.workers
     if workers.is_alone:
         return trajectory
@@ -96,15 +103,16 @@ def align(trajectory: Trajectory) -> Trajectory:
 def check_same_call(
     workers: Workers, arguments: Mapping[str, Any], what: str = "the beginning of a run"
 ) -> None:
-    """Checks that all ranks have made the same call.
+    """Raises if ranks have called a method with different arguments.
 
     Args:
         workers: the processes.
-        arguments: of this rank's call.
-        what: was called, in words.
+        arguments: arguments of this rank's call, by name.
+        what: the call in words, for error messages.
 
     Raises:
-        ArgumentError: it names the first rank whose arguments differ from rank 0's, and these.
+        ArgumentError: arguments differ. The message names the first rank whose arguments differ
+            from rank 0's, and these arguments.
     """
     calls = workers.gather(dict(arguments), what)
     for rank, call in enumerate(calls):
@@ -117,14 +125,15 @@ def check_same_call(
 
 
 def check_same(workers: Workers, facts: Mapping[str, Any]) -> None:
-    """Checks that all ranks have the same model, data and arguments.
+    """Raises if ranks have different models, data or arguments.
 
     Args:
         workers: the processes.
-        facts: of the run, as this rank sees it (`identity_of`).
+        facts: settings, data and model of the run as this rank sees them, from `identity_of`.
 
     Raises:
-        RankError: it names the first rank whose facts differ from rank 0's, and these.
+        RankError: they differ. The message names the first rank that differs from rank 0, and what
+            differs.
     """
     by_rank = workers.gather(dict(facts), "the facts of the run")
     for rank, facts_of_rank in enumerate(by_rank):
@@ -139,10 +148,10 @@ def check_same(workers: Workers, facts: Mapping[str, Any]) -> None:
 
 
 def warn_of_reading(problem: Problem) -> None:
-    """Warns if every rank reads all rows of a stream, of which it needs a part.
+    """Warns if every rank reads all rows of a stream although a rank needs a part of them only.
 
     Warns:
-        PyroScaleWarning: it does.
+        PyroScaleWarning: the loader cannot be read by index, and there are several ranks.
     """
     world = problem.workers.world
     if world > 1 and isinstance(problem.data, StreamData) and problem.has_all_rows:
@@ -155,7 +164,8 @@ def warn_of_reading(problem: Problem) -> None:
 
 
 def join(parts: Sequence[tuple[Sequence[int], Draws]], chains: Sequence[int]) -> Draws:
-    """The draws of several groups of chains, as those of one run.
+    """The draws of several groups of chains, joined as those of one run: cut to the smallest number
+    of draws of a group.
 
     Args:
         parts: (numbers of the chains, their draws) of each group.

@@ -24,22 +24,24 @@ Store = FilePath | Literal[False] | None
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The arguments of `Sampler.run`, after checks.
+    """The arguments of `Sampler.run`, after they were checked.
 
     Attributes:
-        num_samples: draws of each chain.
-        warmup_steps: steps before the first draw; None if it is to be chosen.
-        thinning: steps from one draw to the next; None if it is to be chosen.
-        keeps: whether a step after warm-up may be kept; None if all may.
+        num_samples: number of draws of each chain.
+        warmup_steps: number of steps before the first draw; None if tuning is to choose it.
+        thinning: number of steps from one draw to the next; None if tuning is to choose it.
+        keeps: function from the number of a step after warm-up to whether a draw may be kept after
+            it; None if one may be kept after any step.
         num_chains: number of chains.
-        superchains: number of groups of chains that share a start; None if none do.
-        batch_size: rows a step, of tensors; None for all rows, or the loader's batches; `"auto"`
-            if it is to be chosen.
-        sampling: how rows are drawn.
-        share_batches: whether all chains have the same batches.
-        store: where draws go.
+        superchains: number of groups of chains that share a start; None if each chain has its own.
+        batch_size: number of rows of a step's minibatch, for data in tensors; None for all rows, or
+            the loader's minibatches; `"auto"` if tuning is to choose it.
+        sampling: how the rows of minibatches are drawn, such as "shuffle" or "replacement".
+        share_batches: whether all chains have the same minibatches.
+        store: where draws are stored: None for memory, a path for a Zarr store, False for summaries
+            only.
         memory_budget: bytes that draws may take in memory; None for half of the machine's memory.
-        progress: whether a bar is shown.
+        progress: whether a progress bar is shown.
     """
 
     num_samples: int
@@ -57,14 +59,16 @@ class RunConfig:
 
     @property
     def steps(self) -> Steps | None:
-        """How many steps there are, and which are kept; None if that is to be chosen."""
+        """The number of steps and the steps after which draws are kept; None if tuning is to choose
+        warm-up or thinning."""
         if self.warmup_steps is None or self.thinning is None:
             return None
         return Steps(self.num_samples, self.warmup_steps, self.thinning, self.keeps)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The arguments that a run must have in common with the one that resumes it, by name."""
+        """The arguments, by name, that must be the same in a run and in the run that resumes it.
+        Checkpoints store them."""
         facts: dict[str, Any] = {
             "warmup_steps": AUTO if self.warmup_steps is None else self.warmup_steps,
             "thinning": AUTO if self.thinning is None else self.thinning,
@@ -82,13 +86,13 @@ _MOST_STEPS, _SECONDS_A_STEP = 10**12, 1e-6
 
 
 def check_length(num_draws: int, num_chains: int, steps: int) -> None:
-    """Checks that a run could end within weeks, at the speed of the smallest models, and that its
-    log joints fit into memory.
+    """Raises if a run cannot end within weeks even at the speed of the smallest models, or if its
+    log joints do not fit into memory.
 
     Args:
-        num_draws: of each chain.
+        num_draws: number of draws of each chain.
         num_chains: number of chains.
-        steps: of each chain.
+        steps: number of steps of each chain.
 
     Raises:
         ArgumentError: the run is too long, or its log joints do not fit.
@@ -109,15 +113,15 @@ def check_length(num_draws: int, num_chains: int, steps: int) -> None:
 
 
 def check_memory(positions: Tensor, num_draws: int, budget: int | None) -> None:
-    """Checks that the draws of a run fit into memory.
+    """Raises if the draws of a run do not fit into memory.
 
     Args:
-        positions: of its chains, `[chains, D]`.
-        num_draws: of each chain.
-        budget: bytes that draws may take; by default half of the machine's memory.
+        positions: starts of the run's chains, `[chains, D]`, which give the size of a draw.
+        num_draws: number of draws of each chain.
+        budget: bytes that draws may take; None for half of the machine's memory.
 
     Raises:
-        ArgumentError: they do not fit, or the budget is not a positive integer.
+        ArgumentError: the draws do not fit, or the budget is not a positive integer.
     """
     if budget is not None:
         budget = as_count("memory_budget", budget, hint=" of bytes")
@@ -135,12 +139,12 @@ def check_memory(positions: Tensor, num_draws: int, budget: int | None) -> None:
 
 
 def check_equal_weights(lr: Hyper, kept: Tensor) -> None:
-    """Checks that all draws have the same weight, as `store=False` adds them up unweighted: the
-    step size has to be constant.
+    """Raises if draws have different weights because the step size changes: `store=False` averages
+    draws without weights.
 
     Args:
-        lr: the step size, as passed.
-        kept: its values at the steps that are kept.
+        lr: the step size as the user passed it; a `Cyclical` is accepted.
+        kept: step sizes at the steps after which a draw is kept, `[draws, ...]`.
 
     Raises:
         ArgumentError: the step size changes.

@@ -29,19 +29,19 @@ def execute(
     facts: Mapping[str, Any],
     sinks: Sinks | None,
 ) -> Trajectory:
-    """Takes the steps of a plan; returns the trajectory of this process's chains.
+    """Takes the steps of a plan, and returns the trajectory of this process's chains.
 
-    A step size that was chosen is halved while a chain diverges.  A thinning that is to be chosen
-    is doubled while draws are too dependent, unless draws go into sinks.
+    A step size that tuning chose is halved and the run repeated while a chain diverges. A thinning
+    that tuning is to choose is doubled while draws are too dependent, unless draws go into sinks.
 
     Args:
-        plan: of the run.
-        name: of the method.
-        may_halve: whether the step size was chosen.
-        budget: of the run.
-        journal: the run's checkpoints: where to write them, and where to resume.
-        facts: of the run, for its checkpoints.
-        sinks: where draws go instead of memory.
+        plan: all decisions about the run.
+        name: name of the sampler, for the progress bar.
+        may_halve: whether tuning chose the step size.
+        budget: rows and seconds that the run may take.
+        journal: the run's checkpoints: where they are written, and where the run resumes.
+        facts: settings that must be the same when the run is resumed, by name, for its checkpoints.
+        sinks: storage for the draws instead of memory; None to keep them in memory.
 
     Raises:
         ArgumentError: the time was over before the first draw.
@@ -97,7 +97,8 @@ def execute(
 
 
 def _extend_while_dependent(trajectory: Trajectory, title: str, budget: Budget) -> Trajectory:
-    """Doubles the thinning until draws are independent enough or the budget is spent."""
+    """The trajectory, run on with doubled thinning until draws are independent enough, or the
+    budget is spent, or an error ended the run."""
     problem = trajectory.problem
     most_steps = budget.steps(problem)
     for _ in range(1, _MOST_CHECKS):

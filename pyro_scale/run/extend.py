@@ -27,7 +27,11 @@ _MOST_ELEMENTS = 1000
 
 
 def is_enough(trajectory: Trajectory) -> bool:
-    """Whether draws are independent enough and chains agree, for means and for squares."""
+    """Whether a run need not be extended: draws are independent enough and chains agree, in means
+    and in squared deviations. True as well with fewer than 4 draws, or if no chain reached the end.
+
+    "Enough" means at least 0.5 effective draws per draw, and R-hat of at most 1.01.
+    """
     draws, finished = trajectory.draws, trajectory.draws.finished
     latents = trajectory.problem.engine.num_latents
     if draws.positions.shape[1] < 4 or not (finished or trajectory.problem.is_split):
@@ -40,7 +44,13 @@ def is_enough(trajectory: Trajectory) -> bool:
 
 
 def _are_enough(of_processes: list[Tensor]) -> bool:
-    """Whether draws `[chains, draws, elements]` are independent enough, and chains agree."""
+    """Whether draws are independent enough (at least 0.5 effective draws per draw) and chains agree
+    (R-hat of at most 1.01), in every element.
+
+    Args:
+        of_processes: draws `[chains, draws, elements]` of each process, which are joined along
+            chains.
+    """
     kept = torch.cat(of_processes)
     squares = (kept - kept.mean((0, 1))).square()
     time = max(float(autocorrelation_time(values).max()) for values in (kept, squares))
@@ -49,7 +59,8 @@ def _are_enough(of_processes: list[Tensor]) -> bool:
 
 
 def cut_short(trajectory: Trajectory) -> Trajectory:
-    """The trajectory cut to the draws that it has, if it ended early."""
+    """The trajectory without the places for draws that were never made, if the run ended early;
+    unchanged otherwise, or if draws went into a sink."""
     draws = trajectory.draws
     kept = trajectory.plan.steps.kept_before(draws.num_steps)
     if draws.num_steps >= trajectory.plan.steps.total or not draws.positions.shape[2]:
@@ -60,7 +71,15 @@ def cut_short(trajectory: Trajectory) -> Trajectory:
 def extended(
     trajectory: Trajectory, title: str, stop: Callable[[Draws], bool] | None = None
 ) -> Trajectory:
-    """The trajectory at twice the thinning; ends earlier if `stop` says so."""
+    """The trajectory run on to twice the thinning and twice the steps after warm-up, with the same
+    number of draws.
+
+    Args:
+        trajectory: a finished run.
+        title: name of what runs, for the progress bar.
+        stop: function of the draws so far, which ends the run when it returns True; None to run to
+            the end.
+    """
     plan, draws = trajectory.plan, trajectory.draws
     steps = Steps(plan.steps.num_samples, plan.steps.warmup_steps, 2 * plan.steps.thinning)
     plan = dataclasses.replace(
@@ -74,12 +93,12 @@ def extended(
 
 
 def every_second(draws: Draws, batches: Batches) -> Checkpoint:
-    """The checkpoint from which a finished run continues at twice its thinning: it has every
-    second draw.
+    """The checkpoint from which a finished run continues at twice its thinning. The checkpoint has
+    every second draw, beginning with the second.
 
     Args:
-        draws: of the finished run.
-        batches: of its steps.
+        draws: the draws of the finished run.
+        batches: the minibatches of its steps.
     """
     alive = torch.ones(len(draws.positions), dtype=torch.bool)
     alive[[failure.chain for failure in draws.failures]] = False

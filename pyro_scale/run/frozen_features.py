@@ -24,11 +24,13 @@ _SHARE = 0.25
 
 
 def with_frozen_features(problem: Problem) -> Problem:
-    """The problem whose engine takes features of rows, computed by the model's frozen base, if it
-    has one.
+    """The problem with an engine that reads features of the rows, instead of the rows, where
+    features are outputs of the network's frozen base. Steps then run the rest of the network only.
+    The problem is unchanged without a frozen base; if the base cannot be separated, only the
+    attribute `base` says so.
 
-    The features of all rows are in a table if the data are tensors and the table fits into a
-    quarter of memory; otherwise they are computed for each batch.
+    Features of all rows are computed once if the data are tensors and the features fit into a
+    quarter of memory; otherwise they are computed for each minibatch.
     """
     log_posterior, engine = problem.log_posterior, problem.engine
     if not log_posterior.model_info.is_frozen:
@@ -57,7 +59,17 @@ def with_frozen_features(problem: Problem) -> Problem:
 def _compute_features(
     data: Data, base: FrozenBase, first: tuple[Tensor, ...]
 ) -> tuple[TensorData | FeatureData, str]:
-    """(The features as data, how they are computed in words)."""
+    """The features as data in place of the rows, and a phrase for reports that says when they are
+    computed.
+
+    Args:
+        data: the data of the run.
+        base: the network's frozen base.
+        first: features of the first batch, which give the size of a row's features.
+
+    Raises:
+        NoBase: sizes inside of the model change with the number of rows.
+    """
     size = rows.count(first) or 1
     in_bytes = sum(leaf.nbytes for leaf in first) / size * base.num_data
     # all rows at every step are in memory anyway

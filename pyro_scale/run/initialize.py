@@ -39,22 +39,23 @@ def initialize(
     drawn: Params | None = None,
     must_be_usable: bool = True,
 ) -> tuple[Engine, Tensor]:
-    """(The engine that moves the chains, their starts `[chains, D]`).
+    """(The engine that moves the chains; the chains' starts, unconstrained, `[chains, D]`).
 
     Args:
         log_posterior: the model, after its preflight.
-        kernel: the method.
-        first: one batch.
-        inits: one init function a chain, from `init_of`.
-        init_strategy: the user's.
-        seed: of the run.
+        kernel: the sampler's kernel, with its hyperparameters.
+        first: one minibatch, as the model's arguments.
+        inits: one init function for each chain, from `init_of`.
+        init_strategy: the init strategy as the user passed it: None, a function, or a dict of
+            starts by site.
+        seed: the run's seed.
         per_chain: whether each chain has its own minibatches.
-        drawn: chain 0's start, if the preflight has drawn it.
-        must_be_usable: whether the log joint has to be finite at the starts; False for methods
-            that do not use them.
+        drawn: chain 0's start, if the preflight has drawn it; None to draw it.
+        must_be_usable: whether the log joint has to be finite at the starts; False for methods that
+            do not use them.
 
     Raises:
-        ArgumentError: a dict of starts or of hyperparameters that does not fit the model.
+        ArgumentError: a dict of starts or of hyperparameters does not fit the model.
         SiteError: a chain's log joint at its start is NaN or infinite on the first batch.
     """
     params = {name: point.unconstrained for name, point in log_posterior.points.items()}
@@ -89,7 +90,15 @@ def initialize(
 def init_of(
     log_posterior: LogPosterior, init_strategy: Any, chain: int, num_chains: int
 ) -> InitFunction:
-    """The init function of one chain: site -> constrained value where the chain starts.
+    """The init function of one chain: a function from a Pyro site to the constrained value of the
+    site where the chain starts.
+
+    Args:
+        log_posterior: the model, which gives the default start.
+        init_strategy: the init strategy as the user passed it: None for the default, a function, or
+            a dict from a site to starts `[num_chains, ...]` (the default for other sites).
+        chain: number of the chain.
+        num_chains: number of chains of the run.
 
     Raises:
         ArgumentError: an entry of a dict of starts is not a tensor; when the function is called, a
@@ -121,10 +130,10 @@ def init_of(
 
 
 def check_sites(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> None:
-    """Checks that the model has all sites of a dict of starts.
+    """Raises if a dict of starts names a site that the model does not have.
 
     Raises:
-        ArgumentError: it names the first that it does not have.
+        ArgumentError: the message names the first such site.
     """
     for name in starts:
         if name not in log_posterior.latents and name not in log_posterior.points:
@@ -135,8 +144,8 @@ def check_sites(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> No
 
 
 def _params_of(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Unconstrained values of the points among the starts, of chain 0, as all chains share
-    them."""
+    """Unconstrained values, by site, of the point-estimated parameters among the starts. They are
+    chain 0's, as all chains share these parameters."""
     params = {}
     for name, point in log_posterior.points.items():
         if name in starts:
@@ -146,11 +155,12 @@ def _params_of(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> dic
 
 
 def with_all_sites(kernel: Hyperparameters, layout: Layout) -> Hyperparameters:
-    """The kernel with dicts of hyperparameters by site completed: defaults for other sites.
+    """The kernel with hyperparameters for all sites: a dict by site is completed by the
+    hyperparameter's default for sites that it lacks.
 
     Raises:
-        ArgumentError: a site that the model does not have, a missing value without a default, or
-            a tensor of another shape than the site's.
+        ArgumentError: a site that the model does not have, a missing site without a default, or a
+            tensor of another shape than the site's.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(kernel)}
     completed = {
@@ -187,18 +197,19 @@ def _find_usable_starts(
     redraw: Callable[[int, int], Tensor] | None,
 ) -> tuple[Engine, Tensor]:
     """(An engine that can evaluate the model: vectorized over chains if possible, otherwise chain
-    by chain; the chains' starts).
+    by chain; the chains' starts, `[chains, D]`).
 
     A start where the log joint or its gradient is not finite is drawn again, as in Pyro's own
     samplers.
 
     Args:
-        engine: vectorized.
+        engine: an engine that is vectorized over chains.
         log_posterior: the model, after its preflight.
         positions: the starts to try first, `[chains, D]`.
-        arguments: one batch.
+        arguments: one minibatch, as the model's arguments.
         per_chain: whether each chain has its own minibatches.
-        redraw: (chain, attempt) -> another start [D]; None if starts are the user's.
+        redraw: function (chain, attempt) -> another start [D]; None if the user passed the starts,
+            which are not replaced.
 
     Raises:
         SiteError: a chain's log joint at its start is NaN or infinite on the first batch.
@@ -237,15 +248,18 @@ def first_evaluation(
     per_chain: bool,
     indices: Tensor | None = None,
 ) -> tuple[Engine, tuple[Tensor, Tensor]]:
-    """(An engine that can evaluate the model, (each chain's log joint on one batch, its gradient
-    over N)).
+    """Evaluates the model at the starts of all chains on one minibatch.
 
     Args:
-        engine: the first to try; chain by chain is the second.
-        positions: of the chains, `[chains, D]`.
-        arguments: the batch.
+        engine: the engine to try first; if it fails, the same engine chain by chain is used.
+        positions: starts of the chains, `[chains, D]`.
+        arguments: the minibatch, as the model's arguments.
         per_chain: whether each chain has its own minibatches.
-        indices: of rows, for a model that subsamples by itself.
+        indices: indices of the rows `[B]`, for a model that subsamples by itself; None for others.
+
+    Returns:
+        (An engine that can evaluate the model, (log joint of each chain in nats, `[chains]`; its
+        gradient over N, `[chains, D]`)).
 
     Raises:
         ModelError: the model draws random numbers outside of `pyro.sample`.

@@ -12,12 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GradientNoise:
-    """The effect of minibatch gradient noise, to first order in lr and for batches drawn with
-    replacement.
+    """The effect of minibatch gradient noise on a run, to first order in lr and for minibatches
+    drawn with replacement.
 
     Attributes:
-        inflation: factor on the temperature, `[latents]`; None if the kernel has no theory.
-        variance: of the gradient of the log joint over N, `[latents]`.
+        inflation: factor by which gradient noise raises the temperature of each latent element,
+            `[latents]`; None if there is no theory for the sampler.
+        variance: variance of the minibatch gradient of the log joint over N, `[latents]`.
         reduction: factor by which control variates reduce that variance, `[latents]`; None without
             control variates.
     """
@@ -29,12 +30,13 @@ class GradientNoise:
 
 @dataclass(frozen=True)
 class Kinetic:
-    """The kinetic temperature of the momenta, relative to the temperature of the run.
+    """The kinetic temperature of the momenta, relative to the temperature of the run: 1 for small
+    steps without minibatch noise.
 
     Attributes:
-        measured: mean over each site's elements, at several moments of the run, `[chains, moments,
-            latent sites]`.
-        expect: computes `expected`, which takes a while for large models.
+        measured: kinetic temperature averaged over each site's elements, at several steps of the
+            run, `[chains, moments, latent sites]`.
+        expect: function that computes `expected`, which takes a while for large models.
     """
 
     measured: Tensor
@@ -42,13 +44,14 @@ class Kinetic:
 
     @cached_property
     def expected(self) -> Tensor:
-        """The value on a Gaussian posterior at this step size, without minibatches, `[latent
-        sites]`; NaN where there is no theory."""
+        """The kinetic temperature that theory predicts for a Gaussian posterior at this step size,
+        without minibatches, `[latent sites]`; NaN where there is no theory."""
         return self.expect()
 
     @classmethod
     def of(cls, measured: Tensor, expected: Tensor) -> Self:
-        """Kinetic temperatures whose expected values are computed already."""
+        """Kinetic temperatures from the measured ones `[chains, moments, latent sites]` and
+        expected ones `[latent sites]` that are computed already."""
         return cls(measured, lambda: expected)
 
     def __reduce__(self) -> Any:
@@ -57,13 +60,15 @@ class Kinetic:
 
 @dataclass(frozen=True)
 class VirialTemperature:
-    """The temperature of the draws by the virial theorem.
+    """The temperature of the draws, estimated by the virial theorem; 1 if draws are of the
+    posterior.
 
     Attributes:
-        parts: for a subset of draws, `[chains, subset, latent sites, 2]`: the mean over a site's
-            elements, and the value of the site's steepest element.
-        elements: temperature and its standard error for each element, `[2, D]`; None if read from
-            a file, which has `parts` only.
+        parts: terms whose mean over draws is the temperature, for a subset of the draws, `[chains,
+            subset, latent sites, 2]`: the mean over a site's elements, and the term of the site's
+            steepest element.
+        elements: temperature and its standard error for each element, `[2, D]`; None if read from a
+            file, which has `parts` only.
     """
 
     parts: Tensor
@@ -72,10 +77,10 @@ class VirialTemperature:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Measurements of a run besides its draws; None where there is none.
+    """Measurements of a run besides its draws; each is None where it was not made.
 
     Attributes:
-        gradient_noise: the effect of minibatches.
+        gradient_noise: the effect of minibatch gradient noise.
         virial: the temperature of the draws.
         kinetic: the temperature of the momenta.
     """

@@ -31,12 +31,12 @@ CHAINS = "chains"
 
 
 class Part(NamedTuple):
-    """A group of chains of a run that is written together.
+    """A group of chains of a run whose checkpoints are written together, into one directory.
 
     Attributes:
-        path: the directory of its checkpoints; None if it is not written.
-        chains: the chains' numbers.
-        last: the checkpoint that it continues from; None at the beginning.
+        path: directory of the group's checkpoints; None if none are written.
+        chains: numbers of the chains.
+        last: the checkpoint that the group continues from; None at the beginning of a run.
     """
 
     path: Path | None
@@ -45,36 +45,40 @@ class Part(NamedTuple):
 
 
 class Sinks(Protocol):
-    """Takes the draws of all parts of this process, if they do not stay in memory."""
+    """Storage for the draws of all groups of chains of this process, if draws do not stay in
+    memory."""
 
     def begin(self, parts: Sequence[Part]) -> Sequence[Sink]:
-        """A sink for each part, positioned where the part continues.  All processes have to call
-        this."""
+        """A sink for each group of chains, in order, set to where the group continues. All
+        processes have to call this."""
         ...
 
     def end(self, finished: Sequence[Sequence[int]]) -> FileError | None:
-        """Completes the draws, once all processes have taken their steps.
+        """Completes the stored draws, after all processes have taken their steps.
 
         Args:
-            finished: of each part, the places of the chains that have reached the end.
+            finished: for each group of chains, the indices in the group of the chains that have
+                reached the end.
 
         Returns:
-            The error that prevented it, if any.
+            The error that prevented completion; None if there was none.
         """
         ...
 
 
 def progress(part: Part) -> tuple[int, int]:
-    """(Halvings of the step size, step) of a saved part; the larger, the further it is."""
+    """How far a saved group of chains is, as a key for sorting: (number of halvings of the step
+    size, number of steps). The larger key is further."""
     assert part.last is not None
     return int(part.last.facts["halvings"]), part.last.run_state.step
 
 
 def read_parts(path: FilePath) -> list[Part]:
-    """All intact parts in a run's directory.
+    """All groups of chains with an intact checkpoint in a run's directory, with their latest
+    checkpoints. Damaged checkpoints are left out if others are intact.
 
     Raises:
-        FileError: there is none.
+        FileError: there is no intact checkpoint.
     """
     places, parts, damaged = places_in(path), [], None
     for place in list(filter(holds_state, places)) or places[:1]:
@@ -91,35 +95,38 @@ def read_parts(path: FilePath) -> list[Part]:
 
 
 def places_in(path: FilePath) -> list[Path]:
-    """The directories that may hold checkpoints of a run: its own, and those of its parts."""
+    """The directories that may hold checkpoints of a run: the run's own directory, then the
+    subdirectories of its groups of chains."""
     directory = as_path(path)
     return [directory, *_folders(directory)]
 
 
 def holds_parts(path: FilePath) -> bool:
-    """Whether a run's directory holds checkpoints."""
+    """Whether a run's directory, or a subdirectory for a group of chains, holds checkpoints."""
     return any(holds_state(place) for place in places_in(path))
 
 
 def generation(path: Path) -> int:
-    """The next generation of parts: a number that no part in the directory has."""
+    """The next number, from 0, for names of subdirectories for groups of chains: larger than any in
+    the directory."""
     return 1 + max((int(_NAME.fullmatch(f.name)[1]) for f in _folders(path)), default=-1)  # type: ignore[index]
 
 
 def parts_of(
     chains: Sequence[int], saved: Sequence[Part], path: Path, process: int, number: int
 ) -> list[Part]:
-    """The parts of a process's chains, each resumed from its furthest saved state.
+    """The groups into which a process's chains are divided for checkpoints. Each chain continues
+    from its furthest saved state.
 
-    A saved part that has exactly the same chains is continued in its own directory; otherwise its
-    checkpoint is split and written to a new one.
+    A saved group that has exactly the same chains continues in its own directory; otherwise its
+    checkpoint is split, and written to a new directory.
 
     Args:
-        chains: the process's.
-        saved: the parts in the run's directory.
+        chains: numbers of the process's chains.
+        saved: the saved groups in the run's directory.
         path: the run's directory.
-        process: the number of this one.
-        number: the generation of new parts.
+        process: number of this process.
+        number: the number from `generation` for names of new directories.
     """
     furthest = dict.fromkeys(chains) | {
         chain: place
@@ -145,7 +152,7 @@ def parts_of(
 
 
 def drop_others(path: Path, used: Sequence[str]) -> None:
-    """Removes the parts in a directory whose names are not in `used`."""
+    """Deletes the subdirectories for groups of chains whose names are not in `used`."""
     for folder in _folders(path):
         if folder.name not in used:
             with contextlib.suppress(OSError):
@@ -153,7 +160,12 @@ def drop_others(path: Path, used: Sequence[str]) -> None:
 
 
 def _select(last: Checkpoint, places: list[int]) -> Checkpoint:
-    """The checkpoint of the chains at some places of a checkpoint."""
+    """The part of a checkpoint that belongs to some of its chains.
+
+    Args:
+        last: the checkpoint of a group of chains.
+        places: indices of the wanted chains in that group.
+    """
     state = last.run_state
     failures = tuple(
         dataclasses.replace(failure, chain=places.index(failure.chain))

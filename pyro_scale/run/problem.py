@@ -49,16 +49,19 @@ class Problem:
 
     Attributes:
         log_posterior: the model after its preflight.
-        data: of the model.
-        engine: moves the chains.
-        positions: the chains' starts, `[chains, D]`.
-        seed: of the run.
-        features: inputs of the engine's density in place of `data`, after a frozen base was run.
-        base: how a network's frozen base is run, in words.
-        chooses_batches: whether the library chooses the batch size.
-        workers: the processes among which chains, or rows of batches, are shared out.
-        understood: an earlier preflight of the same model and data, which this run reuses.
-        shards: this rank's parts of weights, by site, if a network is sharded over ranks.
+        data: the model's data.
+        engine: the engine, which defines a step of the chains.
+        positions: the chains' starts, unconstrained, `[chains, D]`.
+        seed: the run's seed.
+        features: features of the rows, computed by a frozen base, which the engine reads in place
+            of `data`; None if it reads `data`.
+        base: a phrase for reports that says how a network's frozen base is run.
+        chooses_batches: whether tuning chooses the batch size.
+        workers: the processes among which chains, or rows of minibatches, are shared out.
+        understood: an earlier preflight of the same model and data, which this run reuses; None
+            without one.
+        shards: this rank's parts of weights, by site, if a network is sharded over ranks; empty
+            otherwise.
     """
 
     log_posterior: LogPosterior
@@ -77,7 +80,8 @@ class Problem:
     def chains(self) -> range:
         """The numbers of the chains that this process moves.
 
-        All of them if the model has points: these move by the mean gradient of all chains.
+        These are all chains if the model has point-estimated parameters, as those move by the mean
+        gradient of all chains.
         """
         num_chains = len(self.positions)
         return range(num_chains) if self.engine.has_points else self.workers.chains(num_chains)
@@ -93,49 +97,54 @@ class Problem:
         return len(self.chains) < len(self.positions)
 
     def numbers(self, count: int) -> Sequence[int]:
-        """The numbers of `count` chains, which are all chains of the run or this process's."""
+        """The numbers of `count` chains: 0, 1, ... if `count` is the number of all chains of the
+        run, otherwise those of this process's chains."""
         return range(count) if count == len(self.positions) else self.chains
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process writes checkpoints, among those that move the same chains."""
+        """Whether this process writes checkpoints for its chains; of several processes that move
+        the same chains, one does."""
         if not self.is_split:
             return self.workers.is_first
         return self.workers.rows is None or self.workers.rows.rank == 0
 
     @property
     def has_all_rows(self) -> bool:
-        """Whether this process was called with all rows."""
+        """Whether this process was called with all rows of the data, not only with rows of its
+        own."""
         return self.workers.has_all_rows
 
     @property
     def part(self) -> slice:
-        """This process's rows of every batch."""
+        """The slice of every minibatch's rows that this process computes; all rows if rows are not
+        shared out."""
         shared = self.workers.rows
         return slice(None) if shared is None else shared.of(self.batch_size)
 
     def map(self, function: Callable[[Item], T], items: Iterable[Item], what: str) -> list[T]:
-        """The function's values for the items, in their order, on every process; the items are
-        shared out.
+        """A list of function(item) for all items, in their order, on every process. Each process
+        computes some of them.
 
         Args:
-            function: returns a pytree of tensors.
-            items: the same on all processes.
-            what: the values' name in error messages.
+            function: function of an item that returns a pytree of tensors.
+            items: the items, the same on all processes.
+            what: name of the results in error messages.
         """
         return self.workers.map(function, items, what, self.positions.device)
 
     def agree(self, holds: bool, what: str) -> bool:
-        """Whether a condition, called `what` in error messages, holds on all processes."""
+        """Whether a condition holds on all processes. `what` is the condition's name in error
+        messages."""
         return self.workers.agree(holds, what)
 
     def broadcast(self, value: T, what: str) -> T:
-        """One process's value, called `what` in error messages, on all processes."""
+        """Rank 0's value, on all processes. `what` is the value's name in error messages."""
         return self.workers.broadcast(value, what)
 
     def reduce(self, function: Callable[[list[Item]], T], value: Item, what: str) -> T:
-        """A function of the values of all processes, called `what` in error messages; computed by
-        one of them for all."""
+        """The result of a function of the list of all processes' values. Rank 0 computes it, all
+        processes get it. `what` is the values' name in error messages."""
         return self.workers.reduce(function, value, what)
 
     @property
@@ -146,7 +155,8 @@ class Problem:
         return self.data.batch_size or self.log_posterior.model_info.batch_size
 
     def in_batches_of(self, size: int | None) -> Problem:
-        """The problem with batches of `size` rows of its tensors; None for all rows."""
+        """The problem with minibatches of `size` rows, for data in tensors; None for all rows at
+        every step."""
         assert isinstance(self.data, TensorData)
         return dataclasses.replace(self, data=dataclasses.replace(self.data, batch_size=size))
 
@@ -157,13 +167,13 @@ class Problem:
         share: bool = False,
         chains: Sequence[int] | None = None,
     ) -> Batches:
-        """The batches of chains, for the engine.
+        """The minibatches of chains, with features in place of rows if a frozen base was run.
 
         Args:
             num_chains: number of chains of the run.
-            sampling: how rows are drawn.
-            share: whether all chains have the same batches.
-            chains: numbers of the chains that batches are returned of; by default all.
+            sampling: how the rows of minibatches are drawn, such as "shuffle" or "replacement".
+            share: whether all chains have the same minibatches.
+            chains: numbers of the chains whose minibatches are returned; None for all chains.
         """
         source, chains = self.features or self.data, chains or range(num_chains)
         seed, shared = self.seed, self.workers.rows
@@ -175,29 +185,31 @@ class Problem:
         return source.batches(seed, num_chains, sampling, chains)
 
     def with_engine(self, **changes: Any) -> Problem:
-        """The problem with some attributes of its engine replaced."""
+        """A copy of the problem with some attributes of its engine replaced."""
         return dataclasses.replace(self, engine=dataclasses.replace(self.engine, **changes))
 
     def with_lr(self, lr: float) -> Problem:
-        """The problem with another step size."""
+        """A copy of the problem with step size `lr`."""
         return self.with_engine(kernel=dataclasses.replace(self.engine.kernel, lr=lr))
 
     def moved_to(self, draws: Draws, chains: list[int]) -> Problem:
-        """The problem with these chains at the last of their draws."""
+        """A copy of the problem in which these chains start at the last of their draws."""
         positions = self.positions.clone()
         positions[chains] = draws.positions[chains, -1].to(positions)
         return dataclasses.replace(self, positions=positions)
 
     def epoch(self, sampling: Sampling) -> int | None:
-        """Number of batches in an epoch; None if rows are drawn with replacement, or a batch is
-        all rows."""
+        """Number of minibatches in an epoch; None if rows are drawn with replacement, or every step
+        has all rows."""
         size = self.data.batch_size
         if size is None or sampling == "replacement":
             return None
         return max(1, self.log_posterior.num_data // size)
 
     def batches_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batches:
-        """The batches of one step, from a batch that the user passes as the model's arguments."""
+        """Minibatches for one step of one chain, from model arguments that the user passes as a
+        minibatch. If the model subsamples by itself, the arguments are all rows, and their indices
+        are drawn."""
         arguments = self.log_posterior.bind(args, kwargs)
         if isinstance(self.data, OwnSubsamples):
             data = self.data
@@ -220,19 +232,20 @@ def prepare(
 
     Args:
         log_posterior: the model.
-        data: of the run.
-        kernel: the method; `Hyperparameters()` of methods that take no steps.
-        init_strategy: the user's.
+        data: the data of the run.
+        kernel: the sampler's kernel; `Hyperparameters()` for methods that take no steps.
+        init_strategy: the init strategy as the user passed it: None, a function, or a dict of
+            starts by site.
         num_chains: number of chains.
-        seed: of the run.
-        must_be_usable: whether the log joint has to be finite at the starts; False for methods
-            that do not use them.
-        earlier: the preflight of an earlier run.  If model and data are the same, checks on other
-            batches are not repeated.
+        seed: the run's seed.
+        must_be_usable: whether the log joint has to be finite at the starts; False for methods that
+            do not use them.
+        earlier: the preflight of an earlier run, or None. If model and data are the same, checks on
+            other batches are not repeated.
 
     Raises:
-        ModelError, SiteError, PlateError: what is wrong with the model.
-        ArgumentError: a dict of starts that does not fit the model or the number of chains.
+        ModelError, SiteError, PlateError: the model breaks a rule; the message says which.
+        ArgumentError: a dict of starts does not fit the model or the number of chains.
     """
     arguments = data.first()
     reused = None if earlier is None else earlier.reuse(log_posterior, data)
@@ -269,7 +282,8 @@ def prepare(
 def _arithmetic(
     log_posterior: LogPosterior, params: Mapping[str, Tensor], arguments: Arguments
 ) -> float:
-    """Arithmetic of one evaluation of the log posterior on a batch."""
+    """The number of arithmetic operations, approximately, of one evaluation of the log posterior on
+    a batch. The number of threads is chosen by it."""
     with own_generator(), torch.no_grad(), Arithmetic() as counted:
         log_posterior.run(params, arguments, log_posterior.first_indices())
     return counted.total
@@ -291,11 +305,12 @@ def _warn_of_cut_gradients(
 
 
 def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]) -> None:
-    """Checks rows from all over the data, not only those of the first batch.
+    """Raises if rows from all over the data, not only those of the first batch, break a rule.
 
     Raises:
-        SiteError: an observed value is outside of its support; it names the row.
-        PlateError: a term of a row, or a constant, depends on the other rows of its batch.
+        SiteError: an observed value is outside of its support; the message names the row.
+        PlateError: a row's term of the log joint, or a constant, depends on the other rows of the
+            batch.
     """
     data = _data_for(log_posterior, data)
     check_values(log_posterior, data, params)
@@ -303,11 +318,16 @@ def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str,
 
 
 def check_values(log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]) -> None:
-    """Checks, on all rows of tensors, that observed values are in their support and that a mask
-    does not leave all rows out.
+    """Raises if an observed value is outside of its support, or a mask leaves all rows out. Looks
+    at all rows of data in tensors that are read in minibatches; does nothing for other data.
+
+    Args:
+        log_posterior: the model, after its preflight.
+        data: the data of the run.
+        params: unconstrained parameters by site, at which the model is run.
 
     Raises:
-        SiteError: it names the site and the row.
+        SiteError: the message names the site and the row.
     """
     is_batch = data.batch_size is not None
     if is_batch and isinstance(data, TensorData) and is_row_wise(log_posterior):
@@ -321,25 +341,27 @@ def check_values(log_posterior: LogPosterior, data: Data, params: Mapping[str, T
 def check_other_batches(
     log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]
 ) -> None:
-    """Checks the rules of minibatch scaling on batches from all over the data.
+    """Raises if the rules of minibatch scaling do not hold on two batches from all over the data;
+    does nothing if every step has all rows.
 
     Raises:
-        PlateError: a term of a row, or a constant, depends on the other rows of its batch.
+        PlateError: a row's term of the log joint, or a constant, depends on the other rows of the
+            batch.
     """
     if data.batch_size is not None:
         check_batches(log_posterior, params, data.first(), data.spread(OTHER_BATCHES))
 
 
 def check_can_adjust(problem: Problem, name: str) -> None:
-    """Checks that a method can accept or reject proposals: it needs the log joint of all rows, and
-    chains that share no points.
+    """Raises if a method cannot accept or reject proposals on this problem: it needs the log joint
+    of all rows, and chains that share no parameters.
 
     Args:
-        problem: of the run.
-        name: of the method.
+        problem: model, data and starts of the run.
+        name: name of the method, for the message.
 
     Raises:
-        ArgumentError: steps take minibatches, or the model has points.
+        ArgumentError: steps take minibatches, or the model has point-estimated parameters.
     """
     if problem.data.batch_size is not None:
         raise ArgumentError(
@@ -356,7 +378,8 @@ def check_can_adjust(problem: Problem, name: str) -> None:
 
 
 def check_rows_can_be_shared(problem: Problem) -> None:
-    """Checks that ranks can take parts of a batch, if batches are shared out.
+    """Raises if rows of minibatches are shared out among ranks, and ranks cannot take parts of a
+    minibatch of this problem.
 
     Raises:
         ArgumentError: the model subsamples by itself, or the mesh is of another device.
@@ -376,12 +399,13 @@ def check_rows_can_be_shared(problem: Problem) -> None:
 
 
 def position_of(problem: Problem, values: Mapping[str, Tensor], argument: str) -> Tensor:
-    """The unconstrained position [D] of constrained values that a user passes.
+    """The unconstrained position [D] for constrained values that a user passes.
 
     Args:
-        problem: of the run.
-        values: of all latent sites, by name; points may be left out.
-        argument: by which they are passed, for messages.
+        problem: model, data and starts of the run.
+        values: constrained values of all latent sites, by name. Point-estimated parameters may be
+            left out, and are then where chain 0 starts.
+        argument: name of the user's argument that has these values, for messages.
 
     Raises:
         ArgumentError: a site is missing, unknown, or has another shape.
@@ -403,7 +427,8 @@ def position_of(problem: Problem, values: Mapping[str, Tensor], argument: str) -
 def as_log_posterior(
     model: Callable[..., Any] | LogPosterior, num_data: int | None
 ) -> LogPosterior:
-    """A model as a `LogPosterior` of N rows that has seen no batch."""
+    """A new `LogPosterior` of a model, which has seen no batch yet, for N rows; N is not known yet
+    if `num_data` is None."""
     if isinstance(model, LogPosterior):
         return model.renew(num_data)
     return LogPosterior(model, num_data)
@@ -419,7 +444,12 @@ def module_device(model: Callable[..., Any] | LogPosterior) -> torch.device | No
 
 
 def _data_for(log_posterior: LogPosterior, data: Data) -> Data:
-    """The data of the run: indices of rows for a model that subsamples by itself."""
+    """The data of the run: unchanged, except for a model that subsamples by itself, for which they
+    are all rows with indices of subsamples.
+
+    Raises:
+        ArgumentError: the model subsamples by itself, and the data are not whole tensors.
+    """
     info = log_posterior.model_info
     if info.own_plate is None or isinstance(data, OwnSubsamples):
         return data

@@ -51,9 +51,9 @@ class Journal:
     """The checkpoints of a run: where they are written, and those from which the run continues.
 
     Attributes:
-        path: the directory; None if the run is not written.
+        path: the run's directory; None if no checkpoints are written.
         every: seconds from one checkpoint to the next.
-        saved: the checkpoints to continue from, one for each part; empty for a new run.
+        saved: the groups of chains to continue, with their checkpoints; empty for a new run.
     """
 
     path: Path | None
@@ -72,12 +72,13 @@ class Journal:
         A process that torchrun has restarted continues from the checkpoints in the directory.
 
         Args:
-            checkpoint: as `run` takes it.
+            checkpoint: directory for checkpoints, as the user passed it; None to write none.
             every: seconds from one checkpoint to the next.
-            resume: as `run` takes it.
+            resume: directory of the run to resume, as the user passed it; None for a new run.
 
         Raises:
-            ArgumentError: not a path, a negative time, two directories, or one with another run.
+            ArgumentError: not a path, a negative time, two directories, or a directory with another
+                run.
             FileError: there is no intact checkpoint to continue from.
         """
         path, resumes = choose_directory(checkpoint, every, resume)
@@ -86,13 +87,13 @@ class Journal:
 
     @property
     def last(self) -> Checkpoint | None:
-        """The saved checkpoint of the most advanced part. Any part's `facts` will do, as they are
-        the same for all."""
+        """The checkpoint of the most advanced saved group of chains; None for a new run. Its
+        `facts` are the same for all groups."""
         return max(self.saved, key=progress).last if self.saved else None
 
     def parts(self, problem: Problem) -> list[Part]:
-        """The parts of this process's chains: where each is written, and its checkpoint to continue
-        from."""
+        """The groups of this process's chains that have checkpoints of their own: for each, the
+        directory where they are written, and the checkpoint to continue from."""
         chains, num_chains = tuple(problem.chains), len(problem.positions)
         workers = problem.workers
         if self.path is None:
@@ -109,7 +110,8 @@ class Journal:
         return parts if problem.is_writer else [part._replace(path=None) for part in parts]
 
     def tidy(self, problem: Problem, parts: Sequence[Part]) -> None:
-        """Removes parts of earlier runs, once the parts that replace them are written."""
+        """Deletes directories of groups of chains that are not in `parts` of any rank, once the
+        groups that replace them have been written."""
         workers = problem.workers
         if self.path is None or (workers.is_alone and not self.saved):
             return
@@ -119,17 +121,18 @@ class Journal:
             drop_others(self.path, [name for names in by_rank for name in names])
 
     def seed(self, seed: int | None) -> int | None:
-        """The seed that the user passed; otherwise that of the run that is resumed, if there is
-        one."""
+        """The seed that the user passed; if it is None, that of the run that is resumed; None if
+        there is neither."""
         return self.last.facts["seed"] if seed is None and self.last is not None else seed
 
     @property
     def halvings(self) -> int:
-        """How many times the run that is resumed has halved its step size."""
+        """How many times the run that is resumed has halved its step size; 0 for a new run."""
         return 0 if self.last is None else int(self.last.facts["halvings"])
 
     def check_same_run(self, facts: Mapping[str, Any], num_samples: int) -> None:
-        """Checks that the checkpoint is of a run with these facts; see `check_same_run`."""
+        """Raises if the checkpoint to continue from is of another run, or has more than
+        `num_samples` draws; see the function `check_same_run`. Does nothing for a new run."""
         if self.last is None:
             return
         kept = self.last.positions.shape[1]
@@ -141,7 +144,8 @@ class Journal:
 
     @property
     def hint(self) -> str:
-        """How to resume the run, in words; empty if there is no checkpoint."""
+        """Text for the end of an error message that says how to resume the run; empty if there is
+        no checkpoint."""
         if self.path is None or not holds_parts(self.path):
             return ""
         return f"; the same call with resume='{self.path}' goes on"
@@ -150,12 +154,13 @@ class Journal:
     def writer(
         self, part: Part, facts: Mapping[str, Any], halvings: int
     ) -> Iterator[Checkpoints | None]:
-        """The writer of a part's checkpoints, in a block that locks its directory.
+        """A context that locks the directory of a group of chains and gives the writer of the
+        group's checkpoints; None if none are written.
 
         Args:
-            part: some chains of the run.
-            facts: of the run.
-            halvings: how many times its step size has been halved.
+            part: the group of chains.
+            facts: settings that must be the same when the run is resumed, by name.
+            halvings: how many times the run has halved its step size.
         """
         if part.path is None:
             yield None
@@ -168,7 +173,8 @@ class Journal:
             yield writer
 
     def goes_on_from(self, part: Part, halvings: int) -> Checkpoint | None:
-        """The checkpoint that a part continues from, if it is of the same step size."""
+        """The checkpoint that a group of chains continues from; None if there is none, or if it was
+        written after another number of halvings of the step size."""
         last = part.last
         return last if last is not None and last.facts["halvings"] == halvings else None
 
@@ -176,16 +182,17 @@ class Journal:
 def choose_directory(
     checkpoint: FilePath | None, every: float, resume: FilePath | None
 ) -> tuple[Path | None, bool]:
-    """(The directory to which a run is written, whether the run resumes from it). A process that
-    torchrun has restarted resumes from `checkpoint`.
+    """(The directory for the run's checkpoints or None; whether the run resumes from it). A process
+    that torchrun has restarted resumes from `checkpoint`.
 
     Args:
-        checkpoint: as `run` takes it.
+        checkpoint: directory for checkpoints, as the user passed it; None to write none.
         every: seconds from one checkpoint to the next.
-        resume: as `run` takes it.
+        resume: directory of the run to resume, as the user passed it; None for a new run.
 
     Raises:
-        ArgumentError: not a path, a negative time, two directories, or one with another run.
+        ArgumentError: not a path, a negative time, two directories, or a directory with another
+            run.
     """
     if isinstance(every, bool) or not isinstance(every, int | float) or not every >= 0:
         raise ArgumentError(f"checkpoint_every={every!r}: pass seconds, 0 or more")
@@ -211,18 +218,18 @@ def check_same_run(
     kept: int,
     num_samples: int,
 ) -> None:
-    """Checks that a checkpoint is of the same run as the one that is to continue from it.
+    """Raises if a checkpoint is of another run than the one that is to continue from it.
 
     Args:
-        path: of the checkpoint's directory.
-        then: facts of the run in the checkpoint.
-        now: facts of this run.
-        kept: draws in the checkpoint.
-        num_samples: draws of this run.
+        path: the checkpoint's directory, for messages.
+        then: settings, data and model of the run in the checkpoint, by name.
+        now: settings, data and model of this run, by name.
+        kept: number of draws of each chain in the checkpoint.
+        num_samples: number of draws of each chain of this run.
 
     Raises:
-        FileError: it is of another run; the message lists what differs.
-        ArgumentError: it has more draws than the run.
+        FileError: the checkpoint is of another run; the message lists what differs.
+        ArgumentError: the checkpoint has more draws than the run.
     """
     lines = differences_of_runs(then, now)
     if lines:
@@ -250,9 +257,10 @@ _START, _ROUNDING = "log densities at the start", 1e-5
 
 
 def differences_of_runs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The facts in which two runs differ, one line each.
+    """Lines such as "seed was 0, is 1", one for each setting, data set or model in which two runs
+    differ; empty if they are the same run.
 
-    Facts that only a checkpoint has are left out, and log densities are compared up to rounding.
+    What only a checkpoint has is left out; log densities are compared up to rounding.
     """
     others = ("halvings", CHAINS, _START)
     lines = differences(
@@ -270,14 +278,14 @@ def identity_of(
     hyperparameters: Mapping[str, Any],
     fitted: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Facts by name that must be the same in a checkpoint and in the run that resumes it, and on
-    all ranks of a run.
+    """Settings, data and model of a run, by name, that must be the same in a checkpoint and in the
+    run that resumes it, and on all ranks of a run.
 
     Args:
-        problem: of the run.
-        attrs: the method's own facts.
-        hyperparameters: as the user passed them.
-        fitted: numbers by name that must be the same up to rounding.
+        problem: model, data and starts of the run.
+        attrs: the method's own settings.
+        hyperparameters: hyperparameters as the user passed them, by name.
+        fitted: numbers by name that must be the same up to rounding; None for none.
     """
     layout = problem.engine.layout
     full_shapes = {name: shard.shape for name, shard in problem.shards.items()}
@@ -300,7 +308,8 @@ def identity_of(
 
 
 def _facts_of_rows(problem: Problem) -> dict[str, Any]:
-    """Facts of the data, and log densities of some rows where chain 0 starts."""
+    """The part of `identity_of` that depends on rows: a digest of the data, the batch size, and log
+    densities of some rows where chain 0 starts."""
     return {
         "data": fingerprint(problem.data),
         "batch_size": "auto" if problem.chooses_batches else problem.data.batch_size,
@@ -309,8 +318,8 @@ def _facts_of_rows(problem: Problem) -> dict[str, Any]:
 
 
 def _densities_at_start(problem: Problem) -> dict[str, float]:
-    """Log densities of the first batch where chain 0 starts, and of another batch if the data are
-    read by index, as there is no digest of all rows then."""
+    """Log densities, by name, of the first batch where chain 0 starts. Another batch is added if
+    the data are read by index, as all rows have no digest then."""
     log_posterior, data = problem.log_posterior, problem.data
     params = problem.engine.layout.unflatten(problem.positions[0])
     if problem.shards:  # no rank has the density of a whole weight
@@ -336,7 +345,8 @@ _OF_EACH_RANK = {"data": "of each rank", "batch_size": "of each rank", _START: {
 
 
 def fingerprint(data: Data) -> str:
-    """The kind of the data, in words; of tensors, a digest of all rows."""
+    """Text that tells data sets apart: a digest of all rows of tensors; for loaders, only the
+    classes of loader and data set."""
     if isinstance(data, IndexedData | StreamData):
         how = "read by index" if isinstance(data, IndexedData) else "as they come"
         parts = data.loader, getattr(data.loader, "dataset", None)
@@ -347,7 +357,8 @@ def fingerprint(data: Data) -> str:
 
 
 def digest_of(arguments: Arguments) -> str:
-    """A digest of all tensors of rows, in words, to compare them with others."""
+    """Text with a digest of all tensors of rows among the model's arguments. Equal data have equal
+    texts."""
     digest = hashlib.sha256()
     for leaf in rows.leaves(arguments):
         flat = leaf.detach().cpu().contiguous().reshape(-1)
@@ -356,7 +367,8 @@ def digest_of(arguments: Arguments) -> str:
 
 
 def _plain(hyper: Any) -> Any:
-    """A hyperparameter as a value that can be compared and written; functions cannot."""
+    """A hyperparameter as plain numbers, text and dicts, which can be compared and written to a
+    file. All functions become the same text."""
     if isinstance(hyper, Mapping):
         return {site: _plain(value) for site, value in hyper.items()}
     if dataclasses.is_dataclass(hyper) and not isinstance(hyper, type):

@@ -31,13 +31,13 @@ from pyro_scale.run.sharded.chain import run_chain
 
 
 class Trajectory(NamedTuple):
-    """The result of executing a plan.
+    """The result of taking a plan's steps.
 
     Attributes:
-        plan: that was executed.
-        problem: the plan's, with the features of a frozen base.
-        batches: of the steps.
-        draws: the states that were kept, and how the steps ended.
+        plan: the plan that was executed.
+        problem: the plan's problem, with the features of a frozen base.
+        batches: the minibatches of the steps.
+        draws: the kept draws, and how the steps ended.
     """
 
     plan: RunPlan
@@ -47,7 +47,8 @@ class Trajectory(NamedTuple):
 
     @property
     def diverged(self) -> bool:
-        """Whether a chain broke for another reason than NaN or infinite numbers in its batch."""
+        """Whether a chain stopped, and the first that did had a minibatch without NaN or infinite
+        numbers, so that the step size may be the cause."""
         return bool(self.draws.failures) and not self.draws.failures[0].bad_batch
 
 
@@ -56,17 +57,17 @@ class RunPlan:
     """All decisions about a run, made before its first step.
 
     Attributes:
-        problem: model, data and starts, before a frozen base is run.
-        columns: the hyperparameters' values at every step.
-        steps: how many steps there are, and which are kept.
-        sampling: how rows are drawn.
-        share_batches: whether all chains have the same batches.
-        compile: whether steps become one program.
-        progress: whether a bar is shown.
-        earlier: programs that the same object has compiled before.
-        choice: what was chosen and why, in words and numbers.
+        problem: model, data and starts, before features of a frozen base are computed.
+        columns: dict from the name of a hyperparameter to its value at every step, `[steps, ...]`.
+        steps: the number of steps, and the steps after which a draw is kept.
+        sampling: how the rows of minibatches are drawn.
+        share_batches: whether all chains have the same minibatches.
+        compile: whether to compile the step; "auto" compiles it if the run is long enough.
+        progress: whether a progress bar is shown.
+        earlier: cache of the programs that the same object has compiled before.
+        choice: what tuning chose and why, numbers and text by name, for reports.
         extends: whether the run continues at twice the thinning while draws are too dependent.
-        finished: the chains that reached the end, once they have.
+        finished: numbers of the chains that reached the end; empty before the run.
     """
 
     problem: Problem
@@ -91,18 +92,28 @@ class RunPlan:
         earlier: Earlier,
         choice: Mapping[str, Any],
     ) -> RunPlan:
-        """The plan of a run with these arguments on a problem."""
+        """The plan of a run of a problem with these arguments.
+
+        Args:
+            problem: model, data and starts.
+            config: the arguments of `run`, after checks.
+            steps: the number of steps, and the steps after which a draw is kept.
+            compile: whether to compile the step; "auto" compiles it if the run is long enough.
+            earlier: cache of the programs that the same object has compiled before.
+            choice: what tuning chose and why, by name, for reports.
+        """
         columns = problem.engine.kernel.columns(steps.total)
         how = config.sampling, config.share_batches, compile, config.progress
         return cls(problem, columns, steps, *how, earlier, choice)
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel, with the step size that is taken."""
+        """The sampler's kernel, with the step size with which the run moves."""
         return self.problem.engine.kernel
 
     def halved(self, times: int) -> RunPlan:
-        """The plan at half its step size, after chains have diverged `times` times."""
+        """A plan with half of this plan's step size, after a chain diverged. `times` is the number
+        of halvings so far, for reports."""
         lr = self.kernel.lr / 2
         kernel = dataclasses.replace(self.kernel, lr=lr)
         why = (
@@ -124,15 +135,15 @@ class RunPlan:
         noise: NoiseStream | None = None,
         **how: Any,
     ) -> Trajectory:
-        """Takes the steps of this process's chains.
+        """Takes the steps of this process's chains, and returns the trajectory.
 
         Args:
-            title: of the progress bar.
-            seed: of all draws except batches; by default the problem's.
-            bar: the progress bar, if there is one already.
-            chains: the numbers of the chains to move; by default this process's.
-            noise: of the steps; by default that of the seed.
-            how: the state to continue from, and where draws go; see `simulate`.
+            title: name of what runs, for the progress bar.
+            seed: seed of all random numbers except the minibatches; None for the problem's seed.
+            bar: a progress bar that is shown already; None for a new one.
+            chains: numbers of the chains to move; None for this process's.
+            noise: stream of the steps' standard normal numbers; None for that of the seed.
+            how: arguments of `simulate`: the state to continue from, and storage for the draws.
         """
         problem = with_frozen_features(self.problem)
         workers, num_chains = problem.workers, len(problem.positions)
@@ -170,8 +181,8 @@ class RunPlan:
 
 
 def on_own_rows(problem: Problem, batches: Batches) -> tuple[Engine, Batches]:
-    """(The engine that moves chains, their batches): on this process's rows of every batch, if
-    batches are shared out."""
+    """(The engine that moves the chains; their minibatches), limited to this process's rows of
+    every minibatch if rows are shared out; both unchanged otherwise."""
     rows, engine = problem.workers.rows, problem.engine
     if rows is None:
         return engine, batches
@@ -182,10 +193,11 @@ def on_own_rows(problem: Problem, batches: Batches) -> tuple[Engine, Batches]:
 
 
 def _inspection(problem: Problem) -> Callable[[Tensor, Batch], None] | None:
-    """A function that checks the rules of minibatch scaling on batches of the run, at the first
-    chain's position; None where there is nothing to check.
+    """A function of params `[chains, D]` and a minibatch that raises if the minibatch breaks the
+    rules of minibatch scaling at the first chain's params; None if there is nothing to check.
 
-    The first batch is left out if an earlier run of the same model has checked it.
+    The function skips its first call if an earlier run of the same model has checked the first
+    minibatch.
     """
     log_posterior, layout = problem.log_posterior, problem.engine.layout
     if problem.features is not None or not is_checked(log_posterior.model_info):

@@ -22,13 +22,14 @@ from pyro_scale.run.problem import Problem, as_log_posterior, module_device
 def batch_as_data(
     model: Any, num_data: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Data:
-    """A batch that a user passes to `step` or `begin`, as the data of a problem.
+    """The data of a problem that consist of one minibatch, which a user passes to `step` or
+    `begin`.
 
     Args:
-        model: the user's.
-        num_data: N; None if the model says it.
-        args: the batch, as the model's own arguments.
-        kwargs: likewise.
+        model: the user's model.
+        num_data: N, the number of rows of the whole data; None if the model says it.
+        args: the minibatch, as the model's positional arguments.
+        kwargs: the model's keyword arguments.
 
     Raises:
         DataError: a tensor is a single value, beside others that are rows.
@@ -39,8 +40,8 @@ def batch_as_data(
 
 
 def check_rows(arguments: Arguments) -> None:
-    """Checks that no tensor is a single row without the dimension of rows: the columns of others
-    would count as rows.
+    """Raises if a tensor has no dimension of rows although others have: it is a single row, and the
+    columns of the others would count as rows.
 
     Raises:
         DataError: a tensor is a single value, beside others that are rows.
@@ -56,11 +57,11 @@ def check_rows(arguments: Arguments) -> None:
 
 
 class Stepping:
-    """A chain that is moved one step at a time, on batches that the caller passes.
+    """A chain that is moved one step at a time, on minibatches that the caller passes.
 
     Args:
-        problem: of one chain.
-        kernel: the method's kernel, with its schedules.
+        problem: model and start of the one chain.
+        kernel: the sampler's kernel, with its schedules of hyperparameters.
     """
 
     def __init__(self, problem: Problem, kernel: Any):
@@ -70,17 +71,18 @@ class Stepping:
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Draws, Mapping[str, Tensor]]:
-        """Takes the next step.
+        """Takes the next step of the chain.
 
         Args:
-            args: a batch, as the model's own arguments.
-            kwargs: likewise.
+            args: a minibatch, as the model's positional arguments.
+            kwargs: the model's keyword arguments.
 
         Returns:
-            (the state as one draw, the hyperparameters' values at all steps so far).
+            (The new state as one draw; hyperparameters by name, `[steps so far, ...]`, each with
+            its present value at all of these steps).
 
         Raises:
-            DataError: the batch has no rows.
+            DataError: the minibatch has no rows.
         """
         problem, chains = self.problem, self._chains
         arguments = problem.log_posterior.bind(args, kwargs)

@@ -23,16 +23,16 @@ from pyro_scale.model.terms import terms_of
 
 @dataclass(frozen=True)
 class Understood:
-    """A log posterior after its preflight and the checks on other batches, for the next run.
+    """A log posterior after its preflight and the checks on other batches, kept for the next run.
 
     It can be reused if the data are the very same tensors, which torch has not written to since,
-    and if one run of the model, on the first batch and at the latent values of the preflight, gives
-    the same sites, params, shapes, plates and log densities, bit for bit.  So what the model reads
-    besides its arguments is compared through its effects.
+    and if one run of the model, on the first batch and at the latents of the preflight, gives the
+    same sites, params, shapes, plates and log densities, bit for bit. So anything that the model
+    reads besides its arguments is compared through its effects.
 
     Attributes:
-        log_posterior: the model.
-        call: the arguments and settings of the preflight, with marks of the data's tensors.
+        log_posterior: the model, after its preflight.
+        call: arguments and settings of the preflight, with identifiers of the data's tensors.
         trace: sites, params and log densities of a run of the model.
     """
 
@@ -42,11 +42,12 @@ class Understood:
 
     @classmethod
     def from_preflight(cls, log_posterior: LogPosterior, data: Data) -> Self | None:
-        """The preflight to keep; None if changes of the data would not be detected.
+        """The preflight to keep for the next run; None if later changes of the data would not be
+        detected, or the model fails.
 
         Args:
-            log_posterior: after its preflight and checks.
-            data: all rows.
+            log_posterior: the model, after its preflight and checks.
+            data: the data of the run.
         """
         call = _describe_call(log_posterior.given_num_data, data)
         trace = None if call is None else _trace(log_posterior, data.first())
@@ -59,8 +60,8 @@ class Understood:
         return type(None), ()  # a copy of the method has other tensors
 
     def reuse(self, log_posterior: LogPosterior, data: Data) -> LogPosterior | None:
-        """The kept log posterior, if it is of the same model and data as a new one and nothing has
-        changed; None otherwise."""
+        """The kept log posterior if its model and data are those of the new `log_posterior` and
+        `data`, and nothing has changed; None otherwise."""
         call = _describe_call(log_posterior.given_num_data, data)
         if not log_posterior.is_of_same_model(self.log_posterior) or call != self.call:
             return None
@@ -69,8 +70,8 @@ class Understood:
 
 
 def _describe_call(num_data: int | None, data: Data) -> Any:
-    """The arguments and settings that a preflight depends on, to compare them with others; None of
-    data whose changes would not be noticed."""
+    """The arguments and settings that a preflight depends on, to compare two calls by `==`; None
+    for data whose changes would not be noticed, such as loaders."""
     if not isinstance(data, TensorData):
         return None
     leaves, structure = pytree.tree_flatten(data.arguments)
@@ -82,8 +83,8 @@ def _describe_call(num_data: int | None, data: Data) -> Any:
 
 
 def _trace(log_posterior: LogPosterior, arguments: Arguments) -> Any:
-    """Terms, sites and points of a run of the model, to compare them with another run; None if the
-    model fails."""
+    """Log densities, sites and point-estimated parameters of a run of the model on the first batch,
+    to compare them with another run; None if the model fails."""
     try:
         run = log_posterior.run_as_first(arguments)
         terms = terms_of(run.sites)
@@ -98,7 +99,8 @@ def _trace(log_posterior: LogPosterior, arguments: Arguments) -> Any:
 
 
 def _facts_of_site(site: Site) -> Any:
-    """The facts of a site that its log density does not show."""
+    """Name, kind, distribution's class, value and mask of a site, for the comparison of two runs of
+    a model. Of observed data, the value's shape only."""
     is_data = site.kind not in ("latent", "deterministic")
     value = site.value.shape if is_data else site.value
     names = sorted(site.infer)

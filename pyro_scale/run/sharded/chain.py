@@ -52,10 +52,9 @@ _NO_ROWS = "the data have no rows that ranks could share out: pass tensors of ro
 
 
 def sharded_network(model: Any, arguments: Arguments) -> ShardedModule | None:
-    """The first sharded network that a model calls.
+    """The first sharded network that a model calls; None if it calls none, or fails before.
 
-    The model is run until it calls a network, which is not evaluated.  None if it calls none, or
-    fails before, as it will again in its preflight.
+    The model is run with these arguments until it calls a network, which is not evaluated.
     """
     if not ShardedModule.alive:
         return None
@@ -71,11 +70,15 @@ def sharded_network(model: Any, arguments: Arguments) -> ShardedModule | None:
 
 
 def check_kernel(name: str, kernel: Hyperparameters) -> None:
-    """Checks that a method can move a part of a position.
+    """Raises if a sampler cannot move a rank's part of a position by itself.
+
+    Args:
+        name: name of the sampler, for the message.
+        kernel: the sampler's kernel, with its hyperparameters.
 
     Raises:
-        ArgumentError: the kernel needs all elements at once, or a hyperparameter is a tensor of
-            values for all elements of a site.
+        ArgumentError: the kernel needs all elements at once, or a hyperparameter is a tensor with
+            an entry for each element of a site.
     """
     if not isinstance(kernel, ELEMENTWISE):
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
@@ -96,20 +99,22 @@ def prepare_sharded(
     network: ShardedModule,
     workers: Workers,
 ) -> Problem:
-    """The problem of one chain that all ranks move, after the model's preflight.
+    """The problem of one chain of a sharded network, which all ranks move together, after the
+    model's preflight.
 
     Args:
         log_posterior: the model.
-        data: whose first batch may have other rows on every rank.
-        kernel: the method.
-        init_strategy: the user's.
-        seed: of the run, the same on all ranks.
+        data: the data; the first batch may have other rows on every rank.
+        kernel: the sampler's kernel.
+        init_strategy: the init strategy as the user passed it: None, `init_to_module`, or a dict of
+            starts of sites that are no weights of the network.
+        seed: the run's seed, the same on all ranks.
         network: the first sharded network that the model calls.
-        workers: the processes that have its parts.
+        workers: the processes that have parts of the network.
 
     Raises:
-        ModelError, SiteError, PlateError: what is wrong with the model.
-        ArgumentError: starts of weights, or a model that takes its rows by itself.
+        ModelError, SiteError, PlateError: the model breaks a rule; the message says which.
+        ArgumentError: the user passed starts of weights, or the model subsamples by itself.
     """
     assert workers.rows is not None
     first = _largest_batch(workers, data.first())
@@ -154,10 +159,12 @@ def prepare_sharded(
 
 
 def check_other_batches(problem: Problem) -> None:
-    """Checks the rules of minibatch scaling on batches from all over the data, at the start.
+    """Raises if the rules of minibatch scaling do not hold on batches from all over the data, at
+    the chain's start.
 
     Raises:
-        PlateError: a term of a row, or a constant, depends on the other rows of its batch.
+        PlateError: a row's term of the log joint, or a constant, depends on the other rows of the
+            batch.
     """
     log_posterior, data = problem.log_posterior, problem.data
     if data.batch_size is None or not is_checked(log_posterior.model_info):
@@ -169,7 +176,14 @@ def check_other_batches(problem: Problem) -> None:
 
 
 def noise_of(problem: Problem, purpose: Purpose, normals: int) -> ShardNoise:
-    """Standard normals for this rank's latents, `[normals, latents]` a step."""
+    """A stream of standard normal numbers for this rank's latents, `[normals, latents]` at each
+    step: the same numbers as one process would draw for these latents.
+
+    Args:
+        problem: the chain's problem.
+        purpose: use of the numbers; streams of different purposes are independent.
+        normals: number of standard normal vectors that a step needs.
+    """
     layout, places, size = problem.engine.layout, [], 0
     for name in problem.log_posterior.latents:
         shape = layout.shapes[layout.names.index(name)]
@@ -181,11 +195,11 @@ def noise_of(problem: Problem, purpose: Purpose, normals: int) -> ShardNoise:
 
 
 class ShardedChain:
-    """A chain that all ranks move together, a step at a time.
+    """A chain of a sharded network that all ranks move together, one step at a time.
 
     Args:
-        problem: of the chain.
-        values: the hyperparameters' values at step 0.
+        problem: the chain's problem.
+        values: hyperparameters at step 0, by name.
     """
 
     def __init__(self, problem: Problem, values: Mapping[str, Tensor]):
@@ -202,18 +216,18 @@ class ShardedChain:
         return position
 
     def step(self, arguments: Arguments, values: Mapping[str, Tensor]) -> float:
-        """Takes a step and leaves the weights in the network.
+        """Takes a step and writes the new weights into the network.
 
         Args:
-            arguments: this rank's rows of the batch.
-            values: the hyperparameters' values at the step.
+            arguments: the model's arguments, with this rank's rows of the minibatch.
+            values: hyperparameters of the step, by name.
 
         Returns:
-            The log joint before the step, estimated from the batch, in nats.
+            The log joint before the step, estimated from the minibatch of all ranks, in nats.
 
         Raises:
             NonFiniteError: on all ranks, if the log joint or its gradient is not finite on one of
-                them.  The state stays as it was.
+                them. The state stays as it was.
         """
         noise, batch = self._noise.at(self.count)[None], Batch(arguments, per_chain=False)
         state, evaluation = self.problem.engine.step(self.state, batch, noise, values)
@@ -227,7 +241,7 @@ class ShardedChain:
         return float(evaluation.log_joint[0])
 
     def _write(self) -> None:
-        """Puts the position into the networks."""
+        """Writes the chain's present weights into the networks."""
         problem = self.problem
         params = problem.engine.layout.unflatten(self.state.position[0].detach())
         networks = shards_of(problem.log_posterior.model_info.sites)
@@ -243,15 +257,16 @@ def run_chain(
     bar: Progress,
     checkpoints: ShardedCheckpoints | None,
 ) -> Draws:
-    """Takes the steps of a sharded network's chain, from its start or from a checkpoint.
+    """Takes the steps of a sharded network's chain, from its start or from a checkpoint. Returns
+    this rank's part of the draws.
 
     Args:
-        problem: of the chain.
-        batches: of all rows, the same on all ranks.
-        columns: the hyperparameters' values at every step.
-        steps: how many steps, and which are kept.
-        bar: shows progress.
-        checkpoints: where the run is written; None for nowhere.
+        problem: the chain's problem.
+        batches: minibatches with the rows of all ranks, the same on all ranks.
+        columns: dict from the name of a hyperparameter to its value at every step.
+        steps: the number of steps, and the steps after which a draw is kept.
+        bar: bar that shows the steps taken.
+        checkpoints: writer of the run's checkpoints; None to write none.
 
     Raises:
         NonFiniteError: the state became NaN or infinite.
@@ -282,10 +297,10 @@ def run_chain(
 
 
 def part_of(rank_rows: Rows, batch: Arguments) -> Arguments:
-    """A rank's rows of a batch that all ranks have; there may be none.
+    """A rank's rows of a minibatch that all ranks have; possibly no rows.
 
     Raises:
-        DataError: the batch has no rows.
+        DataError: the minibatch has no tensors of rows.
     """
     count = rows.count(batch)
     if count is None:
@@ -294,7 +309,12 @@ def part_of(rank_rows: Rows, batch: Arguments) -> Arguments:
 
 
 def _largest_batch(workers: Workers, batch: Arguments) -> Arguments:
-    """The batch of the first rank that has most rows, on all ranks."""
+    """The largest of the minibatches that ranks pass, on all ranks; of equal ones, that of the
+    first rank.
+
+    Raises:
+        DataError: a rank's minibatch has no tensors of rows, or no rank has a row.
+    """
     assert workers.rows is not None
     count = rows.count(batch)
     counts = workers.gather(-1 if count is None else count, "the number of rows")
@@ -307,8 +327,12 @@ def _largest_batch(workers: Workers, batch: Arguments) -> Arguments:
 
 
 def _check_starts(init_strategy: Any, network: ShardedModule) -> Any:
-    """The init strategy, if weights start where they are: draws would depend on how weights are
-    shared out."""
+    """The init strategy, unchanged, if it lets the network's weights start at their present values.
+    Other starts would depend on how weights are shared out.
+
+    Raises:
+        ArgumentError: the init strategy sets weights of the network.
+    """
     is_of_others = isinstance(init_strategy, dict) and not any(
         name.endswith(weight) for name in init_strategy for weight in network.shards
     )

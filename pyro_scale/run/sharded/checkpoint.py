@@ -40,7 +40,7 @@ _NAME = re.compile(r"(state|draws)-(\d{1,9})")
 
 
 class ShardedCheckpoints:
-    """Writes and reads the checkpoints of a run, on all ranks together.
+    """Writes and reads the checkpoints of a sharded network's run, on all ranks together.
 
     Args:
         path: the directory, which all ranks can read and write.
@@ -49,7 +49,8 @@ class ShardedCheckpoints:
         resumes: whether the run continues from the latest checkpoint in the directory.
 
     Raises:
-        FileError: there is no intact checkpoint to continue from, or the directory cannot be made.
+        FileError: there is no intact checkpoint to continue from, or the directory cannot be
+            created.
     """
 
     def __init__(self, path: Path, every: float, workers: Workers, resumes: bool):
@@ -65,7 +66,8 @@ class ShardedCheckpoints:
         self._number, self.last = latest
 
     def _open(self, resumes: bool) -> tuple[int, dict[str, Any] | None] | FileError:
-        """(A number that no file has yet, the state to continue from), or the error to raise."""
+        """(A number that no checkpoint in the directory has yet; the state to continue from, None
+        for a new run). Returns an error instead of raising it, so that all ranks can raise it."""
         try:
             self.directory.mkdir(exist_ok=True)
             names = list(self._files())
@@ -93,14 +95,19 @@ class ShardedCheckpoints:
 
     @property
     def seed(self) -> int | None:
-        """The seed of the run that is resumed."""
+        """The seed of the run that is resumed; None for a new run."""
         return None if self.last is None else int(self.last["facts"]["seed"])
 
     def check_same_run(self, facts: Mapping[str, Any], num_samples: int) -> None:
-        """Stores the facts of the run, and checks that the checkpoint is of the same run.
+        """Stores the settings of the run for its checkpoints, and raises if the checkpoint to
+        continue from is of another run.
+
+        Args:
+            facts: settings, data and model of this run, by name.
+            num_samples: number of draws of this run.
 
         Raises:
-            FileError: it lists what differs.
+            FileError: the checkpoint is of another run; the message lists what differs.
             ArgumentError: the checkpoint has more than `num_samples` draws.
         """
         self._facts = dict(facts)
@@ -110,7 +117,8 @@ class ShardedCheckpoints:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for the next one, by rank 0's clock."""
+        """Whether the time between two checkpoints has passed since the last one, by rank 0's
+        clock. All ranks must ask together."""
         is_due = time.monotonic() - self._written >= self._every
         assert self._workers.rows is not None
         return bool(self._workers.rows.sum(torch.tensor(int(is_due and self._workers.is_first))))
@@ -118,7 +126,8 @@ class ShardedCheckpoints:
     # ------------------------------------------------------------------ on all ranks together
 
     def restore(self, chain: ShardedChain, batches: Batches, draws: Draws) -> None:
-        """Takes the chain, its batches and its draws to the latest checkpoint, if there is one."""
+        """Sets the chain, its minibatches and its draws to the latest checkpoint; does nothing for
+        a new run."""
         if self.last is None:
             return
         leaves, structure = pytree.tree_flatten(chain.state)
@@ -137,12 +146,12 @@ class ShardedCheckpoints:
         draws.log_joint[0, : self._kept] = self.last["log_joint"]
 
     def write(self, chain: ShardedChain, batches: Batches, draws: Draws, kept: int) -> None:
-        """Writes the next checkpoint.
+        """Writes the next checkpoint, and deletes files that are no longer needed.
 
         Args:
-            chain: after its latest step.
-            batches: of its steps.
-            draws: of the run.
+            chain: the chain after its latest step.
+            batches: the minibatches of the chain's steps.
+            draws: the draws of the run.
             kept: number of draws so far.
         """
         problem, state = chain.problem, f"state-{self._number}"
@@ -179,7 +188,8 @@ class ShardedCheckpoints:
             )
 
     def _load(self, name: str, problem: Problem, like: list[Tensor]) -> list[Tensor]:
-        """This rank's parts of saved tensors, of the shapes and on the devices of others."""
+        """This rank's parts of the tensors in a saved directory, with the shapes and devices of the
+        tensors in `like`."""
         from torch.distributed.checkpoint.state_dict_loader import load
 
         assert self._workers.rows is not None
@@ -197,11 +207,12 @@ class ShardedCheckpoints:
     # ------------------------------------------------------------------ files
 
     def _files(self) -> dict[str, Path]:
-        """The states and draws in the directory."""
+        """The saved states and draws in the directory: a dict from name to path."""
         return {path.name: path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)}
 
     def _hash_all(self, names: list[str]) -> None:
-        """Computes SHA-256 of the files in directories; each rank hashes its share of new files."""
+        """Computes SHA-256 hashes of all files in the named directories, and stores them on all
+        ranks. Files that were hashed before are skipped; ranks share out the others."""
         written = sorted(
             str(file.relative_to(self.directory))
             for name in names
@@ -221,7 +232,7 @@ class ShardedCheckpoints:
                 raise FileError(f"'{file}' is damaged or gone")
 
     def _tidy(self) -> None:
-        """Removes files that the latest states do not need."""
+        """Deletes saved directories that the latest two states do not need."""
         names = self._files()
         states = sorted(filter(_is_state, names), key=_number_in)
         intact = [name for name in states if (self.directory / name / _FACTS).exists()]
@@ -244,8 +255,11 @@ def _hash(file: Path) -> str:
 
 
 def _to_named(problem: Problem, tensors: list[Tensor]) -> dict[str, Any]:
-    """Tensors by their place in the list; those of positions `[n, D]` by place and site, the parts
-    of weights as DTensors, which know their place in the whole weight."""
+    """A dict of tensors for `torch.distributed.checkpoint`, from a list of tensors.
+
+    Names are indices in the list. Tensors of positions `[n, D]` are divided by site, with names
+    "index/site". Parts of weights become DTensors, which know their place in the whole weight.
+    """
     layout, named = problem.engine.layout, {}
     for place, tensor in enumerate(tensors):
         if tensor.shape[1:] != (layout.size,):
@@ -260,7 +274,8 @@ def _to_named(problem: Problem, tensors: list[Tensor]) -> dict[str, Any]:
 
 
 def _from_named(problem: Problem, named: Mapping[str, Any], place: str) -> Tensor:
-    """The tensor at a place of the list that `_to_named` was given."""
+    """The tensor at index `place` of the list that was passed to `_to_named`, put together again
+    from the dict."""
     if place in named:
         whole: Tensor = named[place]
         return whole

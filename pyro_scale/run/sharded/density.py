@@ -22,22 +22,24 @@ from pyro_scale.model.scaling import Evaluation
 
 @dataclass(frozen=True)
 class ShardedDensity:
-    """The log posterior of a batch of which each rank has some rows, at a position of which each
-    rank has some elements.
+    """The log posterior of a minibatch of which each rank has some rows, at a position of which
+    each rank has some elements.
 
     With W ranks, the log joint is the mean over ranks of log prior + W N/B sum_r, where sum_r is
     the log likelihood of rank r's rows and B counts the rows of all ranks; `fully_shard` leaves
-    means of gradients over ranks.  The prior of a part of a weight is on its rank alone; the other
+    means of gradients over ranks. The prior of a part of a weight is on its rank alone; the other
     terms of the log prior are the same on all ranks.
 
     Attributes:
         log_posterior: the model after its preflight.
-        rows: the ranks that add up.
-        weights: the sites that are parts of weights: (their network, the weight's name in it).
+        rows: the group of ranks over which sums are taken.
+        weights: dict from each site that is a part of a weight to (its network, the weight's name
+            in it).
         copies: number of ranks that have the same parts.
-        counts: weights of this rank's elements in sums over all elements of the chain, [D]: one
-            over the number of ranks that have the element.
-        stand_in: one row, for ranks without a row of a batch: they have to call the network, too.
+        counts: one over the number of ranks that have each of this rank's elements, [D]: weights of
+            elements in sums over all elements of the chain.
+        stand_in: one row, as the model's arguments, for ranks without a row of a minibatch: these
+            have to call the network, too.
     """
 
     log_posterior: LogPosterior
@@ -49,19 +51,20 @@ class ShardedDensity:
 
     @property
     def num_data(self) -> int:
-        """N."""
+        """N, the number of rows of the whole data."""
         return self.log_posterior.num_data
 
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
-        """(This rank's part of the gradient of the log joint by site, the evaluation).
+        """(This rank's part of the gradient of the log joint, by site; the evaluation with the log
+        joint of all ranks, in nats).
 
         The log joint is NaN on all ranks if it or a weight's gradient is not finite on one.
 
         Args:
-            params: this rank's part of the position, by site.
-            batch: this rank's rows of the batch.
+            params: this rank's part of the position, unconstrained, by site.
+            batch: the model's arguments, with this rank's rows of the minibatch.
             indices: unused, as models that subsample by themselves are not supported.
 
         Raises:
@@ -103,15 +106,22 @@ class ShardedDensity:
     def row_gradients(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Raises an error: `fully_shard` computes the gradient of all rows together."""
+        """Raises NotImplementedError: `fully_shard` computes the gradient of all rows together."""
         raise NotImplementedError
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over all elements of the chain of a value for each of this rank's elements."""
+        """The sum over all elements of the chain, on all ranks, from a vector [D] of this rank's
+        elements. Elements that several ranks have count once."""
         return self.rows.sum((values.double() * self.counts.to(values.device)).sum())
 
     def _log_prior(self, sites: Mapping[str, Any], log_prior: Tensor) -> Tensor:
-        """This rank's term of the log prior."""
+        """This rank's term of the log prior, in nats; the terms of all ranks add up to the log
+        prior of the whole chain.
+
+        Args:
+            sites: the sites of a run of the model, by name.
+            log_prior: the log prior that this rank's run gave, with its own parts of weights.
+        """
         with torch.no_grad():
             log_probs = [
                 sites[n].fn.log_prob(sites[n].value) * sites[n].scale for n in self.weights
