@@ -69,8 +69,8 @@ def gaussian_prior(
 def exact_moments(
     log_posterior: LogPosterior, arguments: Arguments
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """A dict from each site with a Gaussian prior to (its mean, its covariance [d, d] or the diagonal
-    [d] of that), in unconstrained space.
+    """A dict from each site with a Gaussian prior to (its mean, its covariance [d, d] or that one's
+    diagonal [d]), in unconstrained space.
 
     The prior is Gaussian in unconstrained space, with constant parameters; other sites are left
     out.
@@ -126,8 +126,8 @@ def _sites_with_graph(log_posterior: LogPosterior, arguments: Arguments) -> list
 
 
 def _check_sites(log_posterior: LogPosterior) -> None:
-    """Raises a ModelError unless the log prior is the sum of the latents' own log densities, without
-    factors, scales or masks."""
+    """Raises a ModelError unless the log prior is the sum of the latents' own log densities,
+    without factors, scales or masks."""
     info = log_posterior.model_info
     others = [name for name, rule in info.scaling.rules.items() if rule.role == "global"]
     others += [name for name in log_posterior.latents if _is_weighted(info.sites[name])]

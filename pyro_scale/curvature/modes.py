@@ -149,7 +149,8 @@ class Refined(NamedTuple):
 
     Attributes:
         position: where the method ended, [D].
-        distance: the position's squared distance from the mode, in posterior sds; infinite if unknown.
+        distance: the position's squared distance from the mode, in posterior sds; infinite if
+            unknown.
         value: the log joint over N there.
     """
 

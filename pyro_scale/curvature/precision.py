@@ -78,8 +78,8 @@ def expand(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expans
     """The log joint, its gradient and its curvature at the spec's position.
 
     It goes through the data once, runs the model once on each chunk, and holds no more than the sum
-    and a block of rows.  If the density has a share of the chunks, the results are that share's terms,
-    which have to be added to those of the other shares.
+    and a block of rows.  If the density has a share of the chunks, the results are that share's
+    terms, which have to be added to those of the other shares.
 
     Args:
         density: the log joint density of all rows.

@@ -191,8 +191,8 @@ def _row_sums(density: FullDataDensity, spec: CurvatureSpec, among: Container[st
 def _eigenvalues(
     density: FullDataDensity, spec: CurvatureSpec, bases: Mapping[str, Sequence[Basis]]
 ) -> list[Tensor]:
-    """The diagonal of the likelihood's curvature, over this density's rows, in each basis: a list of
-    tensors `[m, n]`, site after site."""
+    """The diagonal of the likelihood's curvature, over this density's rows, in each basis: a list
+    of tensors `[m, n]`, site after site."""
     free, held = spec.split(density.layout)
     held |= {name: value for name, value in free.items() if name not in bases}
     free = {name: free[name] for name in bases}
