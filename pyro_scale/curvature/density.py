@@ -102,8 +102,8 @@ class FullDataDensity:
         return value, gradient
 
     def derivatives(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(The log joint, its gradient [D], its Hessian [D, D]) at a position [D], all divided by N,
-        in one pass through the data."""
+        """(The log joint, its gradient [D], its Hessian [D, D]) at a position [D], all divided by
+        N, in one pass through the data."""
         value, gradient = zero_nats(position), torch.zeros_like(position)
         matrix = position.new_zeros(self.layout.size, self.layout.size)
         for part, slope, leaf in self._gradients(position):
@@ -184,8 +184,8 @@ class FullDataDensity:
     def _gradients(
         self, position: Tensor, history: bool = True
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields for each chunk of rows (its part of the log joint over N, detached; the gradient of
-        that part, [D]; the position as the leaf that the gradient was computed from).
+        """Yields for each chunk of rows (its part of the log joint over N, detached; that part's
+        gradient, [D]; the position as the leaf that the gradient was computed from).
 
         Args:
             position: the params, [D].
@@ -274,7 +274,7 @@ class FullDataDensity:
 class SharedDensity(FullDataDensity):
     """The log joint density of all rows, where several processes each sum over a share of the rows.
 
-    `grad`, `add_up` and `of_each` are shared; all other methods go through all rows in this process.
+    `grad`, `add_up` and `of_each` are shared; other methods go through all rows in this process.
 
     Attributes:
         sums: asks all processes for their terms, and adds these up.

@@ -148,7 +148,7 @@ def class_counts(base: Any, names: Sequence[str]) -> Tensor | None:
 
 
 def _layers(fn: Any) -> Iterator[Any]:
-    """A distribution, the one inside it, and so on to the innermost."""
+    """Yields a distribution, the distribution that it wraps, and so on to the innermost."""
     while fn is not None:
         yield fn
         fn = _wrapped_by(fn)
@@ -190,7 +190,8 @@ def _is_fixed_and_invertible(fn: Any) -> bool:
 
 
 def _read(owner: Any, name: str, default: Any) -> Any:
-    """An attribute; the default where it is not defined, or depends on a value."""
+    """An attribute of a distribution or a constraint; `default` if the class does not define it, or
+    it depends on a value (both raise NotImplementedError)."""
     try:
         return getattr(owner, name)
     except NotImplementedError:
@@ -198,7 +199,8 @@ def _read(owner: Any, name: str, default: Any) -> Any:
 
 
 def _derived(base: Any, names: Container[str]) -> set[str]:
-    """Arguments that torch computes from an alternative that the user gave."""
+    """Names of the arguments that torch computes from another one that the user gave, such as
+    `probs` from `logits`."""
     holder = vars(getattr(base, "_categorical", base))  # one-hot and multinomial delegate to it
     derived: set[str] = set()
     for group in _ALTERNATIVES:
@@ -258,7 +260,8 @@ def _closed_forms(family: type) -> Blocks:
 def _by_closed_form(
     base: Any, arguments: Arguments, names: Sequence[str], blocks: Blocks
 ) -> Tensor:
-    """The information from closed forms of its blocks."""
+    """The Fisher information in the named arguments, `[*batch_shape, m, m]`, from closed forms of
+    its blocks; arguments that have no block together are independent."""
     # a multinomial's total count is an attribute and no argument; other families count as 1
     count = getattr(base, "total_count", 1)
     attributes = SimpleNamespace(**{"total_count": count, **arguments})
@@ -280,7 +283,8 @@ def _by_closed_form(
 
 
 def _by_enumeration(base: Any, arguments: Arguments, names: Sequence[str]) -> Tensor:
-    """The information as the mean of the scores' outer products over all values."""
+    """The Fisher information in the named arguments, `[*batch_shape, m, m]`, as the expected outer
+    product of the score (the log density's gradient): a sum over the finite support."""
     values, counted = _support(base)
     shape = torch.Size((len(values), *base.batch_shape))
     # a copy of the arguments for each value, so one backward pass gives all scores
@@ -297,8 +301,12 @@ def _by_enumeration(base: Any, arguments: Arguments, names: Sequence[str]) -> Te
 
 
 def _support(base: Any) -> tuple[Tensor, Tensor]:
-    """(All values, `[K, *batch_shape, *event_shape]`; whether an element has them, `[K,
-    *batch_shape]`)."""
+    """(All K values of a distribution's support, `[K, *batch_shape, *event_shape]`; whether a value
+    is in the support of each element of the batch, `[K, *batch_shape]`).
+
+    Raises:
+        NoInformation: the support cannot be enumerated, or is too large.
+    """
     batch_shape, support = torch.Size(base.batch_shape), base.support
     if isinstance(support, constraints.integer_interval):  # elements may differ in their bounds
         low, high = (torch.as_tensor(b) for b in (support.lower_bound, support.upper_bound))
@@ -321,7 +329,12 @@ def _support(base: Any) -> tuple[Tensor, Tensor]:
 
 
 def _by_divergence(base: Any, arguments: Arguments, names: Sequence[str]) -> Tensor:
-    """The information as second derivatives of KL(p || q) in the arguments of q, at q = p."""
+    """The Fisher information in the named arguments, `[*batch_shape, m, m]`, as the second
+    derivatives of KL(p || q) with respect to the arguments of q, at q = p.
+
+    Raises:
+        NoInformation: torch has no such divergence, or the support depends on the arguments.
+    """
     batch_shape = torch.Size(base.batch_shape)
     leaves = {name: a.clone() for name, a in arguments.items()}
     named = [leaves[name].requires_grad_() for name in names]

@@ -77,7 +77,8 @@ def _continuous_bernoulli(logits: Tensor) -> Tensor:
 
 
 def _chances(a: Any) -> tuple[Tensor, Tensor]:
-    """(p, 1 - p), each with all of its digits."""
+    """(p, 1 - p) of a Bernoulli, binomial or geometric distribution, from its logits or probs, each
+    without cancellation."""
     if hasattr(a, "logits"):
         return torch.sigmoid(a.logits), torch.sigmoid(-a.logits)
     probs = clamp_probs(a.probs)  # log_prob does so too
@@ -91,7 +92,7 @@ def _odd(a: Any) -> Tensor:
 
 
 def _variance(a: Any) -> Tensor:
-    """A Bernoulli's variance, which is its information in the logit."""
+    """A Bernoulli's variance p (1 - p), which is its Fisher information in the logit."""
     p, q = _chances(a)
     return p * q
 
@@ -127,7 +128,7 @@ def _diagonal(values: Tensor, minus: Tensor) -> Tensor:
 
 
 def _classes(a: Any) -> Tensor:
-    """The information in a softmax's logits."""
+    """The Fisher information of a categorical or multinomial in its logits, `[*batch, n, n]`."""
     p = torch.softmax(a.logits, -1)
     return _totals(a) * _diagonal(p, p.unsqueeze(-1) * p.unsqueeze(-2))
 
@@ -140,7 +141,8 @@ def _class_probs(a: Any) -> Tensor:
 
 
 def _totals(a: Any) -> Tensor:
-    """Total counts, which may differ by row, `[*batch, 1, 1]`."""
+    """A multinomial's total counts, 1 for a categorical, with two more dimensions: `[*batch, 1,
+    1]`."""
     return torch.as_tensor(a.total_count)[..., None, None]
 
 
@@ -168,7 +170,7 @@ def _dirichlet_multinomial(a: Any) -> Tensor:
 
 
 def _beta_total(a: Any) -> Tensor:
-    """The trigamma of the sum of a beta's concentrations."""
+    """The trigamma of the sum of a beta's concentrations, `[*batch]`."""
     return _trigamma(a.concentration1 + a.concentration0)
 
 

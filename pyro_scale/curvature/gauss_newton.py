@@ -25,19 +25,21 @@ class GaussNewtonDensity(FullDataDensity):
     """
 
     def derivatives(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(The log joint, its gradient [D], the matrix [D, D]), all over N, in one pass."""
+        """(The log joint, its gradient [D], minus the Gauss-Newton precision [D, D] in place of the
+        Hessian) at a position [D], all divided by N, in one pass."""
         spec = CurvatureSpec(position, self.layout.names, "ggn")
         value, slope, precision = expand(self, spec, dense=True)
         return value, slope, -precision / self.log_posterior.num_data
 
     @property
     def passes(self) -> int:
-        """Cost of `derivatives`, in gradients of all rows."""
+        """The cost of `derivatives`, as a number of gradients of all rows."""
         return 2
 
 
 def with_gauss_newton(density: FullDataDensity) -> FullDataDensity:
-    """The same density with the Gauss-Newton matrix; unchanged if the model has none."""
+    """The same density with the Gauss-Newton matrix as its Hessian; the density itself if the model
+    has no such matrix (a likelihood term without a distribution, for example)."""
     replaced = GaussNewtonDensity(**_fields(density))
     layout, device = density.layout, rows.device(density.data.first())
     try:
@@ -63,15 +65,15 @@ class AnchoredDensity(FullDataDensity):
     shift: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(()))
 
     def hessian(self, position: Tensor) -> Tensor:
-        """The Hessian over N, [D, D]."""
+        """The sample's Hessian at a position [D], corrected, divided by N: [D, D]."""
         return super().hessian(position) + self.shift
 
     def hessian_times(self, position: Tensor, vector: Tensor) -> Tensor:
-        """The Hessian over N times a vector, [D]."""
+        """The corrected Hessian at a position, divided by N, times a vector [D]."""
         return super().hessian_times(position, vector) + self.shift @ vector
 
     def hessian_diagonal(self, position: Tensor) -> Tensor:
-        """The diagonal of the Hessian over N, [D]."""
+        """The diagonal [D] of the corrected Hessian at a position, divided by N."""
         return super().hessian_diagonal(position) + self.shift.diagonal()
 
 

@@ -32,10 +32,10 @@ def gaussian_prior(
     covariance is that of draws.
 
     Args:
-        log_posterior: the model.
-        arguments: a batch.
-        dense: whether the covariance is a matrix, or else a diagonal.
-        seed: of the draws.
+        log_posterior: the model's log posterior.
+        arguments: the model's arguments, any batch.
+        dense: whether the covariance is a matrix; otherwise it is a diagonal.
+        seed: seed of the prior draws.
 
     Raises:
         ModelError: the prior has no draws, no variance, or terms besides the latents' densities.
@@ -69,7 +69,8 @@ def gaussian_prior(
 def exact_moments(
     log_posterior: LogPosterior, arguments: Arguments
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """(Mean, covariance [d, d] or its diagonal [d]) of sites with a Gaussian prior, by name.
+    """A dict from each site with a Gaussian prior to (its mean, its covariance [d, d] or that one's
+    diagonal [d]), in unconstrained space.
 
     The prior is Gaussian in unconstrained space, with constant parameters; other sites are left
     out.
@@ -104,7 +105,7 @@ def _moments_of_draws(
 
 
 def _may_depend(site: Site) -> bool:
-    """Whether a site's distribution may depend on another latent."""
+    """Whether a site's distribution may depend on another latent; True if that cannot be told."""
     try:
         arguments = own_arguments(base_of(site.fn))
     except NoInformation:
@@ -125,7 +126,8 @@ def _sites_with_graph(log_posterior: LogPosterior, arguments: Arguments) -> list
 
 
 def _check_sites(log_posterior: LogPosterior) -> None:
-    """Checks that the log prior is the sum of the latents' own densities."""
+    """Raises a ModelError unless the log prior is the sum of the latents' own log densities,
+    without factors, scales or masks."""
     info = log_posterior.model_info
     others = [name for name, rule in info.scaling.rules.items() if rule.role == "global"]
     others += [name for name in log_posterior.latents if _is_weighted(info.sites[name])]
@@ -153,7 +155,8 @@ def _exact(sites: list[Site]) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _constant_normal(fn: Any) -> td.Normal | td.MultivariateNormal | None:
-    """The normal distribution of a site in unconstrained space, if its parameters are constants."""
+    """A site's distribution in unconstrained space if that is normal with constant parameters (a
+    normal, or a log-normal's base); otherwise None."""
     while isinstance(fn, td.Independent):
         fn = fn.base_dist
     if isinstance(fn, dist.LogNormal):

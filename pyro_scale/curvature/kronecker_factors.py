@@ -34,8 +34,8 @@ class Part(NamedTuple):
     elements.
 
     Attributes:
-        places: of the elements in the flat param, [m, n].
-        inputs: a, for T positions a row, `[B, T, m]`.
+        places: indices of these elements in the flat param, [m, n].
+        inputs: a, for B rows of data with T positions each, `[B, T, m]`.
         outputs: g, for C results a row, `[C, B, T, n]`.
     """
 
@@ -45,18 +45,19 @@ class Part(NamedTuple):
 
     @property
     def factors(self) -> Factors:
-        """Sums over rows, positions and results."""
+        """The sums of a a^T and of g g^T over rows, positions and results."""
         a, g = self.inputs.flatten(0, 1), self.outputs.flatten(0, 2)
         return Factors(self.places, a.mT @ a, g.mT @ g, len(a))
 
 
 class Basis(NamedTuple):
-    """A basis of some elements of a param, as a matrix.
+    """An orthonormal basis for some elements of a param, which form a matrix X [m, n]; the
+    coordinates of X are left^T X right.
 
     Attributes:
-        places: of the elements in the flat param, [m, n].
-        left: orthonormal, [m, m].
-        right: orthonormal, [n, n].
+        places: indices of the elements in the flat param, [m, n].
+        left: orthonormal columns, [m, m].
+        right: orthonormal columns, [n, n].
     """
 
     places: Tensor
@@ -64,9 +65,10 @@ class Basis(NamedTuple):
     right: Tensor
 
     def squares(self, parts: Sequence[Part]) -> Tensor:
-        """The sum of the squares of rows' gradients in the basis, [m, n].
+        """The sum over rows and results of the squares of a row's gradient's coordinates in the
+        basis, [m, n].
 
-        A row's gradient is the sum over all uses and positions.
+        A row's gradient is the sum over all parts and positions.
         """
         with torch.no_grad():
             inputs = torch.cat([part.inputs for part in parts], 1)
@@ -78,10 +80,10 @@ class Basis(NamedTuple):
 
 @dataclass
 class Factors:
-    """Sums over rows, for some elements of a param.
+    """Kronecker factors of a param's curvature: sums over rows, for some elements of the param.
 
     Attributes:
-        places: of the elements in the flat param, [m, n].
+        places: indices of the elements in the flat param, [m, n].
         inputs: the sum of a a^T, [m, m].
         outputs: the sum of g g^T, [n, n].
         count: the number of terms in the first sum.
@@ -93,7 +95,8 @@ class Factors:
     count: int
 
     def add_to_each(self, others: list[Factors]) -> None:
-        """Adds these factors to those of the same elements in a list, or appends them."""
+        """Adds these factors in place to those of the same elements in `others`; appends them to
+        the list if there are none."""
         for other in others:
             if torch.equal(other.places, self.places):
                 other.inputs = other.inputs + self.inputs
@@ -115,15 +118,17 @@ def factors_of(
     keep: slice,
     among: Container[str],
 ) -> dict[str, list[Factors]]:
-    """The factors of weights of products, and of biases, whose inputs are 1.
+    """The Kronecker factors of the curvature of a batch, for weights of products and for biases
+    (whose inputs are 1).
 
     Args:
-        graph: of the rows' outputs.
+        graph: the graph of the rows' outputs.
         columns, count, keep: as for `RowWise.squares`.
-        among: the params that may have factors.
+        among: names of the params that may have factors.
 
     Returns:
-        By param, the factors of parts that have no element in common.
+        A dict from param to the factors of its blocks, which have no element in common and cover
+        the param; without params that have no factors.
     """
     entries = {
         name: uses for name, uses in graph.entries.items() if name in among and _has_factors(uses)
@@ -147,7 +152,8 @@ def eigenvalues_of(
     keep: slice,
     bases: Mapping[str, Sequence[Basis]],
 ) -> dict[str, list[Tensor]]:
-    """The diagonal of the curvature in bases of its blocks; by param, `[m, n]` for each block.
+    """The diagonal of a batch's curvature in bases of its blocks: a dict from param to a tensor
+    `[m, n]` for each of the param's bases.
 
     Other arguments as for `factors_of`.
     """
@@ -180,13 +186,13 @@ def _slope(entry: Entry) -> float | None:
 
 
 def _is_bias(entry: Entry) -> bool:
-    """Whether the same param is added to each row."""
+    """Whether the entry adds the same elements of a param to every row, without a factor."""
     use = entry.use
     return isinstance(use, Elementwise) and use.is_shared and use.is_plain
 
 
 def _covers(factors: list[Factors], leaf: Tensor) -> bool:
-    """Whether each element of a param is in exactly one block."""
+    """Whether each element of a param (`leaf`) is in exactly one block of the factors."""
     places = torch.cat([block.places.flatten() for block in factors])
     return len(places) == leaf.numel() == len(places.unique()) and int(places.min()) == 0
 

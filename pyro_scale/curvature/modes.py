@@ -45,12 +45,12 @@ _UNBOUNDED_RISE = 1.0
 
 
 class LbfgsRun(NamedTuple):
-    """The end of a run of L-BFGS, and gradients over N at both ends; all [D].
+    """The result of a run of L-BFGS; all vectors [D].
 
     Attributes:
-        position: the end.
-        first: the gradient at the start.
-        slope: the gradient at the end.
+        position: where the run ended.
+        first: the gradient of the log joint over N at the start.
+        slope: the gradient of the log joint over N at the end.
     """
 
     position: Tensor
@@ -61,17 +61,17 @@ class LbfgsRun(NamedTuple):
 def lbfgs(
     density: FullDataDensity, start: Tensor, advice: str, moves: Tensor | float = 1.0
 ) -> LbfgsRun:
-    """Maximizes the log joint by L-BFGS.
+    """Maximizes the log joint by L-BFGS; the end may not be a mode.
 
     Args:
-        density: the log joint of all rows.
-        start: where it begins, [D].
-        advice: what to try if there is no mode, for the error message.
+        density: the log joint density of all rows.
+        start: the first position, a vector [D] of all unconstrained params.
+        advice: advice for the error message, on what to try if there is no mode.
         moves: 1 for elements that may move, 0 for those that stay, [D].
 
     Raises:
         DataError: the log joint is not finite at the start.
-        ArgumentError: it is not finite at the end, or rises until numbers overflow.
+        ArgumentError: the log joint is not finite at the end, or rises until numbers overflow.
     """
     value, first = density.grad(start)
     if not bool(torch.isfinite(value)):
@@ -139,16 +139,18 @@ def find_mode(
 
 
 def _is_flat(slope: Tensor, first: Tensor) -> bool:
-    """Whether the gradient at the end of a search is small, given that at its start."""
+    """Whether the gradient `slope` at the end of a search is small: its norm over N is at most
+    1e-3, or a tenth of the norm of `first`, the gradient at the start."""
     return bool(slope.norm() <= max(_GRAD_FACTOR * float(first.norm()), _GRAD_TOL))
 
 
 class Refined(NamedTuple):
-    """The end of Newton's method near a mode.
+    """The result of Newton's method near a mode.
 
     Attributes:
-        position: the end, [D].
-        distance: its squared distance from the mode, in posterior sds; infinite if unknown.
+        position: where the method ended, [D].
+        distance: the position's squared distance from the mode, in posterior sds; infinite if
+            unknown.
         value: the log joint over N there.
     """
 
@@ -173,8 +175,8 @@ def newton_refine(
         density: the log joint of all rows.
         position: where to start, [D].
         precision: position -> minus the Hessian over N, or an approximation of it, [d, d].
-        places: of the d elements that move.
-        near: the squared distance at which to stop.
+        places: indices, in a position, of the d elements that move.
+        near: the squared distance from the mode, in posterior sds, at which to stop.
     """
     distance, num_data = math.inf, density.log_posterior.num_data
     value, slope = density.grad(position)
@@ -205,9 +207,9 @@ class Candidate(NamedTuple):
     """A possible mode, with the Gaussian that approximates the density there.
 
     Attributes:
-        center: the point, [D].
-        gaussian: over some sites.
-        log_evidence: in nats.
+        center: the point, a vector [D] of all unconstrained params.
+        gaussian: the Laplace approximation at the point, over some sites.
+        log_evidence: Laplace's approximation of the log evidence, in nats.
         distance: the squared distance to the mode, in the Gaussian's sds, estimated by a step of
             Newton's method.
     """
@@ -226,7 +228,8 @@ def climb_to_mode(
     moves: Tensor,
     advice: str,
 ) -> Candidate:
-    """The candidate at a mode, with an estimate of its squared distance from the exact mode.
+    """Searches for a mode; returns the mode found, with the Gaussian there and an estimate of the
+    squared distance from the exact mode.
 
     L-BFGS and Newton's method come first.  Where they stall, a trust region with Hessians (in few
     dimensions), then rounds of Adam, each followed by L-BFGS and Newton's method.  At a kink, as
@@ -236,13 +239,14 @@ def climb_to_mode(
     Args:
         density: the log joint of all rows.
         start: the first position, [D].
-        refine: a point -> the candidate that Newton's method reaches from there.
-        places: of the elements that have a Gaussian.
+        refine: function from a point [D] to the point that Newton's method reaches from there,
+            with its Gaussian.
+        places: indices of the elements that the Gaussian is over.
         moves: 1 for elements that may move, 0 for those that stay, [D].
         advice: what to try if there is no mode, for the error message.
 
     Raises:
-        ArgumentError: no mode was found; it reports what the search saw.
+        ArgumentError: no mode was found; the message reports what the search saw.
         DataError: the log joint is not finite at the start.
     """
     num_data, near = density.log_posterior.num_data, NEAR * len(places)
@@ -298,12 +302,14 @@ def _run_adam(
 
 
 def _value(density: FullDataDensity, position: Tensor) -> float:
-    """The log joint over N. It comes from `grad`, the only sum that is shared out."""
+    """The log joint divided by N at a position [D]. Computed by `grad`, because several processes
+    share that sum."""
     return float(density.grad(position)[0])
 
 
 def _gain_along_newton(density: FullDataDensity, candidate: Candidate, places: Tensor) -> float:
-    """Largest rise of the log joint along a Newton step, in nats."""
+    """The largest rise of the log joint, in nats, over fractions 1, 1/2, 1/4, ... of a Newton step
+    of the elements `places`; 0 if it is NaN at all of them."""
     num_data = density.log_posterior.num_data
     value, slope = density.grad(candidate.center)
     step = torch.zeros_like(candidate.center)
@@ -317,7 +323,8 @@ def _check_bounded(density: FullDataDensity, start: Tensor, end: Tensor, advice:
     """Checks that the log joint does not rise forever in the direction that a search took.
 
     Raises:
-        ArgumentError: it does; the message names the site, by how much it rose and how far out.
+        ArgumentError: the log joint rises without bounds; the message names the site, by how much
+            it rose and how far out.
     """
     way, num_data = end - start, density.log_posterior.num_data
     if not bool(torch.isfinite(way).all()) or not bool(way.norm() > 0):

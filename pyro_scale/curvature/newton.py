@@ -34,14 +34,14 @@ _TAKE_RATIO, _WIDEN_RATIO = 1e-4, 0.75
 
 
 class Ascent(NamedTuple):
-    """The end of Newton's method.
+    """The result of a search for a mode by Newton's method.
 
     Attributes:
-        position: the end, [D].
-        value: the log joint there, in nats.
-        precision: minus the Hessian there, [D, D], in nats.
-        is_mode: whether the log joint is concave there and no gain is left.
-        path: positions of all steps, `[steps, D]`.
+        position: where the search ended, a vector [D] of unconstrained params.
+        value: the log joint there, in nats; minus infinity if not finite at the start.
+        precision: minus the Hessian of the log joint there, [D, D], in nats.
+        is_mode: whether the log joint is concave there and a Newton step promises no gain.
+        path: the start and the positions after each step, `[steps + 1, D]`.
     """
 
     position: Tensor
@@ -66,14 +66,16 @@ def ascend(
     most_steps: int = MOST_STEPS,
     check: Callable[[float], None] | None = None,
 ) -> Ascent:
-    """Climbs from a start, [D], to a mode, in the precision of the start's dtype.
+    """Searches for a mode of the log joint by Newton's method in a trust region.
 
     Args:
-        density: the log joint of all rows.
-        start: where it begins, and ends if the log joint is not finite there.
-        near: the promised gain, in nats, below which a position counts as a mode.
+        density: the log joint density of all rows.
+        start: the first position, [D], whose dtype is used; the search ends there if the log joint
+            is not finite at it.
+        near: the gain of a Newton step, in nats, below which a position counts as a mode.
         most_steps: the largest number of steps.
-        check: called before each step with the passes through the rows so far; may raise to stop.
+        check: function that is called before each step with the cost so far, in gradients of all
+            rows; may raise to stop the search.
     """
     position, radius, path = start, _RADIUS * len(start) ** 0.5, [start]
     model = _expand(density, position)
@@ -121,15 +123,16 @@ def ascend(
 
 
 def _units(model: _Quadratic) -> Tensor:
-    """Every element's curvature, [D]; its unit of length is one over the root."""
+    """Each element's curvature in nats, positive, [D]; the element's unit of length in the trust
+    region is one over the root."""
     least = _LEAST_CURVATURE * model.slope.square()
     units = torch.maximum(model.curvature.diagonal().abs(), least)
     return torch.where(units > 0, units, 1.0)
 
 
 def _expand(density: FullDataDensity, position: Tensor) -> _Quadratic | None:
-    """The log joint to second order; None if it is not finite, or a matrix of the model cannot be
-    factorized."""
+    """The log joint, its gradient and minus its Hessian at a position [D]; None if any of them is
+    not finite, or a matrix of the model cannot be factorized."""
     try:
         parts = density.derivatives(position)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
@@ -142,8 +145,14 @@ def _expand(density: FullDataDensity, position: Tensor) -> _Quadratic | None:
 
 
 def _best_step(eigenvalues: Tensor, slope: Tensor, radius: float) -> Tensor:
-    """The step of largest gain among those of norm at most `radius`, in the axes of the
-    curvature."""
+    """The step [D] of norm at most `radius` that maximizes a quadratic model, in the coordinates of
+    the curvature's eigenvectors.
+
+    Args:
+        eigenvalues: eigenvalues of the curvature (minus the Hessian), ascending, [D].
+        slope: the gradient in these coordinates, [D].
+        radius: the trust region's radius.
+    """
     least = max(0.0, -float(eigenvalues.min()))
     if eigenvalues.min() > 0:
         step = slope / eigenvalues

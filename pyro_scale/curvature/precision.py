@@ -25,14 +25,14 @@ CurvatureKind: TypeAlias = RowKind | Literal["hessian"]
 
 @dataclass(frozen=True)
 class CurvatureSpec:
-    """Which curvature is computed, and where.
+    """The settings by which the curvature of the log joint is computed at a point.
 
     Attributes:
-        position: the point, [D].
-        sites: the sites whose d elements the curvature is in.
-        kind: of the curvature.
-        seed: of Monte Carlo.
-        num_rows: rows at a time; None for the default.
+        position: the point, a vector [D] of all unconstrained params.
+        sites: names of the sites whose curvature is computed; their elements are d in all.
+        kind: the kind of curvature, such as "ggn" or "hessian".
+        seed: seed of drawn observations, for curvature by Monte Carlo.
+        num_rows: number of rows that the model is run on at a time; None for `CHUNK_ROWS`.
     """
 
     position: Tensor
@@ -42,12 +42,13 @@ class CurvatureSpec:
     num_rows: int | None = None
 
     def split(self, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(Values of the sites that the curvature is in, values of all others)."""
+        """(The point's values of `sites` by name, its values of all other sites by name)."""
         held = layout.unflatten(self.position)
         return {name: held.pop(name) for name in self.sites}, held
 
     def by_chunk(self, density: FullDataDensity) -> Iterator[tuple[Curvature, Chunk]]:
-        """The density's chunks of rows, each with its curvature.
+        """Yields for each chunk of the density's rows (an object that computes the likelihood's
+        curvature, with the chunk's own seed; the chunk). Not for the kind "hessian".
 
         Raises:
             DataError: the data do not hold N rows.
@@ -62,9 +63,10 @@ class Expansion(NamedTuple):
     """The log joint of all rows to second order around a point, in the elements of some sites.
 
     Attributes:
-        value: over N, in nats.
-        slope: its gradient over N, [d].
-        precision: minus its Hessian, or the approximation of it, [d, d] or [d].
+        value: the log joint divided by N, in nats.
+        slope: the gradient of the log joint divided by N, [d].
+        precision: minus the Hessian of the log joint, or an approximation of that, in nats and not
+            divided by N: [d, d], or the diagonal [d].
     """
 
     value: Tensor
@@ -73,15 +75,16 @@ class Expansion(NamedTuple):
 
 
 def expand(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expansion:
-    """The log joint to second order at a position.
+    """The log joint, its gradient and its curvature at the spec's position.
 
     It goes through the data once, runs the model once on each chunk, and holds no more than the sum
-    and a block of rows.  Of a density with a share of the chunks, these are its terms of sums.
+    and a block of rows.  If the density has a share of the chunks, the results are that share's
+    terms, which have to be added to those of the other shares.
 
     Args:
-        density: the log joint of all rows.
-        spec: where, and which curvature.
-        dense: whether the precision is the matrix or its diagonal.
+        density: the log joint density of all rows.
+        spec: the point, the sites, and the kind of curvature.
+        dense: whether the precision is a matrix [d, d]; otherwise it is the diagonal [d].
 
     Raises:
         DataError: the data do not hold N rows.
@@ -113,7 +116,7 @@ def expand(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expans
 
 
 def _expand_by_hessian(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expansion:
-    """The expansion with the Hessian of the whole log joint."""
+    """As `expand`, with minus the exact Hessian of the log joint as the precision."""
     num_data, places = density.log_posterior.num_data, density.layout.places(spec.sites)
     if dense:
         value, slope, matrix = density.derivatives(spec.position)
@@ -124,9 +127,13 @@ def _expand_by_hessian(density: FullDataDensity, spec: CurvatureSpec, dense: boo
 
 
 def gaussian_at(density: FullDataDensity, spec: CurvatureSpec, precision: Tensor) -> Gaussian:
-    """The Gaussian over the spec's sites with this precision, [d] or [d, d].
+    """The Gaussian over the spec's sites with the spec's position as its mean.
 
-    A matrix is overwritten, to save memory.
+    Args:
+        density: the density that is approximated, for the order of params.
+        spec: the point and the sites.
+        precision: the Gaussian's precision, a diagonal [d] or a matrix [d, d]; a matrix is
+            overwritten, to save memory.
 
     Raises:
         ModelError: the precision is not positive definite; the message names the site.
@@ -146,7 +153,13 @@ def gaussian_at(density: FullDataDensity, spec: CurvatureSpec, precision: Tensor
 
 
 def indefinite(density: FullDataDensity, place: int, least: float) -> ModelError:
-    """The error for a precision that is not positive, at an element of a position."""
+    """The error to raise if a Gaussian's precision is not positive definite.
+
+    Args:
+        density: the density that is approximated, for the names of sites.
+        place: index, in a position [D], of the element that is to blame.
+        least: the precision there, or the smallest eigenvalue, for the message.
+    """
     site = density.layout.site_at(place)
     return ModelError(
         f"site '{site}': the log joint's curvature there is {least:.3g}, so there is no Gaussian. "

@@ -26,11 +26,11 @@ def prior_product(
     """The prior's precision (minus the Hessian of the log prior) times a vector, by site.
 
     Args:
-        log_posterior: the model.
-        params: unconstrained values that the Hessian is in.
-        batch: the model's arguments.
-        vector: by site, like params.
-        held: unconstrained values of the other sites.
+        log_posterior: the model's log posterior.
+        params: unconstrained values of the sites with respect to which the Hessian is taken.
+        batch: the model's arguments, on which the model is run.
+        vector: the vector, as a dict like `params`.
+        held: unconstrained values of the other latent sites; None if there are none.
     """
     layout, (log_prior, leaves) = (
         Layout.from_tensors(params),
@@ -43,14 +43,22 @@ def prior_product(
 def prior_precision(
     log_posterior: LogPosterior, params: Params, batch: Any, held: Params | None, dense: bool
 ) -> Tensor:
-    """Minus the Hessian of the log prior in the order of params, [D, D], or its diagonal, [D]."""
+    """The prior's precision: minus the Hessian of the log prior with respect to `params`, in their
+    order, [D, D]; or its diagonal, [D], if not `dense`. Arguments as for `prior_product`."""
     return precision_of_prior(log_posterior, *_log_prior(log_posterior, params, batch, held), dense)
 
 
 def precision_of_prior(
     log_posterior: LogPosterior, log_prior: Tensor, leaves: Params, dense: bool
 ) -> Tensor:
-    """The prior's precision from a log prior with its graph, in which the params are `leaves`."""
+    """As `prior_precision`, from a log prior that has been computed already.
+
+    Args:
+        log_posterior: the model's log posterior.
+        log_prior: the log prior, a scalar with an autograd graph.
+        leaves: the params by site, as leaves of that graph.
+        dense: whether to return a matrix [D, D]; otherwise its diagonal [D].
+    """
     layout = Layout.from_tensors(leaves)
     if log_posterior.gaussian_prior is not None and layout.names == log_posterior.latents:
         prior = log_posterior.gaussian_prior
@@ -65,7 +73,8 @@ def precision_of_prior(
 def correlated_sites(
     log_posterior: LogPosterior, params: Params, batch: Any, held: Params | None
 ) -> set[str]:
-    """The sites whose prior correlates elements of the same site."""
+    """Names of the sites among `params` whose prior correlates elements of the same site: their
+    block of the prior's precision is not diagonal. Arguments as for `prior_product`."""
     if log_posterior.gaussian_prior is not None:  # its elements are independent
         return set()
     log_prior, leaves = _log_prior(log_posterior, params, batch, held)
@@ -76,14 +85,15 @@ def correlated_sites(
 def _log_prior(
     log_posterior: LogPosterior, params: Params, batch: Any, held: Params | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(The log prior with its graph, the params as leaves of the graph)."""
+    """(The log prior, a scalar with an autograd graph; the params by site, as leaves of the
+    graph)."""
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     with torch.enable_grad():
         return log_posterior({**(held or {}), **leaves}, batch).log_prior, leaves
 
 
 def _diagonal_if_all(slope: Tensor, leaves: Params, place: slice) -> Tensor | None:
-    """The diagonal of a block of minus the Hessian; None if the block has other entries.
+    """The diagonal of a block of minus the log prior's Hessian; None if the block is not diagonal.
 
     One product with a vector without zeros finds the diagonal, and another, random one confirms it.
     """
@@ -102,7 +112,8 @@ def _diagonal_if_all(slope: Tensor, leaves: Params, place: slice) -> Tensor | No
 
 
 def _slope(log_prior: Tensor, leaves: Params) -> Tensor:
-    """The gradient of the log prior with its graph, [D]."""
+    """The gradient of the log prior with respect to the leaves, flat, [D], with an autograd graph;
+    zeros if the log prior does not depend on them."""
     layout = Layout.from_tensors(leaves)
     with torch.enable_grad():
         zeros = 0 * layout.flatten(leaves)  # gives second derivatives to flat and linear priors
@@ -115,6 +126,7 @@ def _slope(log_prior: Tensor, leaves: Params) -> Tensor:
 
 
 def _product(slope: Tensor, leaves: Params, vector: Tensor) -> Tensor:
-    """Minus the Hessian times a vector, [D]."""
+    """Minus the Hessian times a vector [D], a vector [D], from a gradient `slope` [D] that has a
+    graph."""
     parts = torch.autograd.grad(slope, list(leaves.values()), vector, retain_graph=True)
     return -Layout.from_tensors(leaves).flatten(dict(zip(leaves, parts, strict=True)))

@@ -25,12 +25,12 @@ _SAME_SCALE = 1e-5
 
 
 class RowSums(NamedTuple):
-    """Sums over rows.
+    """Sums over rows of data from which a Gaussian by Kronecker factors is built.
 
     Attributes:
-        factors: by site, of parts that have no element in common.
-        diagonal: of the curvature in all other sites, [d].
-        everywhere: the sites with factors in every chunk.
+        factors: a dict from site to the Kronecker factors of its blocks.
+        diagonal: the diagonal of the likelihood's curvature, [d]; 0 for sites with factors.
+        everywhere: names of the sites that had factors in every chunk of rows.
     """
 
     factors: dict[str, list[Factors]]
@@ -112,14 +112,14 @@ def _blocks(
     prior: Tensor,
     batch: Arguments,
 ) -> list[_Block]:
-    """The blocks of all sites that have factors, with the prior's precision in each.
+    """The blocks of all sites that have Kronecker factors, each with the prior's precision.
 
     Args:
-        density: the log joint of all rows.
-        spec: where.
-        factors: sums over all rows, by site.
-        prior: the diagonal of its precision, [d].
-        batch: any rows, for the model's prior.
+        density: the log joint density of all rows.
+        spec: the point and the sites.
+        factors: Kronecker factors summed over all rows, by site.
+        prior: the diagonal of the prior's precision, [d].
+        batch: arguments of any batch, to evaluate the prior.
     """
     log_posterior, (free, held) = density.log_posterior, spec.split(density.layout)
     scale, slices = log_posterior.num_data / density.rows_in_all, Layout.from_tensors(free).slices()
@@ -138,10 +138,10 @@ class _Block(NamedTuple):
     """A block of a site's elements, in a basis in which its precision is diagonal.
 
     Attributes:
-        site: its name.
-        basis: with places in the site.
-        curvature: the likelihood's part of the precision, [m, n].
-        prior: the prior's, which broadcasts.
+        site: the site's name.
+        basis: the basis, with indices of the block's elements within the site.
+        curvature: the likelihood's part of the precision's diagonal in the basis, [m, n].
+        prior: the prior's part, which broadcasts to [m, n].
     """
 
     site: str
@@ -155,7 +155,8 @@ class _Block(NamedTuple):
         return self.curvature + self.prior
 
     def shifted(self, start: int) -> Block:
-        """The block in a vector in which the site begins at `start`."""
+        """The block as a part of a Gaussian, with its variances, in a vector in which the site's
+        elements begin at index `start`."""
         places, left, right = self.basis
         return Block(start + places, left, right, 1 / self.precision)
 
@@ -163,7 +164,8 @@ class _Block(NamedTuple):
 def _add_up(
     density: FullDataDensity, spec: CurvatureSpec, among: Sequence[str] | set[str]
 ) -> RowSums:
-    """Sums over all rows; only the sites in `among` have factors."""
+    """Sums over all rows, from all processes that share them; only the sites in `among` may have
+    factors."""
     total, *others = density.of_each(_row_sums, spec, set(among))
     for sums in others:
         total = total.plus(sums)
@@ -171,7 +173,7 @@ def _add_up(
 
 
 def _row_sums(density: FullDataDensity, spec: CurvatureSpec, among: Container[str]) -> RowSums:
-    """Sums over the density's rows."""
+    """Sums over this density's rows; only the sites in `among` may have factors."""
     free, held = spec.split(density.layout)
     layout = Layout.from_tensors(free)
     total = RowSums({}, spec.position.new_zeros(layout.size), set(free))
@@ -189,7 +191,8 @@ def _row_sums(density: FullDataDensity, spec: CurvatureSpec, among: Container[st
 def _eigenvalues(
     density: FullDataDensity, spec: CurvatureSpec, bases: Mapping[str, Sequence[Basis]]
 ) -> list[Tensor]:
-    """The diagonal of the curvature of the density's rows in each basis, site after site."""
+    """The diagonal of the likelihood's curvature, over this density's rows, in each basis: a list
+    of tensors `[m, n]`, site after site."""
     free, held = spec.split(density.layout)
     held |= {name: value for name, value in free.items() if name not in bases}
     free = {name: free[name] for name in bases}
@@ -308,7 +311,8 @@ def low_rank_at(density: FullDataDensity, spec: CurvatureSpec, rank: int) -> Low
 def _diagonal_or_product(
     density: FullDataDensity, spec: CurvatureSpec, vector: Tensor | None
 ) -> Tensor:
-    """The curvature of the density's rows times a vector, [d]; its diagonal for None."""
+    """The likelihood's curvature, over this density's rows, times a vector [d]: a vector [d]. Its
+    diagonal [d] if `vector` is None."""
     free, held = spec.split(density.layout)
     layout = Layout.from_tensors(free)
     total = spec.position.new_zeros(layout.size)
