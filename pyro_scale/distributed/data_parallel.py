@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Estimate(NamedTuple):
-    """The evaluation of a batch, whose rows are on several ranks.
+    """The model's evaluation on a minibatch whose rows are on several ranks.
 
     Attributes:
-        log_joint: of all data, estimated from the batch, in nats.
+        log_joint: log joint of all data, estimated from the minibatch, in nats.
     """
 
     log_joint: Tensor
@@ -39,17 +39,17 @@ def sum_over(group: ProcessGroup, tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """The log posterior of a batch of B rows, of which each rank r has B_r.
+    """The log posterior of a minibatch of B rows, of which each rank r has B_r.
 
     A rank's own estimate of the log joint is log prior + N/B_r sum_r, where sum_r is the log
-    likelihood of its rows.  The mean of these estimates with weights B_r/B is
-    log prior + N/B sum: the prior counts once and all rows count alike, however many each rank has.
-    The same holds for gradients, so that a step needs one sum of a vector over ranks.
+    likelihood of its rows. The mean of these estimates with weights B_r/B is log prior + N/B sum:
+    the prior counts once and all rows count alike, however many each rank has. The same holds for
+    gradients, so that a step needs one sum of a vector over ranks.
 
     Attributes:
-        density: the log posterior.
+        density: the log posterior, which is evaluated on this rank's rows.
         weight: B_r/B of this rank.
-        group: the ranks that share out the rows of the same batches.
+        group: the ranks that share out the rows of the same minibatches.
     """
 
     density: Any
@@ -58,13 +58,19 @@ class DataParallel:
 
     @property
     def num_data(self) -> int:
-        """N."""
+        """N, the number of rows of the whole data."""
         return int(self.density.num_data)
 
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Estimate]:
-        """(Gradient of the log joint by site, its estimate), from the rows of all ranks.
+        """(Gradient of the log joint, by site; the log joint's estimate), both from the rows of all
+        ranks.
+
+        Args:
+            params: unconstrained parameters by site.
+            batch: the model's arguments, with this rank's rows of the minibatch.
+            indices: indices of the rows, for a model that subsamples by itself; None for others.
 
         Raises:
             RankError: the model has failed on the rows of a rank.
@@ -92,7 +98,7 @@ class DataParallel:
         return layout.unflatten(mean[:-1]), Estimate(mean[-1])
 
     def _errors(self, error: Exception | None) -> str:
-        """The errors of all ranks, in words."""
+        """Text with the errors of all ranks; `error` is this rank's, None if it has none."""
         from torch import distributed as dist
 
         words = None
@@ -107,6 +113,7 @@ class DataParallel:
     def row_gradients(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The gradient of the log likelihood of each row of `batch` by site, on this rank alone."""
+        """The gradient of the log likelihood of each of this rank's rows with respect to params,
+        `[rows, *shape]` by site; not summed over ranks."""
         gradients: dict[str, Tensor] = self.density.row_gradients(params, batch, indices)
         return gradients

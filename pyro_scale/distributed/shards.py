@@ -24,19 +24,20 @@ _AS_FSDP = "shard the whole network by torch.distributed.fsdp.fully_shard, along
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, without importing that part of torch."""
+    """Whether a tensor is a DTensor of `torch.distributed`; does not import that part of torch."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of a weight: consecutive rows of it.
+    """This rank's part of a weight that is divided among ranks: consecutive indices of the weight's
+    first dimension.
 
     Attributes:
-        shape: of the whole weight.
-        rows: the rows on this rank.
-        mesh: the ranks that have the parts.
+        shape: shape of the whole weight.
+        rows: slice of the first dimension that this rank has.
+        mesh: the device mesh of the ranks that have the parts.
         dim: the dimension of the mesh along which ranks have different parts.
     """
 
@@ -47,10 +48,15 @@ class Shard:
 
     @classmethod
     def from_weight(cls, name: str, tensor: Tensor) -> Shard:
-        """This rank's part of the weight `name` of a network.
+        """The description of this rank's part of a weight.
+
+        Args:
+            name: name of the weight in its network, for messages.
+            tensor: the weight, a DTensor.
 
         Raises:
-            ArgumentError: the weight is whole on every rank, or not sharded by rows.
+            ArgumentError: the weight is whole on every rank, or not divided along its first
+                dimension alone.
         """
         if not is_sharded(tensor):
             raise ArgumentError(f"weight '{name}' is not sharded, and others are: {_AS_FSDP}")
@@ -71,7 +77,7 @@ class Shard:
 
     @property
     def first(self) -> int:
-        """The place of the part's first element among all elements of the weight."""
+        """The index of the part's first element among all elements of the flattened weight."""
         return self.rows.start * self.shape[1:].numel()
 
     @property
@@ -85,7 +91,8 @@ class Shard:
         return self.mesh.size() // self.mesh.size(self.dim)
 
     def whole(self, draws: Tensor) -> DTensor:
-        """Values of this part, `[n, *local_shape]`, as a DTensor `[n, *shape]` of all parts."""
+        """A DTensor `[n, *shape]` of n values of the whole weight, of which this rank has `draws`,
+        its part `[n, *local_shape]`."""
         from torch.distributed import tensor
 
         placements: list[Any] = [tensor.Replicate()] * self.mesh.ndim
@@ -98,8 +105,11 @@ class Shard:
 
 
 def workers_of(shards: Iterable[Shard]) -> Workers:
-    """The ranks among which networks are sharded: one team, which moves one chain, each rank on
-    its part of every batch.
+    """The ranks among which networks are sharded, as the processes of a run: all move one chain
+    together, each rank on its rows of every minibatch.
+
+    Args:
+        shards: this rank's parts of the networks' weights.
 
     Raises:
         ArgumentError: networks have different meshes; or the mesh has two dimensions, and not all
@@ -113,10 +123,13 @@ def workers_of(shards: Iterable[Shard]) -> Workers:
 
 
 def common_mesh(shards: Iterable[Shard]) -> DeviceMesh:
-    """The mesh over which all weights are sharded.
+    """The one device mesh over which all weights are sharded.
+
+    Args:
+        shards: this rank's parts of the weights.
 
     Raises:
-        ArgumentError: they have different meshes; or the mesh has two dimensions, and not all
+        ArgumentError: weights have different meshes; or the mesh has two dimensions, and not all
             ranks.
     """
     first, *others = shards

@@ -14,15 +14,16 @@ T = TypeVar("T")
 
 
 class Rows(NamedTuple):
-    """This rank's part of every batch, among the ranks that move the same chains.
+    """This rank's part of every minibatch, among the ranks that move the same chains.
 
     Attributes:
-        rank: this rank's number among them.
-        world: how many they are.
-        group: their torch process group.
-        device: type of the device on which they add tensors up.
+        rank: this rank's number among these ranks.
+        world: number of these ranks.
+        group: torch process group of these ranks.
+        device: type of the device on which these ranks add tensors up, such as "cuda".
         share: the fraction of all rows that this rank was called with, if the data of ranks differ
-            (`rows_by_rank=True`); None where every rank has all rows and takes a part of a batch.
+            (`rows_by_rank=True`); None where every rank has all rows and takes a part of each
+            minibatch.
     """
 
     rank: int
@@ -32,10 +33,11 @@ class Rows(NamedTuple):
     share: float | None = None
 
     def of(self, size: int) -> slice:
-        """This rank's rows of a batch of `size` rows.
+        """The slice of a minibatch of `size` rows that this rank computes; all rows if ranks have
+        data of their own.
 
-        With more ranks than rows, ranks that would have none get a row that another rank has,
-        too: its weight is 0.
+        With more ranks than rows, ranks that would have none get the first row, which another rank
+        has, too: its weight is 0.
         """
         if self.share is not None:
             return slice(None)
@@ -43,50 +45,51 @@ class Rows(NamedTuple):
         return part if part.stop > part.start else slice(0, 1)
 
     def weight(self, size: int) -> float:
-        """The fraction of the likelihood of a batch of `size` rows that this rank computes."""
+        """The fraction of the log likelihood of a minibatch of `size` rows that this rank
+        computes."""
         if self.share is not None:
             return self.share
         part = self.part_of(size)
         return (part.stop - part.start) / size
 
     def part_of(self, size: int) -> slice:
-        """This rank's rows of a batch of `size` rows, which may be none; parts differ by one row
-        at most."""
+        """The slice of a minibatch of `size` rows that belongs to this rank, possibly empty.
+        Numbers of rows of two ranks differ by one at most."""
         return slice(self.rank * size // self.world, (self.rank + 1) * size // self.world)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of a tensor over these ranks, on the tensor's own device."""
+        """The sum of a tensor over these ranks, on every rank, on the tensor's own device."""
         total = values.detach().to(self.device, copy=True)
         dist.all_reduce(total, group=self.group)
         return total.to(values.device)
 
     def agree(self, holds: bool) -> bool:
-        """Whether a condition holds on all of these ranks."""
+        """Whether a condition holds on all of these ranks; all of them must call this together."""
         return not bool(self.sum(torch.tensor(float(not holds))))
 
 
 class Share(NamedTuple):
-    """A share of some items: every step-th, from the first on.
+    """The part of a sequence of items that one process works on: every `step`-th item.
 
     Attributes:
-        first: number of the share's first item.
-        step: how many shares there are.
+        first: index of the first of these items in the sequence.
+        step: number of processes, each of which has such a part.
     """
 
     first: int = 0
     step: int = 1
 
     def of(self, items: Iterable[T]) -> Iterator[T]:
-        """The share's items."""
+        """Yields those of the items that belong to this process."""
         return islice(items, self.first, None, self.step)
 
     def number(self, place: int) -> int:
-        """The number, among all items, of the item at a place in the share."""
+        """The index in the whole sequence of this process's item number `place`, counted from 0."""
         return self.first + place * self.step
 
     def size(self, most: int, total: int) -> int:
-        """Rows per chunk, at most `most`, such that all shares have equally many chunks of `total`
-        rows."""
+        """Number of rows for each chunk, at most `most`, such that every process has the same
+        number of chunks of `total` rows in all."""
         rounds = -(-total // (most * self.step))
         return max(1, -(-total // (rounds * self.step))) if total else most
 

@@ -24,16 +24,17 @@ _PLACE = "a sum over rows"
 
 @dataclass(frozen=True)
 class Sums:
-    """Functions whose values are sums over ranks, each of which computes its own terms.
+    """Named functions whose results are sums over ranks, each of which computes the terms of its
+    own rows.
 
-    Only rank 0 runs the algorithm that needs the sums; the others compute their terms on request.
-    So ranks make the same decisions even if their processors round differently, and an error that
-    the algorithm catches leaves no rank waiting.
+    Only rank 0 runs the algorithm that needs the sums, such as an optimizer; the others compute
+    their terms on request. So ranks make the same decisions even if their processors round
+    differently, and an error that the algorithm catches leaves no rank waiting.
 
     Attributes:
         workers: the processes.
-        device: of the tensors on this process.
-        terms: functions that compute this process's terms, by name.
+        device: device of the tensors on this process.
+        terms: dict from a name to the function that computes this process's terms.
     """
 
     workers: Workers = ALONE
@@ -42,20 +43,21 @@ class Sums:
 
     @property
     def are_here(self) -> bool:
-        """Whether this process alone computes all terms."""
+        """Whether there is one process only, which computes all terms."""
         return self.workers.is_alone
 
     @property
     def share(self) -> Share:
-        """The share of the chunks of rows whose terms this process computes."""
+        """The part of all chunks of rows whose terms this process computes."""
         return self.workers.share
 
     def with_terms(self, terms: Mapping[str, Terms]) -> Sums:
-        """The sums of these terms."""
+        """A copy with these functions, by name, in place of the present ones."""
         return replace(self, terms=terms)
 
     def run(self, algorithm: Callable[[], T]) -> T:
-        """The result, on every rank, of an algorithm that runs on rank 0 and calls `ask`."""
+        """Runs an algorithm on rank 0, and returns its result on every rank. All ranks must call
+        this; the others compute terms while the algorithm calls `ask`."""
         if self.workers.is_alone:
             return algorithm()
         packed = None
@@ -73,7 +75,12 @@ class Sums:
         return result
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """The sum over ranks of the named terms: a tensor, or a tuple of them.  Only on rank 0.
+        """The sum over ranks of one function's results: a tensor, or a tuple of tensors. Only for
+        the algorithm that `run` runs on rank 0.
+
+        Args:
+            name: name of the function in `terms`.
+            *arguments: arguments of the function, which are sent to all ranks.
 
         Raises:
             PyroScaleError, LinAlgError: as a rank has raised it.
@@ -84,7 +91,12 @@ class Sums:
         return self._request("sum", name, arguments)
 
     def ask_each(self, name: str, *arguments: Any) -> list[Any]:
-        """The named terms of every rank, in the order of ranks, not added up.  Only on rank 0.
+        """The results of one function on every rank, in the order of ranks, not added up. Only for
+        the algorithm that `run` runs on rank 0.
+
+        Args:
+            name: name of the function in `terms`.
+            *arguments: arguments of the function, which are sent to all ranks.
 
         Raises:
             PyroScaleError, LinAlgError, RankError: as for `ask`.
@@ -99,7 +111,14 @@ class Sums:
         return self._answer(what, name, arguments)
 
     def _answer(self, what: Literal["sum", "list"], name: str, arguments: Sequence[Any]) -> Any:
-        """Computes this rank's terms and sends them; returns the result on rank 0."""
+        """Computes this rank's terms and sends them to the others. Returns the sum or the list of
+        all ranks' terms on rank 0; other ranks ignore what is returned.
+
+        Args:
+            what: "sum" to add the ranks' terms up, "list" to list them.
+            name: name of the function in `terms`.
+            arguments: arguments of the function.
+        """
         terms: Any = ()
         error: BaseException | None = None
         try:
@@ -122,7 +141,9 @@ class Sums:
         return shaped[0] if isinstance(terms, Tensor) else tuple(shaped)
 
     def _raise(self, error: BaseException | None) -> None:
-        """Exchanges errors; raises the first on rank 0, and an interrupt where it was."""
+        """Exchanges errors among ranks after one of them failed. Raises this rank's error, or else
+        the first of another rank, on rank 0; on other ranks, raises only an interrupt of their own.
+        """
         failure = None if error is None else RankFailure.from_error(error)
         failures = self.workers.gather(failure, "what was raised in a sum over rows")
         if error is not None and (self.workers.is_first or not isinstance(error, Exception)):
@@ -137,7 +158,7 @@ class Sums:
         return buffer.getvalue()
 
     def _unpack(self, value: Any) -> Any:
-        """A packed value, with its tensors on this process's device."""
+        """The object that `_pack` turned into bytes, with its tensors on this process's device."""
         return torch.load(io.BytesIO(value), map_location=self.device, weights_only=False)
 
 
@@ -146,7 +167,8 @@ HERE = Sums()
 
 
 def _as_error(failure: RankFailure, rank: int) -> BaseException:
-    """The error to raise on rank 0: also of torch's own class, for algorithms that catch it."""
+    """The error to raise on rank 0 for an error on another rank: a LinAlgError of torch stays one,
+    as algorithms catch it; other errors as `RankFailure.as_error` makes them."""
     if issubclass(failure.kind, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         return failure.kind(f"rank {rank}: {failure.message}")
     return failure.as_error(rank)

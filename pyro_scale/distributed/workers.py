@@ -45,12 +45,13 @@ _PATIENCE = timedelta(seconds=5)
 
 
 class RankFailure(NamedTuple):
-    """An error on one rank, in a form that can be sent to the others.
+    """An error on one rank, in a form that can be sent to the other ranks.
 
     Attributes:
         kind: the error's class.
-        message: what it says.
-        code: the section of the documentation on it, of an error of this library.
+        message: the error's text.
+        code: section of the documentation on the error; None if the error is not one of this
+            library, or has no section.
     """
 
     kind: type[BaseException]
@@ -59,17 +60,17 @@ class RankFailure(NamedTuple):
 
     @classmethod
     def from_error(cls, error: BaseException) -> Self:
-        """Describes an error."""
+        """The description of an error, which can be pickled and sent to other ranks."""
         code = error.code if isinstance(error, PyroScaleError) else None
         return cls(type(error), format(error), code)
 
     def as_error(self, rank: int, otherwise: str = "") -> PyroScaleError:
-        """The error to raise on other ranks: of the same class if it is one of this library, else
-        a `RankError`.
+        """The error to raise on other ranks: of the same class if that is one of this library,
+        otherwise a `RankError`. Returned, not raised.
 
         Args:
-            rank: on which it was raised.
-            otherwise: the text of the `RankError` between the rank and the error.
+            rank: number of the rank on which the error was raised.
+            otherwise: text of a `RankError` between the rank's number and the error's class.
         """
         if issubclass(self.kind, PyroScaleError):
             return self.kind(f"rank {rank}: {self.message}", code=self.code)
@@ -77,20 +78,20 @@ class RankFailure(NamedTuple):
 
 
 class Workers:
-    """The processes of a run, numbered from 0; a process's number is its rank.
+    """The processes of a run, numbered from 0; the number of a process is its rank.
 
-    All of them have to call the same methods in the same order.  An error that one of them raises
+    All processes have to call the same methods in the same order. An error that one of them raises
     is raised by the others at their next call, and a `RankError` if one has died.
 
     Args:
-        rank: of this process.
+        rank: number of this process.
         world: number of processes.
-        keeps_all: whether every rank keeps all draws; otherwise rank 0 does, and the others keep
+        keeps_all: whether every rank keeps all draws; if False, rank 0 does, and the others keep
             those of their own chains.
-        teams: how chains are shared out: (this rank's team, number of teams).  The ranks of a team
-            move the same chains.  By default, each rank is a team.
-        rows: this rank's part of every batch of its team; None if it takes all rows.
-        group: torch's process group of these ranks; None for the default one.
+        teams: (this rank's team, number of teams), where chains are shared out among teams. The
+            ranks of a team move the same chains. None if each rank is a team of its own.
+        rows: this rank's part of every minibatch of its team; None if the rank takes all rows.
+        group: torch's process group of these ranks; None for the default group.
     """
 
     def __init__(
@@ -124,9 +125,11 @@ class Workers:
         An existing group stays as it is; a group that is made here ends with the process.
 
         Args:
-            distributed: as `run` takes it.
-            mesh: of dimensions "chain" and "data".  Ranks that differ only along "data" move the
-                same chains, each on a part of every batch.
+            distributed: the user's argument of `run`: "auto" or "all" to share the work among ranks
+                ("all": every rank keeps all draws), False for this process alone.
+            mesh: device mesh with dimensions "chain" and "data". Ranks that differ only along
+                "data" move the same chains, each on a part of every minibatch. None if ranks share
+                out chains only.
 
         Raises:
             ArgumentError: `distributed` has another value than "auto", "all" or False; the group
@@ -166,7 +169,8 @@ class Workers:
 
     @classmethod
     def that_are_left(cls) -> Workers:
-        """The processes of a run after it, as long as their group exists; afterwards `ALONE`."""
+        """The processes that are there after a run: those of torch's process group if it still
+        exists, otherwise `ALONE`."""
         return cls.from_group("all") if dist.is_available() and dist.is_initialized() else ALONE
 
     @property
@@ -185,16 +189,19 @@ class Workers:
         return self.keeps_all or self.is_first
 
     def use_rows_by_rank(self, count: int, num_data: int | None, digest: str) -> int:
-        """Makes every rank's data its own rows (`rows_by_rank=True`) and returns N.
+        """Declares that every rank was called with rows of its own (`rows_by_rank=True`), and
+        returns N, the number of rows of the whole data.
 
         Args:
             count: this rank's number of rows.
-            num_data: N, of which every rank then has an equal part; by default the sum of counts.
-            digest: hash of rows of this rank, to compare them with those of other teams.
+            num_data: N as the user passed it, of which every rank then has an equal part; None for
+                the sum of the ranks' numbers of rows.
+            digest: hash of this rank's rows, to compare them with those of other teams.
 
         Raises:
-            ArgumentError: batches are not shared out, so that chains would see these rows alone;
-                or teams have different rows, so that their chains would have different posteriors.
+            ArgumentError: minibatches are not shared out, so that chains would see these rows
+                alone; or teams have different rows, so that their chains would have different
+                posteriors.
         """
         if self.rows is None:
             raise ArgumentError(
@@ -219,26 +226,28 @@ class Workers:
 
     @property
     def read_together(self) -> bool:
-        """Whether several processes each keep all draws and have all rows, so that they read rows
-        together after the run."""
+        """Whether there are several processes that all keep all draws and have all rows, so that
+        they share out the reading of rows after the run."""
         return self.keeps_all and self.has_all_rows and not self.is_alone
 
     @property
     def has_all_rows(self) -> bool:
-        """Whether this process was called with all rows."""
+        """Whether this process was called with all rows of the data, not only with rows of its
+        own."""
         return self.rows is None or self.rows.share is None
 
     @property
     def share(self) -> Share:
-        """This process's share of items that are processed one by one."""
+        """The part of a sequence of items that this process works on, where items are shared out
+        one by one."""
         return Share(self.rank, self.world)
 
     def chains(self, count: int) -> range:
-        """The numbers of this rank's chains, of `count` chains in all."""
+        """The numbers of the chains that this rank moves, of `count` chains in all."""
         return range(self.team, count, self.num_teams)
 
     def check(self, num_chains: int) -> None:
-        """Checks that every team of ranks has a chain.
+        """Raises if a team of ranks would have no chain.
 
         Raises:
             ArgumentError: there are fewer chains than teams.
@@ -256,8 +265,8 @@ class Workers:
         """Every rank's value, in the order of ranks, on every rank.
 
         Args:
-            value: this rank's; anything that can be pickled.
-            what: the value's name in error messages.
+            value: this rank's value; anything that can be pickled.
+            what: name of the value in error messages.
 
         Raises:
             RankError: another rank has failed, or makes another call.
@@ -270,7 +279,8 @@ class Workers:
         return values
 
     def gather_at_first(self, value: T, what: str) -> list[T] | None:
-        """Every rank's value, in the order of ranks, on rank 0; None on the others.
+        """Every rank's value, in the order of ranks, on rank 0; None on the others. `what` is the
+        value's name in error messages.
 
         Raises:
             RankError: another rank has failed, or makes another call.
@@ -283,7 +293,8 @@ class Workers:
         return values
 
     def broadcast(self, value: T, what: str) -> T:
-        """Rank 0's value, on every rank.
+        """Rank 0's value, on every rank; the `value` of other ranks is ignored. `what` is the
+        value's name in error messages.
 
         Raises:
             RankError: another rank has failed, or makes another call.
@@ -296,14 +307,14 @@ class Workers:
     def map(
         self, function: Callable[[Item], T], items: Iterable[Item], what: str, device: torch.device
     ) -> list[T]:
-        """The function's values for all items, in their order, on every process; each process
-        computes those of its share.
+        """A list of function(item) for all items, in their order, on every process. Each process
+        computes some of them.
 
         Args:
-            function: returns a pytree of tensors.
-            items: the same on all processes.
-            what: the values' name in error messages.
-            device: of the returned tensors.
+            function: function of an item that returns a pytree of tensors.
+            items: the items, the same on all processes.
+            what: name of the results in error messages.
+            device: device of the returned tensors.
 
         Raises:
             RankError: another rank has failed, or makes another call.
@@ -311,12 +322,13 @@ class Workers:
         return self.gather_shares([function(item) for item in self.share.of(items)], what, device)
 
     def gather_shares(self, items: Sequence[T], what: str, device: torch.device) -> list[T]:
-        """The items of all processes in their original order, from each one's `share` of them.
+        """The items of all processes in their original order, on every process, where each process
+        has those that `share` gives it.
 
         Args:
-            items: of this process, pytrees of tensors.
-            what: their name in error messages.
-            device: of the returned tensors.
+            items: this process's items, pytrees of tensors.
+            what: name of the items in error messages.
+            device: device of the returned tensors.
 
         Raises:
             RankError: another rank has failed, or makes another call.
@@ -329,7 +341,8 @@ class Workers:
         return [_to_device(item, device) for item in ordered]
 
     def agree(self, holds: bool, what: str) -> bool:
-        """Whether a condition holds on all processes.
+        """Whether a condition holds on all processes; the same answer on each. `what` is the
+        condition's name in error messages.
 
         Raises:
             RankError: another rank has failed, or makes another call.
@@ -337,7 +350,8 @@ class Workers:
         return all(self.gather(holds, what))
 
     def reduce(self, function: Callable[[list[T]], Result], value: T, what: str) -> Result:
-        """A function of all processes' values, in the order of ranks.  Rank 0 computes it for all.
+        """The result of a function of the list of all processes' values, in the order of ranks.
+        Rank 0 computes it, every rank gets it. `what` is the values' name in error messages.
 
         Raises:
             RankError: another rank has failed, or makes another call.
@@ -349,23 +363,26 @@ class Workers:
 
     @property
     def is_over(self) -> bool:
-        """Whether a rank has failed, so that ranks exchange no more messages."""
+        """Whether a rank has failed or been interrupted, so that ranks exchange no more
+        messages."""
         return self._is_over
 
     def broadcast_unchecked(self, value: T, what: str) -> T:
-        """Rank 0's value, on every rank; like `broadcast`, but a failed rank is not detected."""
+        """Rank 0's value, on every rank; as `broadcast`, but without a check that no rank has
+        raised an error. `what` is the value's name in error messages."""
         values = [value]
         self._call(what, lambda: dist.broadcast_object_list(values, self._root, self._group))
         return values[0]
 
     def sum(self, vector: Tensor, what: str) -> Tensor:
-        """The sum of a CPU tensor over ranks, bitwise the same on all; overwrites the tensor."""
+        """The sum of a CPU tensor over ranks, bitwise the same on all. The tensor itself is
+        overwritten, and returned. `what` is its name in error messages."""
         self._call(what, lambda: dist.all_reduce(vector, group=self._group))
         return vector
 
     def least(self, count: int) -> int:
-        """Publishes this rank's count and returns the smallest that ranks have published; 0 if
-        some have not.  No rank waits, so this may be called within steps."""
+        """Publishes this rank's count, and returns the smallest count that ranks have published so
+        far; 0 if a rank has published none. No rank waits, so this may be called within steps."""
         if self.is_alone:
             return count
         store = _store()
@@ -379,7 +396,9 @@ class Workers:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Ends the block on all ranks when it ends with an error on one of them.
+        """A context for a block that all ranks run: if the block ends with an error on one rank,
+        the others raise an error at the end of the block, or at their next message. Warnings of
+        this library are shown by rank 0 only.
 
         Raises:
             RankError: another rank has failed.
@@ -400,7 +419,13 @@ class Workers:
         self._meet("the end")
 
     def _meet(self, what: str, error: BaseException | None = None) -> None:
-        """Waits for all ranks, and raises if one of them has failed or makes another call."""
+        """Waits for all ranks, and raises if one of them has failed or makes another call.
+
+        Args:
+            what: name of the call in error messages; ranks must pass the same.
+            error: the error that this rank tells the others, in which case nothing is raised here;
+                None if it has none.
+        """
         self._calls += 1
         states: list[Any] = [None] * self.world
         failure = None if error is None else RankFailure.from_error(error)
@@ -421,7 +446,16 @@ class Workers:
             )
 
     def _call(self, what: str, call: Any) -> None:
-        """Calls torch; if that fails, names the ranks that have not made the same call."""
+        """Makes a call of `torch.distributed`. If the call fails, raises an error that names the
+        ranks that have not made the same call.
+
+        Args:
+            what: name of the call in error messages.
+            call: function without arguments that makes the call.
+
+        Raises:
+            RankError: the call has failed, as a rank has died or the group's timeout was too short.
+        """
         place, store = f"pyro_scale/{self._name}/{self._calls}", _store()
         try:
             store.set(f"{place}/{self.rank}", "")
@@ -451,7 +485,8 @@ ALONE = Workers()
 
 @contextlib.contextmanager
 def _log_if_long(whom: str) -> Iterator[None]:
-    """Logs whom this process waits for, if the block takes long."""
+    """A context that logs a warning if the block takes longer than 60 seconds: this process waits
+    for others. `whom` says for which ones."""
     text = f"waiting for other {whom}, for {_LONG:.0f} s: every rank has to make the same calls"
     timer = threading.Timer(_LONG, _LOG.warning, [text])
     timer.daemon = True
@@ -463,18 +498,19 @@ def _log_if_long(whom: str) -> Iterator[None]:
 
 
 def _to_device(values: T, device: torch.device) -> T:
-    """A pytree with its tensors on a device."""
+    """A pytree in which all tensors are on the device; other leaves are unchanged."""
     moved: T = pytree.tree_map_only(Tensor, lambda value: value.to(device), values)
     return moved
 
 
 def _store() -> Any:
-    """Torch's key-value store, which all processes can read."""
+    """The key-value store of torch's default process group, which all processes can read and
+    write."""
     return dist.distributed_c10d._get_default_store()
 
 
 def _comes(store: Any, name: str) -> bool:
-    """Whether a key appears in the store soon; False if the store is gone."""
+    """Whether a key appears in the store within 5 seconds; False as well if the store is gone."""
     try:
         store.wait([name], _PATIENCE)
     except RuntimeError:
