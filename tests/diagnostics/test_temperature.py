@@ -344,12 +344,13 @@ def test_its_gradients_are_bounded(monkeypatch, work, draws, size):
     assert found.parts.shape[:2] == (4, draws // 4)
 
 
-@pytest.mark.parametrize("lr", [0.3, 0.9])
-def test_a_part_of_the_draws_tells_the_variance_of_all(lr):
+@pytest.mark.parametrize(("lr", "affordable"), [(0.3, 256), (0.9, 70)])
+def test_a_part_of_the_draws_tells_the_variance_of_all(lr, affordable):
     """On a Gaussian, an element's part is its squared distance: 256 gradients have the error of
-    4,000 draws, without which it would be four times as large."""
+    4,000 draws, without which it would be four times as large.  Fewer are
+    not taken, however little work is allowed."""
     fit = run(ps.SGLD(mean_of_normal, lr=lr), num_samples=1000)
-    found = virial_of(fit, most=256 * N * 33)
+    found = virial_of(fit, most=affordable * N * 33)
     draws = fit.posterior.draws.positions
     spread = float(draws.var(correction=0)) * (N + 0.01)
     assert found.parts.shape[:2] == (4, 64)
