@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,14 +68,16 @@ def available_threads() -> int:
     return min(_run.threads or torch.get_num_threads(), cores)
 
 
-def choose_threads(arithmetic: float) -> None:
+def choose_threads(arithmetic: Callable[[], float]) -> None:
     """Sets torch's number of threads for this thread's run; does nothing outside of runs.
 
     Args:
-        arithmetic: of one evaluation of the run's log density, as `Arithmetic` counts it.
+        arithmetic: function that evaluates the run's log density once and returns the arithmetic of
+            that, as `Arithmetic` counts it; it is called only if there are several threads.
     """
     if _run.threads is not None:
-        _set_threads(_run.threads if arithmetic >= _WORTH_THREADS else 1)
+        shares = _run.threads > 1 and arithmetic() >= _WORTH_THREADS
+        _set_threads(_run.threads if shares else 1)
 
 
 def _set_threads(count: int) -> None:
@@ -91,6 +93,8 @@ def _set_threads(count: int) -> None:
 
 class Arithmetic(TorchDispatchMode):
     """Context that counts multiplications of matrices and elements of other operations.
+
+    (`torch.utils.flop_counter` counts matrix products only, and many models have none.)
 
     Attributes:
         total: the sum so far.

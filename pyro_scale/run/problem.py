@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -274,7 +275,7 @@ def prepare(
         if must_be_usable:
             _warn_of_cut_gradients(log_posterior, params, arguments)
     if positions.device.type == "cpu":
-        choose_threads(_arithmetic(log_posterior, params, arguments))
+        choose_threads(partial(_arithmetic, log_posterior, params, arguments))
     understood = None if reused is None else earlier
     return Problem(log_posterior, data, engine, positions, seed, understood=understood)
 

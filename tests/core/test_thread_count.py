@@ -69,7 +69,7 @@ def test_an_error_leaves_the_number_as_it_was(two_threads):
 
 def test_other_threads_keep_their_numbers(two_threads):
     with thread_count.restored_threads():
-        thread_count.choose_threads(1)
+        thread_count.choose_threads(lambda: 1)
         assert in_new_thread(torch.get_num_threads) == 2
         in_new_thread(lambda: torch.set_num_threads(3))
         assert torch.get_num_threads() == 1
@@ -79,15 +79,22 @@ def test_other_threads_keep_their_numbers(two_threads):
 
 def test_a_run_in_a_run_may_use_all_threads(two_threads):
     with thread_count.restored_threads():
-        thread_count.choose_threads(1)
+        thread_count.choose_threads(lambda: 1)
         with thread_count.restored_threads():
-            thread_count.choose_threads(2**30)
+            thread_count.choose_threads(lambda: 2**30)
             assert torch.get_num_threads() == thread_count.available_threads() == 2
         assert torch.get_num_threads() == 1
 
 
+def test_nothing_is_counted_for_one_thread(two_threads, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1}, raising=False)
+    with thread_count.restored_threads():
+        thread_count.choose_threads(lambda: pytest.fail("counted"))
+        assert torch.get_num_threads() == 1
+
+
 def test_outside_of_runs_nothing_is_chosen(two_threads):
-    thread_count.choose_threads(1)
+    thread_count.choose_threads(lambda: 1)
     assert torch.get_num_threads() == 2
 
 

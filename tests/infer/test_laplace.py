@@ -1178,11 +1178,11 @@ def test_all_that_comes_of_a_pass_at_a_given_mode(curvature, structure):
     close(double(attrs["distance"][0]), distance[None], 1e-9)
 
 
-@pytest.mark.parametrize(("curvature", "runs"), [("ggn", 13), ("empirical_fisher", 12)])
+@pytest.mark.parametrize(("curvature", "runs"), [("ggn", 12), ("empirical_fisher", 11)])
 def test_a_given_mode_takes_few_runs_of_the_model(curvature, runs):
-    """Nine of the preflight, one whose arithmetic is counted, one that the next run is compared
-    with, one for all that is asked at the mode, and the GGN's note of what is estimated, on one
-    row."""
+    """Nine of the preflight, one that the next run is compared with, one for all that is asked at
+    the mode, and the GGN's note of what is estimated, on one row; and one whose arithmetic is
+    counted where there are threads to choose from."""
     calls = []
 
     def classes(x, y):
@@ -1193,7 +1193,7 @@ def test_a_given_mode_takes_few_runs_of_the_model(curvature, runs):
 
     mode = {"w": normals(D, 40, seed=5)}
     laplace(classes, (X, LABELS), "diag", curvature=curvature, mode=mode)
-    assert len(calls) <= runs
+    assert len(calls) <= runs + (torch.get_num_threads() > 1)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
