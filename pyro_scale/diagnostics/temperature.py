@@ -135,7 +135,7 @@ def virial(
     center = total.mean[0].to(engine.layout.dtype)
     variance = (total.squares / total.number)[0].clamp(min=torch.finfo(center.dtype).tiny)
     slices = [engine.layout.slices()[name] for name in problem.log_posterior.latents]
-    heights = noise if noise is not None and noise.any() else None
+    steepest = _largest(noise, slices) if noise is not None and noise.any() else None
     of_sites, totals = [], torch.zeros(6, engine.layout.size, dtype=torch.float64)
     # on all rows, one draw of each chain takes almost as long as two
     for places in chosen.split(max(1 + is_exact, _draws_at_once(problem, size, len(chains)))):
@@ -148,13 +148,13 @@ def virial(
         away, squares = center - draws, gradient.square()
         parts = (away * _along(engine, gradient)).mul_(engine.density.num_data)
         away = away.square_().div_(variance)
-        heights = squares.sum(0) if heights is None else heights
-        steepest = _largest(heights, slices)
+        steepest = _largest(squares.sum(0), slices) if steepest is None else steepest
         of_sites.append(_by_site(parts, slices, steepest).unflatten(0, (len(chains), len(places))))
         moments = squares, parts, parts.square(), away, away.square(), parts * away
         totals += torch.stack([each.sum(0, dtype=torch.float64) for each in moments])
     means = totals / (len(chains) * len(chosen))
     of_elements, errors = _regress(means[1:], len(chains) * len(chosen), int(total.number))
+    assert steepest is not None
     added = _by_site((of_elements - means[1]).nan_to_num(0.0)[None], slices, steepest)
     return Virial(torch.cat(of_sites, 1) + added, of_elements, errors, means[0], is_exact)
 

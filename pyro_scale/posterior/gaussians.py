@@ -194,10 +194,15 @@ class Fit:
         """Unconstrained draws `[chains, n, D]`, together with the model, data and facts of the
         fit.
         """
-        draws = PosteriorDraws(
-            self.log_posterior, self.data, self.layout, positions, {}, self.attrs
+        return PosteriorDraws(
+            self.log_posterior,
+            self.data,
+            self.layout,
+            positions,
+            {},
+            self.attrs,
+            read_together=self.read_together,
         )
-        return dataclasses.replace(draws, read_together=self.read_together)
 
     def replaced(self, **changes: Any) -> Fit:
         """A copy of the fit with other values of the named attributes."""
