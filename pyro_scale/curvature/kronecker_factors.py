@@ -225,13 +225,14 @@ def _parts(
 def _places(
     entry: Entry, leaf: Tensor, shape: torch.Size, as_used: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Places of a use's elements in the flat param, `[groups, m, n]`, by numbering the elements.
+    """Where an operation's weight comes from: for each element of the weight `[groups, m, n]`, the
+    index of its param's element, flat; -1 for elements that are not from the param.
 
     Args:
-        entry: the use.
+        entry: the operation's use of the param as a weight (a matrix product, a convolution, ...).
         leaf: the param.
-        shape: `[groups, m, n]`.
-        as_used: takes this shape to the one that the operation takes.
+        shape: `[groups, m, n]`: groups of a convolution (else 1), outputs, inputs.
+        as_used: function that reshapes this to the weight as the operation takes it.
     """
     slope = _slope(entry)
     assert slope is not None

@@ -95,7 +95,13 @@ def _log_prior(
 def _diagonal_if_all(slope: Tensor, leaves: Params, place: slice) -> Tensor | None:
     """The diagonal of a block of minus the log prior's Hessian; None if the block is not diagonal.
 
-    One product with a vector without zeros finds the diagonal, and another, random one confirms it.
+    One product with a vector without zeros gives the diagonal if the block is diagonal, and a
+    second, random one confirms that it is.
+
+    Args:
+        slope: gradient of the log prior, [D], with an autograd graph.
+        leaves: the params that it was computed from, by site.
+        place: elements of the block.
     """
     random = torch.Generator().manual_seed(0)
     probe, check = 1 + torch.rand(2, len(slope[place]), generator=random).to(slope)

@@ -71,7 +71,8 @@ class Chunking(Observer):
         self._ends, self._by_clock = ends, by_clock
 
     def opening(self) -> Iterator[StepInputs]:
-        """Yields the first block, cut into parts that end at `ends`."""
+        """Yields the inputs of the run's first steps, which are drawn already, in parts that end at
+        the step numbers `ends`. Later blocks have the lengths of `spans`."""
         first, start = self._first, self._first.start
         while start < first.stop:
             stop = min(first.stop, self._next_end(start))

@@ -114,8 +114,8 @@ class Target:
 
 
 def to_params(whitening: Whitening | None, positions: Tensor) -> Tensor:
-    """The unconstrained params `[..., D]` of chains whose kernel moves at positions `[..., D]`; the
-    positions themselves without a whitening."""
+    """Unconstrained params `[..., D]` at the positions `[..., D]` where a sampler's kernel moves,
+    whose latents may be whitened; without a whitening, the positions themselves."""
     return _map_latents(whitening, "to_params", positions)
 
 

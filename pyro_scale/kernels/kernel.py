@@ -209,6 +209,7 @@ class Theory(Protocol):
         Args:
             kernel: sampler that this theory is of.
             values: hyperparameters of the sampler by name, the temperature over N.
-            gradient_noise: variance of the minibatch gradient over N, `[D]`, in the same units.
+            gradient_noise: variance, from minibatches, of the gradient of the log joint divided by
+                N, `[D]`, in the same units.
         """
         return Linearized(kernel, values, gradient_noise)

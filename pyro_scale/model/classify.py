@@ -186,8 +186,13 @@ class Comparison:
         return self.own_plate is not None or size == self.batch_size
 
     def _rows_match(self, term: Term, rows: Rule) -> bool:
-        """Whether every row's log density is the same in the batch and in the probes, up to
-        rounding: then it does not depend on the other rows."""
+        """Whether a row's log density does not depend on the other rows of its batch: up to
+        rounding, it is the same in the first batch and in the runs on other rows (`probes`).
+
+        Args:
+            term: a site's log density in the first batch.
+            rows: which dimension of the term is that of the rows.
+        """
         dtype, pairs = self._dtype(term), self._row_pairs(term, rows)
         return all(close(mine, theirs, dtype=dtype) for _, mine, theirs in pairs)
 

@@ -84,7 +84,14 @@ class FrozenBase:
     def row_gradients(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """As `LogPosterior.row_gradients`, from a batch of features in place of rows."""
+        """The gradient of each row's log likelihood with respect to the params, `[B, *shape]` by
+        site, not multiplied by N/B.
+
+        Args:
+            params: unconstrained values by site.
+            batch: the frozen layers' outputs for B rows of data, in place of these rows.
+            indices: not used, as features are not subsampled by the model.
+        """
         return derivatives.row_gradients(lambda p: self(p, batch).log_lik, params)
 
 

@@ -120,8 +120,8 @@ def take_apart(fn: Any, kept: Kept, value: Tensor) -> Tensor:
 
 
 def empty_params(fn: Any) -> Tensor:
-    """The params `[0, ...]` of a latent with the distribution `fn` all of whose elements masks
-    leave out."""
+    """Empty params `[0, ...]` for a latent of which masks leave out every element, with the event
+    shape, dtype and device of its distribution `fn` in unconstrained space."""
     base = base_distribution(fn)
     shape = bijection(base.support).inverse_shape(base.batch_shape + base.event_shape)
     tensors = [value for value in vars(base).values() if isinstance(value, Tensor)]

@@ -86,8 +86,14 @@ class Groups(Protocol):
         chains]`."""
 
     def moved_to(self, draws: Draws, sound: Tensor) -> Self:
-        """The groups with sound chains at their last draws, and the other chains restarted from
-        elsewhere; `sound` is `[groups, chains]`."""
+        """The groups with each sound chain at its last draw. Other chains restart at a sound chain
+        of their group or halfway to the geometry's center; they stay if nothing is learned.
+
+        Args:
+            draws: draws of all chains.
+            sound: which chains have finite draws that stay in the posterior (`are_sound`),
+                `[groups, chains]`.
+        """
 
     def sound_draws(self, draws: Draws, sound: Tensor) -> Tensor:
         """Draws of the sound chains, `[groups, chains, draws, D]`."""
@@ -105,8 +111,9 @@ class Groups(Protocol):
 
         Returns:
             The groups with the new geometry; the largest factor by which the sd of a direction
-            changes beyond chance, `[groups]`; the largest curvature over N at each place, in
-            whitened coordinates, `[groups, places]`.
+            changes beyond what chance explains, `[groups]`; the largest curvature of the negative
+            log density divided by N, in the new whitened coordinates, at some of the window's draws
+            (`draws.places`), `[groups, places]`.
         """
 
 
