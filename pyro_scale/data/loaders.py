@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -95,11 +95,25 @@ def isolate(
             except StopIteration:
                 return
             except Exception as error:
-                if getattr(loader, "num_workers", 0) and (dead := worker_error(error, loaded)):
-                    raise dead from error
-                raise
+                if not getattr(loader, "num_workers", 0):
+                    raise
+                dead = worker_error(error, loaded)
+                if dead or not getattr(loader, "persistent_workers", False):
+                    _stop_workers(loaded)
+                if dead is None:
+                    raise
+                raise dead from error
             drawn = torch.random.get_rng_state()
         yield batch, before
+
+
+def _stop_workers(loaded: Any) -> None:
+    """Stops the workers of a loader's iterator now. The error that is raised keeps the iterator in
+    a cycle of references; if Python collects that cycle later, multiprocessing closes the
+    workers' pipes twice, the second time perhaps a file that has been opened since.
+    """
+    if isinstance(stop := getattr(loaded, "_shutdown_workers", None), Callable):
+        stop()
 
 
 #: Cause and advice by a pattern of torch's message about a worker or of how it ended; the first

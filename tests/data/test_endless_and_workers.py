@@ -1,8 +1,11 @@
 """Loaders that do not end, and loaders whose workers do."""
 
+import gc
 import itertools
 import os
 import signal
+import threading
+from multiprocessing.connection import Connection
 
 import pyro
 import pyro.distributions as dist
@@ -160,6 +163,37 @@ def test_a_worker_that_dies_is_an_error_with_its_reason(how, reason, left, data)
     with pytest.raises(DataError, match=rf"a worker of the loader .*({reason})") as raised:
         ps.BAOA(normal, lr=0.001, compile=False).run(loader, **settings)
     assert raised.value.code == "workers"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fails", [killed, lambda: 1 / 0], ids=["killed", "an error of its own"])
+def test_pipes_of_workers_are_closed_once(fails, monkeypatch):
+    """Closed twice, the second time may close a file that was opened since."""
+    failed, close = [], Connection._close
+
+    def closing(connection, *args):
+        try:
+            close(connection, *args)
+        except OSError as error:
+            failed.append(error)
+
+    monkeypatch.setattr(Connection, "_close", closing)
+    gc.collect()
+    gc.disable()  # the error's cycle of references is collected at once below
+    try:
+        for _ in range(5):
+            loader = DataLoader(Ends(fails, 5), batch_size=32, num_workers=2)
+            with pytest.raises((DataError, ZeroDivisionError)):
+                ps.BAOA(normal, lr=0.001, compile=False).run(loader, **BY_HAND)
+            del loader
+    finally:
+        gc.enable()
+    feeding = [thread for thread in threading.enumerate() if thread.name == "QueueFeederThread"]
+    gc.collect()
+    for thread in feeding:
+        thread.join(10)
+    assert not failed
 
 
 @pytest.mark.parametrize(
