@@ -2,7 +2,8 @@
 
 Threads that share an operation wait for the slowest of them.  If another process has its core, that
 takes milliseconds, in which one thread computes all small operations alone.  So a run whose model
-is small computes on one thread, and its chains are distributed over the others.
+is small computes on one thread, and its chains are distributed over the others.  Threads of a run
+whose model is large sleep while they wait.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: Arithmetic of one evaluation of a log density from which threads share its operations: about a
-#: millisecond on one thread.
-_WORTH_THREADS = 2**20
+#: Arithmetic of one evaluation of a log density from which threads share its operations: about ten
+#: milliseconds for a gradient on one thread.  Below that, two threads gain nothing.
+_WORTH_THREADS = 2**22
+#: Multiplications of matrices that take as long as one element of another operation.
+_PER_ELEMENT = 16
+#: Elements of a sum that torch shares among threads.
+_SHARED = 2**16
 #: The quota of a container, as (microseconds of processors, microseconds).
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _PRODUCTS = {"mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "convolution"}
@@ -35,9 +40,11 @@ class _Run(threading.local):
 
     Attributes:
         threads: number of threads that the run may use; None outside of runs.
+        ends: callbacks for the end of the run.
     """
 
     threads: int | None = None
+    ends: contextlib.ExitStack | None = None
 
 
 _run = _Run()
@@ -47,13 +54,14 @@ _run = _Run()
 def restored_threads() -> Iterator[None]:
     """Context of a run, which may choose its number of threads; at the end, torch has the number
     that it had."""
-    before, outer = torch.get_num_threads(), _run.threads
-    _run.threads = outer or available_threads()
-    try:
-        yield
-    finally:
-        _run.threads = outer
-        _set_threads(before)
+    before, outer = torch.get_num_threads(), (_run.threads, _run.ends)
+    with contextlib.ExitStack() as _run.ends:
+        _run.ends.callback(_set_threads, before)
+        _run.threads = outer[0] or available_threads()
+        try:
+            yield
+        finally:
+            _run.threads, _run.ends = outer
 
 
 def available_threads() -> int:
@@ -75,9 +83,39 @@ def choose_threads(arithmetic: Callable[[], float]) -> None:
         arithmetic: function that evaluates the run's log density once and returns the arithmetic of
             that, as `Arithmetic` counts it; it is called only if there are several threads.
     """
-    if _run.threads is not None:
-        shares = _run.threads > 1 and arithmetic() >= _WORTH_THREADS
-        _set_threads(_run.threads if shares else 1)
+    if _run.threads is None or _run.ends is None:
+        return
+    shares = _run.threads > 1 and arithmetic() >= _WORTH_THREADS
+    _set_threads(_run.threads if shares else 1)
+    if shares:
+        _run.ends.enter_context(_sleeping_threads())
+
+
+@contextmanager
+def _sleeping_threads() -> Iterator[None]:
+    """Context in which OpenMP's threads go to sleep as soon as they wait for one another.
+
+    GNU's OpenMP lets them wait in a loop, for milliseconds, which costs most where another process
+    has the core of the thread that they wait for: steps of a network then took five times as long.
+    They sleep at once if the process has more of OpenMP's threads than cores (GCC's manual of
+    libgomp, GOMP_SPINCOUNT).  So this keeps a team of threads that never compute.
+    """
+    begun, over = threading.Event(), threading.Event()
+
+    def keep_a_team() -> None:
+        _set_threads((os.cpu_count() or 1) + 1)
+        torch.ones(_SHARED).sum()  # OpenMP's threads begin
+        begun.set()
+        over.wait()
+
+    team = threading.Thread(target=keep_a_team, daemon=True)
+    team.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        over.set()
+        team.join()
 
 
 def _set_threads(count: int) -> None:
@@ -92,7 +130,8 @@ def _set_threads(count: int) -> None:
 
 
 class Arithmetic(TorchDispatchMode):
-    """Context that counts multiplications of matrices and elements of other operations.
+    """Context that counts elements of operations, and for products of matrices the multiplications
+    over `_PER_ELEMENT`.
 
     (`torch.utils.flop_counter` counts matrix products only, and many models have none.)
 
@@ -123,7 +162,7 @@ def _count(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> float:
         return 0.0
     if name in _PRODUCTS:  # of [n, k] and [k, m]: n k m
         left, right = inputs[-2:]
-        return math.sqrt(left.numel() * right.numel() * outputs[0].numel())
+        return math.sqrt(left.numel() * right.numel() * outputs[0].numel()) / _PER_ELEMENT
     if name.startswith(("linalg_", "cholesky", "triangular_solve")):
-        return float(largest.numel() * largest.shape[-1])
+        return largest.numel() * largest.shape[-1] / _PER_ELEMENT
     return float(largest.numel())

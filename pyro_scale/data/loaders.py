@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ def _stop_workers(loaded: Any) -> None:
     a cycle of references; if Python collects that cycle later, multiprocessing closes the
     workers' pipes twice, the second time perhaps a file that has been opened since.
     """
-    if isinstance(stop := getattr(loaded, "_shutdown_workers", None), Callable):
+    if callable(stop := getattr(loaded, "_shutdown_workers", None)):
         stop()
 
 

@@ -286,7 +286,7 @@ def _arithmetic(
     """The number of arithmetic operations, approximately, of one evaluation of the log posterior on
     a batch. The number of threads is chosen by it."""
     with own_generator(), torch.no_grad(), Arithmetic() as counted:
-        log_posterior.run(params, arguments, log_posterior.first_indices())
+        log_posterior(params, arguments, log_posterior.first_indices())
     return counted.total
 
 
