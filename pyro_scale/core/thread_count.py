@@ -137,17 +137,20 @@ class Arithmetic(TorchDispatchMode):
 
     Attributes:
         total: the sum so far.
+        numbers: elements of all results so far, which autograd may keep in memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0.0
+        self.total, self.numbers = 0.0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
             name = func.overloadpacket.__name__
-            self.total += _count(name, _tensors([args, kwargs]), _tensors(result))
+            results = _tensors(result)
+            self.total += _count(name, _tensors([args, kwargs]), results)
+            self.numbers += sum(map(Tensor.numel, results))
         return result
 
 

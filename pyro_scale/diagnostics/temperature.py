@@ -47,12 +47,12 @@ from pyro_scale.engine.draws import Draws
 from pyro_scale.engine.step import Engine
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.run.measurements import GradientNoise, Kinetic
-from pyro_scale.run.problem import Problem
+from pyro_scale.run.problem import Problem, count_arithmetic
 from pyro_scale.storage.lazy_draws import Positions, spread
 
-#: Numbers of params and rows in memory at once, and numbers that a small model makes of a row,
-#: roughly.  More would make blocks whose Python takes longer than their arithmetic.
-_NUMBERS_IN_MEMORY, _NUMBERS_PER_ROW = 2**22, 8
+#: Numbers of params and rows in memory at once.  Fewer would make blocks of small models whose
+#: Python takes longer than their arithmetic.
+_NUMBERS_IN_MEMORY = 2**22
 #: Least lr^2 L / m of a direction: flatter ones have the momenta of free motion.
 _FLATTEST = 1e-6
 #: Least fraction of the requested temperature that draws are assumed to have.
@@ -129,7 +129,7 @@ def virial(
     more = min(work.most_draws, _NUMBERS_IN_MEMORY // engine.layout.size) if is_exact else 0
     seen = spread(positions, max(more // len(chains), len(chosen)))
     # their moments take four copies in double precision
-    blocks = seen.split(max(1, _draws_at_once(problem, 0, len(chains)) // 8))
+    blocks = seen.split(max(1, _NUMBERS_IN_MEMORY // (8 * engine.layout.size * len(chains))))
     sums = (Sums.from_draws(positions[every, places]) for places in blocks)
     total = functools.reduce(Sums.__or__, sums).pool()
     center = total.mean[0].to(engine.layout.dtype)
@@ -259,9 +259,10 @@ def _for_gradients(
 def _draws_at_once(problem: Problem, size: int, chains: int) -> int:
     """How many draws of each chain fit into memory at once, if `size` rows are evaluated at each
     draw of `chains` chains; at least 1."""
-    leaves = rows.leaves(problem.data.first())
-    width = sum(leaf[0].numel() for leaf in leaves) + _NUMBERS_PER_ROW
-    return max(1, _NUMBERS_IN_MEMORY // ((problem.engine.layout.size + size * width) * chains))
+    arguments, params = problem.data.first(), problem.engine.layout.unflatten(problem.positions[0])
+    numbers = count_arithmetic(problem.log_posterior, params, arguments).numbers
+    width = 2 * numbers / (rows.count(arguments) or 1)  # the backward pass makes as many
+    return max(1, int(_NUMBERS_IN_MEMORY / (problem.engine.layout.size + size * width) / chains))
 
 
 # ------------------------------------------------------------------ momenta
