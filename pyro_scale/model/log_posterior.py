@@ -205,6 +205,7 @@ class LogPosterior:
         to the data (by N/B), but multiplied by the user's `poutine.scale`. If rows depend on each
         other, a row's log likelihood is conditional on the other rows. Arguments as for a call."""
         arguments = rows.as_arguments(batch)
+        self.prepare(arguments)
         sites = self.run(params, arguments, indices).sites
         return self.model_info.scaling.log_likelihood(sites, self.batch_size(arguments))
 

@@ -661,6 +661,20 @@ def test_nothing_is_known_before_the_first_batch():
         log_posterior.constrain({"w": torch.zeros(2)})
 
 
+def test_every_question_about_a_batch_may_be_the_first():
+    x, y = random_rows(B)
+    params = {"w": torch.zeros(2, dtype=x.dtype)}
+    expected = dist.Normal(0.0, 1.0).log_prob(y)
+    for ask in (
+        lambda density: density(params, (x, y)).log_lik,
+        lambda density: density.grad(params, (x, y))[1].log_lik,
+        lambda density: density.log_likelihood(params, (x, y))["y"],
+    ):
+        torch.testing.assert_close(ask(ps.LogPosterior(linear_regression(), num_data=N)), expected)
+    gradients = ps.LogPosterior(linear_regression(), num_data=N).row_gradients(params, (x, y))
+    torch.testing.assert_close(gradients["w"], x * y[:, None])
+
+
 @pytest.mark.parametrize("name", ["a/b", "", ".", "..", r"C:\x", "a\0b"])
 def test_names_that_no_file_can_hold_are_refused_before_a_run(name):
     def model(x, y):
