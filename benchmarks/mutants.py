@@ -27,8 +27,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pyro_scale"
 #: Where other packages' tests are that test one, besides those of its own name.
 ALSO = {
-    "core": ["kernels", "engine"],
+    "core": ["kernels", "engine", "curvature"],
     "exact": ["infer"],
+    "kernels": ["data"],
     "curvature": ["infer", "tuning"],
     "distributed": ["run"],
     "run": ["engine", "infer"],

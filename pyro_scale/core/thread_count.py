@@ -110,8 +110,8 @@ def _sleeping_threads() -> Iterator[None]:
 
     team = threading.Thread(target=keep_a_team, daemon=True)
     team.start()
-    begun.wait()
     try:
+        begun.wait()
         yield
     finally:
         over.set()
