@@ -41,18 +41,19 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.core import rows
 from pyro_scale.core.online_moments import Sums
+from pyro_scale.core.thread_count import Arithmetic
 from pyro_scale.data.batches import Batches, WholeData
 from pyro_scale.data.sources import OwnSubsamples, TensorData
 from pyro_scale.engine.draws import Draws
 from pyro_scale.engine.step import Engine
 from pyro_scale.kernels.gaussian import GaussianChain
 from pyro_scale.run.measurements import GradientNoise, Kinetic
-from pyro_scale.run.problem import Problem, count_arithmetic
+from pyro_scale.run.problem import Problem
 from pyro_scale.storage.lazy_draws import Positions, spread
 
-#: Numbers of params and rows in memory at once.  Fewer would make blocks of small models whose
-#: Python takes longer than their arithmetic.
-_NUMBERS_IN_MEMORY = 2**22
+#: Numbers that gradients at several draws may make; most are in memory at once.  Fewer would make
+#: blocks of small models whose Python takes longer than their arithmetic.
+_NUMBERS_AT_ONCE = 2**23
 #: Least lr^2 L / m of a direction: flatter ones have the momenta of free motion.
 _FLATTEST = 1e-6
 #: Least fraction of the requested temperature that draws are assumed to have.
@@ -126,25 +127,33 @@ def virial(
     is_exact, chains = isinstance(batches, WholeData), torch.tensor(finished)
     chosen = _choose(problem, positions, size, step, work)
     every = torch.arange(len(chains))[:, None]
-    more = min(work.most_draws, _NUMBERS_IN_MEMORY // engine.layout.size) if is_exact else 0
+    more = min(work.most_draws, _NUMBERS_AT_ONCE // engine.layout.size) if is_exact else 0
     seen = spread(positions, max(more // len(chains), len(chosen)))
     # their moments take four copies in double precision
-    blocks = seen.split(max(1, _NUMBERS_IN_MEMORY // (8 * engine.layout.size * len(chains))))
+    blocks = seen.split(max(1, _NUMBERS_AT_ONCE // (16 * engine.layout.size * len(chains))))
     sums = (Sums.from_draws(positions[every, places]) for places in blocks)
     total = functools.reduce(Sums.__or__, sums).pool()
     center = total.mean[0].to(engine.layout.dtype)
     variance = (total.squares / total.number)[0].clamp(min=torch.finfo(center.dtype).tiny)
     slices = [engine.layout.slices()[name] for name in problem.log_posterior.latents]
     steepest = _largest(noise, slices) if noise is not None and noise.any() else None
-    of_sites, totals = [], torch.zeros(6, engine.layout.size, dtype=torch.float64)
-    # on all rows, one draw of each chain takes almost as long as two
-    for places in chosen.split(max(1 + is_exact, _draws_at_once(problem, size, len(chains)))):
+
+    def gradients(places: Tensor, step: int) -> Tensor:
         draws = positions[every, places].flatten(0, 1)
         changing = batches.take(step, step + len(places))
-        step += len(places)
         changing = pytree.tree_map(lambda leaf: leaf[chains].flatten(0, 1), changing)
         batch = batches.batch(batches.fixed, changing)
-        gradient = engine.gradient(draws.to(problem.positions.device), batch).cpu()
+        return engine.gradient(draws.to(problem.positions.device), batch).cpu()
+
+    with Arithmetic() as counted:
+        gradients(chosen[:1], step)
+    # on all rows, one draw of each chain takes almost as long as two
+    at_once = max(1 + is_exact, _NUMBERS_AT_ONCE // counted.numbers)
+    step += 1
+    of_sites, totals = [], torch.zeros(6, engine.layout.size, dtype=torch.float64)
+    for places in chosen.split(at_once):
+        draws, gradient = positions[every, places].flatten(0, 1), gradients(places, step)
+        step += len(places)
         away, squares = center - draws, gradient.square()
         parts = (away * _along(engine, gradient)).mul_(engine.density.num_data)
         away = away.square_().div_(variance)
@@ -254,15 +263,6 @@ def _for_gradients(
             engine = dataclasses.replace(engine, density=exact)
             return engine, WholeData(problem.data.arguments), total
     return engine, batches, problem.batch_size
-
-
-def _draws_at_once(problem: Problem, size: int, chains: int) -> int:
-    """How many draws of each chain fit into memory at once, if `size` rows are evaluated at each
-    draw of `chains` chains; at least 1."""
-    arguments, params = problem.data.first(), problem.engine.layout.unflatten(problem.positions[0])
-    numbers = count_arithmetic(problem.log_posterior, params, arguments).numbers
-    width = 2 * numbers / (rows.count(arguments) or 1)  # the backward pass makes as many
-    return max(1, int(_NUMBERS_IN_MEMORY / (problem.engine.layout.size + size * width) / chains))
 
 
 # ------------------------------------------------------------------ momenta

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -274,19 +275,19 @@ def prepare(
         if must_be_usable:
             _warn_of_cut_gradients(log_posterior, params, arguments)
     if positions.device.type == "cpu":
-        choose_threads(lambda: count_arithmetic(log_posterior, params, arguments).total)
+        choose_threads(partial(_arithmetic, log_posterior, params, arguments))
     understood = None if reused is None else earlier
     return Problem(log_posterior, data, engine, positions, seed, understood=understood)
 
 
-def count_arithmetic(
+def _arithmetic(
     log_posterior: LogPosterior, params: Mapping[str, Tensor], arguments: Arguments
-) -> Arithmetic:
-    """The arithmetic of one evaluation of the log posterior on a batch, and the numbers that it
-    makes. The number of threads, and of draws that are evaluated at once, are chosen by them."""
+) -> float:
+    """The number of arithmetic operations, approximately, of one evaluation of the log posterior on
+    a batch. The number of threads is chosen by it."""
     with own_generator(), torch.no_grad(), Arithmetic() as counted:
         log_posterior(params, arguments, log_posterior.first_indices())
-    return counted
+    return counted.total
 
 
 def _warn_of_cut_gradients(
