@@ -1,4 +1,6 @@
-"""The state of all chains, moved block by block, and what happens when one is not finite."""
+"""The state of all chains, moved by blocks of many steps, and what happens when the state of a
+chain becomes NaN or infinite.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ class Chains:
         state: the state of the sampler's kernel, for all chains.
         noise: stream of the standard normal numbers that the steps of these chains use.
         alive: whether each chain is running, booleans `[chains]`.
-        count: number of steps taken.
+        count: number of steps that each chain has taken.
         failures: one failure for every chain that stopped.
         recent: the latest blocks of steps, for replay, if they are small.
         last_steps: dict from a chain to its last recorded steps, for the first chains that stopped.
@@ -203,7 +205,8 @@ class Chains:
 
     def _stop_those_that_raise(self, program: Program, batches: Batches, block: StepInputs) -> bool:
         """Runs the block's step chain by chain, and stops each chain whose step raises a
-        LinAlgError. Returns whether there are such chains."""
+        LinAlgError. Returns True if there are such chains.
+        """
         step, raising = eager(self._engine, batches), torch.zeros_like(self.alive)
         for chain in torch.nonzero(self.alive)[:, 0].tolist():
             place = slice(chain, chain + 1)

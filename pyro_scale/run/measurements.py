@@ -1,4 +1,4 @@
-"""Measurements of a run besides its draws: the variance of minibatch gradients, and temperatures."""
+"""Measurements of a run besides its draws: variances of minibatch gradients, and temperatures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a run, and its execution on the chains and rows of data that this process computes."""
+"""The plan of a run, and its execution on the chains and rows that this process computes."""
 
 from __future__ import annotations
 
