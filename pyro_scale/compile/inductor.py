@@ -39,7 +39,7 @@ _PROCESSOR = ("-march=native",), ("-mcpu=native",), ()
 
 
 class CppKernel:
-    """A C++ kernel as Inductor wrote it, which is built when it is first called.
+    """A C++ function as Inductor wrote it ("kernel"), which is compiled when it is first called.
 
     Args:
         argument_types: C++ type of each argument.
