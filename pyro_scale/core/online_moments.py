@@ -1,6 +1,6 @@
 """Means, standard deviations, quantiles, R-hat and ESS of chains, without storing the draws.
 
-"size" is the number of elements of a draw.
+In shapes, "size" is the number of elements of a draw.
 """
 
 from __future__ import annotations
@@ -231,8 +231,9 @@ class OnlineMoments:
         }
 
     def go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Continues the collection whose `state` was saved: replaces all that this one has
-        collected."""
+        """Continues an earlier collection from its saved `state`. Everything collected so far is
+        discarded.
+        """
         first, second = (Sums(*half) for half in state["halves"])
         self.halves = first, second
         self.batches, self._partial = Sums(*state["batches"]), Sums(*state["partial"])

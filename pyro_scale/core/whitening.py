@@ -2,8 +2,8 @@
 
     params = center + S z,    S S' = N times the posterior's covariance
 
-so that the log joint over N has a curvature of about 1 in every direction of z.  A step size then
-has the same meaning on every posterior.
+so that the log joint divided by N, the number of rows of the data, has a curvature of about 1 in
+every direction of z. A step size then has the same meaning on every posterior.
 """
 
 from __future__ import annotations
@@ -186,9 +186,9 @@ class LowRankWhitening(_OfTensors):
 @dataclass(frozen=True)
 class KroneckerWhitening(_OfTensors):
     """Whitening by Kronecker-factored covariances, for the weight matrices of networks: params =
-    center + S z with S = Q diag(scale), Q orthogonal.  Elements that form a matrix `[m, n]` are
-    rotated by a basis of its rows and one of its columns.  Whitened coordinates are at the places
-    of their elements.
+    center + S z with S = Q diag(scale), Q orthogonal. Elements that form a matrix `[m, n]` are
+    rotated by a basis of its rows and one of its columns. Whitened coordinates have the same order
+    as the elements.
 
     Attributes:
         center: mean of the params, `[d]`.
@@ -287,7 +287,8 @@ def whiten(gaussian: Gaussian, num_data: int, like: Tensor) -> Whitening:
 
 def _times_both(left: Tensor, right: Tensor, vector: Tensor) -> Tensor:
     """left Z right', flattened to `[..., m n]`, for matrices Z `[m, n]` that are flattened to
-    `[..., m n]`.  A basis of one vector counts as 1."""
+    `[..., m n]`. A basis of one vector (a matrix [1, 1]) counts as 1.
+    """
     if len(left) == 1:
         return _times(right, vector)
     if len(right) == 1:
