@@ -1,4 +1,6 @@
-"""Many data sets of one model, and the density that a compiled step evaluates on all of them."""
+"""A stack of data sets of one model, and the log posterior density that a compiled step evaluates
+on all of them, one chain for each data set.
+"""
 
 from __future__ import annotations
 
@@ -85,8 +87,9 @@ class StackedDensity:
         raise NotImplementedError
 
     def own_values(self, values: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
-        """The hyperparameters of one chain by name: a copy of `values` in which lr is multiplied by
-        the chain's factor, if its batch has one."""
+        """The hyperparameters of one chain, tensors by name: a copy of `values` in which `lr` is
+        multiplied by the chain's factor, if the chain's batch contains one.
+        """
         constants, _, _ = batch
         if not constants:
             return dict(values)
@@ -122,9 +125,9 @@ class Stack:
         batch_size: number of rows of data in a step; None for all.
         sampling: how the rows of a batch are drawn.
         compile: whether steps are compiled.
-        earlier: steps compiled for other data sets of the same model, to be used again.
+        earlier: cache of the steps that were compiled for other data sets of the same model.
         bar: progress bar.
-        vectorized: whether the model can be vmapped over data sets.
+        vectorized: True if the model works under `torch.vmap` over data sets.
         columns: shared rows with transposed tables, for steps on all rows; derived if not passed.
     """
 
@@ -184,8 +187,8 @@ class Stack:
         return StackedBatches(self.shared, dict(self.tables), num_rows, constants, indices)
 
     def map(self, function: Callable[[Tensor], T]) -> T:
-        """Evaluates a function for all data sets under vmap, as many at a time as memory allows.
-        Returns its results stacked, `[data sets, ...]`.
+        """Evaluates a function for all data sets under vmap, as many data sets at a time as memory
+        allows. Returns the results stacked, `[data sets, ...]`.
 
         Args:
             function: function of the number of a data set, a 0-d tensor, that returns a pytree of
@@ -241,11 +244,11 @@ def transpose_tables(shared: Arguments) -> Arguments:
 
 
 def find_starts(stack: Stack, init: InitFunction | None) -> Tensor:
-    """Unconstrained parameters at which the chains start, `[chains, D]`: those of single runs with
-    the same seeds.
+    """Unconstrained parameters at which the chains start, `[chains, D]`: the same as in single runs
+    with the same seeds.
 
-    A chain whose log joint is finite at none of several starts breaks at once, and counts as
-    failed.
+    Several starts are tried for a chain. If the log joint is finite at none of them, the chain
+    stops at its first step, and its simulation counts as failed.
 
     Args:
         stack: data sets of one model.

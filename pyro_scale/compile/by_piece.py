@@ -85,7 +85,7 @@ def _is_long_cat(node: fx.Node) -> bool:
 
 
 def _is_by_element(node: fx.Node, size: int) -> bool:
-    """True if a node of a graph is an elementwise operation with a result of shape `[..., size]`."""
+    """True if a node of a graph is an elementwise operation with a result `[..., size]`."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not value.dim() or value.shape[-1] != size:
         return False
