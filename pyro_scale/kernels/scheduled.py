@@ -1,4 +1,5 @@
-"""TorchOpt's optimizers whose learning rate is a schedule.
+"""Takes TorchOpt's optimizers apart whose learning rate is a schedule (a function of the step's
+number).
 
 TorchOpt calls a schedule inside of `update`, with a counter from its state.  A compiled step cannot
 call Python, and vmap fails if the schedule reads the counter's value.  So schedules are taken out

@@ -63,13 +63,11 @@ class Watched:
         return self._target.num_data
 
     def grad(self, position: Tensor) -> tuple[Tensor, Any]:
-        """(Gradient `[D]` of the log joint over N at a position [D]; the model's evaluation), both
-        of the wrapped log posterior. Position and gradient are recorded.
+        """The gradient of the wrapped log posterior. Position and gradient are recorded.
 
         Returns:
-            (Gradient [D], at a position [D], of the log joint divided by N; the evaluation of the
-            model with the log joint in nats), both of the wrapped log posterior. Position and
-            gradient are recorded.
+            (Gradient [D], at a position [D], of the log joint divided by N, the number of rows of
+            the data; the model's evaluation with the log joint in nats).
         """
         is_sound = bool(torch.isfinite(self.gradient).all())
         if is_sound:

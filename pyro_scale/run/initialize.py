@@ -262,7 +262,7 @@ def first_evaluation(
 
     Returns:
         (An engine that can evaluate the model, (log joint of each chain in nats, `[chains]`; its
-        gradient over N, `[chains, D]`)).
+        gradient divided by N, the number of rows of the data, `[chains, D]`)).
 
     Raises:
         ModelError: the model draws random numbers outside of `pyro.sample`.
