@@ -33,8 +33,8 @@ class GHMCState(NamedTuple):
     Attributes:
         position: unconstrained parameters, `[D]`.
         momentum: momentum, `[D]`.
-        gradient: gradient of the log joint divided by N at the position, `[D]`; 0 until the first
-            step.
+        gradient: gradient, at the position, of the log joint divided by N, the number of rows of
+            the data, `[D]`; 0 until the first step.
         log_joint: log joint at the position, in nats; -infinity until the first step.
         slice: u, the persistent slice variable in [-1, 1], 0-d.
         accepted: number of proposals accepted so far, 0-d; the first step, which does not move,

@@ -199,8 +199,8 @@ class Theory(Protocol):
             values: hyperparameters by name, the temperature divided by N.
             distance: root mean square, over elements, of the distance from the start to the mode,
                 in units in which the stationary preconditioner (`metric`) is 1; 0-d.
-            gradient: root mean square of the gradient of the log joint divided by N at the start,
-                in these units; 0-d.
+            gradient: root mean square, over elements, of the gradient at the start of the log joint
+                divided by N, in these units; 0-d.
             scale: root mean square, over elements, of the change in params that has length 1 in
                 these units; 0-d.
         """
