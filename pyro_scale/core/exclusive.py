@@ -38,7 +38,8 @@ def own_generator(seed: int | None = None) -> Iterator[None]:
 
 
 class Ignored:
-    """A context manager that hides warnings while any thread is inside it.
+    """A factory of contexts that hide some warnings, in all threads, while any thread is inside
+    such a context.
 
     `warnings.catch_warnings` restores all filters that were there when it began, those of other
     threads among them, so it cannot be used around code that takes long.

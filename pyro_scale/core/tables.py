@@ -163,7 +163,7 @@ def _side_by_side(columns: dict[str, np.ndarray]) -> Tensor:
 
 
 def _of_one_dtype(columns: list[Tensor]) -> list[Tensor]:
-    """Columns of integers and booleans, converted to their common dtype."""
+    """The columns, converted to their common dtype; all are of integers or booleans."""
     dtype = columns[0].dtype
     for column in columns:
         dtype = torch.promote_types(dtype, column.dtype)

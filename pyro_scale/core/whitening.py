@@ -27,8 +27,9 @@ Bases: TypeAlias = tuple[Tensor, Tensor]
 
 class Whitening(Protocol):
     """A linear map from whitened coordinates z to unconstrained parameters, params = center + S z,
-    with S S' = N times the posterior's covariance. Vectors are `[..., d]`: the leading d elements
-    of a position."""
+    with S S' = N times the posterior's covariance and N the number of rows of the data. Vectors are
+    `[..., d]`: the leading d elements of a position.
+    """
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -64,7 +65,9 @@ class Whitening(Protocol):
 
     @property
     def variance(self) -> Tensor:
-        """The diagonal of S S', `[d]`: N times the posterior variances."""
+        """The diagonal of S S', `[d]`: the posterior variances times N, the number of rows of the
+        data.
+        """
         ...
 
 
@@ -90,7 +93,7 @@ class DiagonalWhitening(_OfTensors):
 
     Attributes:
         center: mean of the params, `[d]`.
-        scale: diagonal of S, `[d]`: posterior sds times sqrt(N).
+        scale: diagonal of S, `[d]`: posterior sds times sqrt(N), N the number of rows of the data.
     """
 
     center: Tensor
@@ -149,7 +152,8 @@ class LowRankWhitening(_OfTensors):
 
     Attributes:
         center: mean of the params, `[d]`.
-        scale: scale of each element, `[d]`.
+        scale: factor on each element, `[d]`: its sd, times sqrt(N), in the directions orthogonal to
+            U, with N the number of rows of the data.
         axes: U, orthonormal columns, `[d, k]`.
         stretch: sd along each axis, in units of the elements' scales, `[k]`.
     """
@@ -172,8 +176,9 @@ class LowRankWhitening(_OfTensors):
         return self.scale * self._stretch(tangent, self.stretch)
 
     def _stretch(self, vector: Tensor, stretch: Tensor) -> Tensor:
-        """(I + U diag(stretch - 1) U') v: vectors v `[..., d]`, multiplied by `stretch` `[k]` along
-        the axes."""
+        """(I + U diag(stretch - 1) U') v, `[..., d]`: the vectors v with their components along the
+        k axes multiplied by the factors `stretch` `[k]`, and otherwise unchanged.
+        """
         along = (vector @ self.axes) * (stretch - 1)
         return vector + along @ self.axes.mT
 
@@ -193,7 +198,7 @@ class KroneckerWhitening(_OfTensors):
     Attributes:
         center: mean of the params, `[d]`.
         scale: sd along each pair of basis vectors, or of an element that is in no matrix, times
-            sqrt(N), `[d]`.
+            sqrt(N), N the number of rows of the data, `[d]`.
         order: indices of the elements of one matrix after another, then of other elements, `[d]`.
         inverse: inverse permutation of `order`, `[d]`.
         bases: (left basis `[m, m]`, right basis `[n, n]`) of each matrix.
@@ -211,7 +216,7 @@ class KroneckerWhitening(_OfTensors):
 
         Args:
             gaussian: Gaussian approximation of the posterior.
-            units: factor on the Gaussian's sds, sqrt(N).
+            units: factor on the Gaussian's sds: sqrt(N), N the number of rows of the data.
             like: tensor whose dtype and device the map's tensors get.
         """
         variances = torch.empty_like(gaussian.mean)

@@ -48,7 +48,8 @@ class Rows(NamedTuple):
 
     def weight(self, size: int) -> float:
         """This rank's weight in sums over ranks: the fraction of the rows of a minibatch of `size`
-        rows that this rank computes; 0 if it computes another rank's row.
+        rows that this rank computes; 0 if it only computes a row of another rank. If each rank has
+        data of its own: its fraction of all rows.
         """
         if self.share is not None:
             return self.share

@@ -142,8 +142,8 @@ class Chains:
         return program.run(self.state, block, steps.left(block.start), steps.thinning)
 
     def _find_broken(self, moved: Any, kept: Kept) -> Tensor:
-        """Whether each chain was running until now, but has a non-finite position or log joint
-        after these steps, booleans `[chains]`.
+        """True for chains that were running until now, but have a non-finite position or log joint
+        after these steps; booleans `[chains]`.
 
         Args:
             moved: the kernel's state after the steps.
@@ -269,8 +269,7 @@ class Chains:
 
 
 def _are_finite(values: Tensor) -> Tensor:
-    """Whether all elements of each chain's values `[chains, ...]` are finite, booleans
-    `[chains]`."""
+    """True for chains all of whose values `[chains, ...]` are finite; booleans `[chains]`."""
     finite = torch.isfinite(values.sum(dim=-1))  # if a sum is finite, no term is infinite or NaN
     return finite if bool(finite.all()) else torch.isfinite(values).all(dim=-1)
 

@@ -165,8 +165,9 @@ class Engine:
         num_latents: number of a position's elements that are latents; the others are points.
         vectorized: False moves the chains one by one with plain autograd, for models that do not
             work under vmap or functorch's gradient.
-        known_noise: variance of the minibatch gradient of the log joint divided by N, `[D]`; less
-            noise is injected, by as much as this variance heats the chain; None for no correction.
+        known_noise: variance of the minibatch gradient of the log joint divided by N, the number of
+            rows of the data, `[D]`; less noise is injected, by as much as this variance heats the
+            chain; None for no correction.
         whitening: map from the coordinates in which the kernel moves to latents; None if the kernel
             moves latents themselves.
     """
@@ -337,8 +338,9 @@ class Engine:
 
     def kernel_values(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The hyperparameters of a step in the units of the sampler's kernel, by name: the
-        temperature is divided by N; those that differ by site, or between latents and points,
-        become vectors [D]."""
+        temperature is divided by N, the number of rows of the data; those that differ by site, or
+        between latents and points, become vectors [D].
+        """
         scaled: dict[str, Tensor] = self.kernel.per_datum(values, self.density.num_data)
         for name, hyper in self.kernel.hyperparameters().items():
             if isinstance(hyper, Mapping):
@@ -371,7 +373,8 @@ class Engine:
         return {**values, "temperature": (values["temperature"] - added).clamp(min=0)}
 
     def _by_site(self, hyper: Mapping[str, Any], values: Tensor) -> Tensor:
-        """A hyperparameter that differs by site, as a vector [D].
+        """A hyperparameter that differs by site, as a vector [D] with an entry for each
+        unconstrained parameter.
 
         Args:
             hyper: dict from a site's name to the hyperparameter's schedule, number or tensor of

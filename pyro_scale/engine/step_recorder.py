@@ -39,7 +39,8 @@ class PastStep(NamedTuple):
     Attributes:
         block: minibatches, random numbers and hyperparameters of this one step.
         state: the state of the sampler's kernel before the step, for all chains.
-        log_joint: minibatch log joints of the step, `[chains]`; None if the step raised an error.
+        log_joint: minibatch log joints at the positions before the step, in nats, `[chains]`; None
+            if the step raised an error.
     """
 
     block: StepInputs

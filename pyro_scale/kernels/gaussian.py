@@ -32,7 +32,7 @@ class _Linear:
     Attributes:
         slope: precision of the Gaussian.
         push: error of the gradient, the same everywhere.
-        num_data: N, which is 1, so that nothing is divided by N.
+        num_data: number of rows of the data; 1, so that gradients are not divided by that number.
     """
 
     slope: Tensor
@@ -66,8 +66,8 @@ class GaussianChain:
 
         Args:
             kernel: sampler whose step is linear in its state.
-            values: hyperparameters of the step by name, the temperature divided by N; 0-d or
-                `[modes]`.
+            values: hyperparameters of the step by name, the temperature divided by N, the number of
+                rows of the data; 0-d or `[modes]`.
             precision: precisions of the Gaussians divided by N, `[modes]`.
         """
         zero = torch.zeros_like(precision)
@@ -112,7 +112,8 @@ class GaussianChain:
         entry [0, 0].
 
         Args:
-            gradient_noise: variance of the minibatch gradient divided by N, `[modes]`.
+            gradient_noise: variance of the minibatch gradient of the log joint divided by N, the
+                number of rows of the data, `[modes]`.
             epoch: number of batches of an epoch that visits every row of data once, in which the
                 errors of the gradients sum to zero; None for batches that are drawn independently.
         """

@@ -29,9 +29,9 @@ class Target(Protocol):
         ...
 
     def grad(self, position: Tensor) -> tuple[Tensor, Any]:
-        """(Gradient `[D]` of the log joint at `position` `[D]`, divided by N; the model's
-        evaluation with the log joint, which the sampler's step returns unchanged or with another
-        `log_joint`).
+        """(Gradient `[D]` of the log joint at `position` `[D]`, divided by N, the number of rows of
+        the data; the model's evaluation with the log joint, which the sampler's step returns
+        unchanged or with another `log_joint`).
         """
         ...
 
@@ -91,7 +91,8 @@ class Kernel(Hyperparameters):
     @classmethod
     def from_sgd(cls, lr: Hyper, momentum: float) -> dict[str, Hyper]:
         """A dict of hyperparameters with which the sampler at temperature 0 equals
-        `torch.optim.SGD`, step for step, on the negative log joint divided by N.
+        `torch.optim.SGD`, step for step, on the negative log joint divided by N, the number of rows
+        of the data.
 
         Args:
             lr: SGD's learning rate, a float or a schedule.
@@ -108,7 +109,7 @@ class Kernel(Hyperparameters):
         Args:
             position: unconstrained parameters where the chain starts, `[D]`.
             values: hyperparameters at step 0 by name; tensors, each 0-d or `[D]`, the temperature
-                divided by N.
+                divided by N, the number of rows of the data.
             noise: standard normal numbers, `[D]`, from which momenta are drawn.
         """
         raise NotImplementedError
@@ -121,7 +122,7 @@ class Kernel(Hyperparameters):
             state: state of the chain, from `init` or the last `update`.
             target: log posterior of the step's batch.
             values: hyperparameters at this step by name; tensors, each 0-d or `[D]`, the
-                temperature divided by N.
+                temperature divided by N, the number of rows of the data.
             noise: standard normal numbers, `[normals, D]`.
         """
         raise NotImplementedError
@@ -164,7 +165,8 @@ class Theory(Protocol):
         `precision`.
 
         Args:
-            values: hyperparameters by name, the temperature divided by N.
+            values: hyperparameters by name, the temperature divided by N, the number of rows of the
+                data.
             precision: the posterior's precision divided by N, L in the samplers' formulas.
         """
         raise NotImplementedError
@@ -174,7 +176,8 @@ class Theory(Protocol):
         lr, if minibatches are drawn independently; a tensor of the shape of `gradient_noise`.
 
         Args:
-            values: hyperparameters by name, the temperature divided by N.
+            values: hyperparameters by name, the temperature divided by N, the number of rows of the
+                data.
             gradient_noise: variance of the minibatch gradient of the log joint divided by N.
         """
         raise NotImplementedError
@@ -184,7 +187,8 @@ class Theory(Protocol):
         on gradients, `[D]`; ones for samplers that do not adapt.
 
         Args:
-            values: hyperparameters by name, the temperature divided by N.
+            values: hyperparameters by name, the temperature divided by N, the number of rows of the
+                data.
             mean_square: mean square of the gradient of the log joint divided by N, `[D]`.
         """
         return torch.ones_like(mean_square)
@@ -196,7 +200,8 @@ class Theory(Protocol):
         default.
 
         Args:
-            values: hyperparameters by name, the temperature divided by N.
+            values: hyperparameters by name, the temperature divided by N, the number of rows of the
+                data.
             distance: root mean square, over elements, of the distance from the start to the mode,
                 in units in which the stationary preconditioner (`metric`) is 1; 0-d.
             gradient: root mean square, over elements, of the gradient at the start of the log joint
@@ -212,7 +217,8 @@ class Theory(Protocol):
 
         Args:
             kernel: sampler that this theory is of.
-            values: hyperparameters of the sampler by name, the temperature divided by N.
+            values: hyperparameters of the sampler by name, the temperature divided by N, the number
+                of rows of the data.
             gradient_noise: variance, from minibatches, of the gradient of the log joint divided by
                 N, `[D]`, in the same units.
         """

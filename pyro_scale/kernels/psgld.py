@@ -20,7 +20,7 @@ _FALLING = polynomial_decay(0.5, power=0.7)
 
 class PSGLDState(NamedTuple):
     """State of a pSGLD chain: position (unconstrained parameters), and running mean of the squared
-    gradients of the log joint divided by N, each `[D]`.
+    gradients of the log joint divided by N, the number of rows of the data, each `[D]`.
     """
 
     position: Tensor
@@ -30,7 +30,8 @@ class PSGLDState(NamedTuple):
 class _Preconditioned(Theory):
     """Theory of RMSprop with noise, whose preconditioner is 1 / (damping + sqrt(v)), v the mean
     square of the gradient g. v is at least T L (T the temperature and L the posterior's precision,
-    both divided by N) and at least V, the variance of g caused by minibatches.
+    both divided by N, the number of rows of the data) and at least V, the variance of g caused by
+    minibatches.
     """
 
     heated: ClassVar[bool] = False

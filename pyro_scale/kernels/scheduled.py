@@ -45,7 +45,8 @@ class Scheduled:
         return [link for link in self.links if not isinstance(link, GradientTransformation)]
 
     def step_sizes(self, steps: range) -> Tensor:
-        """The factors of all schedules at these steps, in float64, `[steps, schedules]`.
+        """The factors (such as learning rates) that all schedules give at these steps, in float64,
+        `[steps, schedules]`.
 
         Raises:
             ArgumentError: a schedule does not return a number.

@@ -120,7 +120,8 @@ def _heating(momentum: Tensor, values: Values) -> Tensor:
 
     Args:
         momentum: p, `[D]`.
-        values: hyperparameters of the step by name: `lr`, `mass`, `temperature` (divided by N).
+        values: hyperparameters of the step by name: `lr`, `mass`, `temperature` (divided by N, the
+            number of rows of the data).
     """
     lr, mass, temperature = values["lr"], values["mass"], values["temperature"]
     thermal = (temperature > 0).expand_as(momentum)

@@ -55,7 +55,8 @@ class SVGD(Optimizing):
 
         Args:
             positions: particles, `[n, D]`.
-            gradients: gradient of the log joint divided by N at each particle, `[n, D]`.
+            gradients: gradient, at each particle, of the log joint divided by N, the number of rows
+                of the data, `[n, D]`.
             values: hyperparameters of the step by name, the temperature T divided by N.
         """
         centered = positions - positions.mean(0)  # distances are differences of squares

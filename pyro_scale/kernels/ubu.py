@@ -63,7 +63,7 @@ def move_freely(state: PhaseState, values: Values, noise: Tensor) -> PhaseState:
     Args:
         state: position and momentum before.
         values: hyperparameters of the step by name: `lr`, `friction`, `mass`, `temperature`
-            (divided by N).
+            (divided by N, the number of rows of the data).
         noise: standard normal numbers, `[2, D]`.
     """
     lr, friction = values["lr"], values["friction"]

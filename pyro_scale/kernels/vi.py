@@ -156,7 +156,7 @@ def entropies(temperature: Tensor, log_sds: Tensor) -> Tensor:
     the entropy of the Gaussian q; 0 for elements at temperature 0.
 
     Args:
-        temperature: T divided by N, 0-d or `[D]`.
+        temperature: T, the temperature divided by N, the number of rows of the data, 0-d or `[D]`.
         log_sds: logs of the diagonal of a factor of q's covariance, `[D]`.
     """
     entropy = torch.where(temperature > 0, log_sds, 0) + (1 + math.log(2 * math.pi)) / 2

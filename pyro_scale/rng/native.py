@@ -368,8 +368,9 @@ class Native:
         self, streams: Streams, first: int, mirrored: int, held: int, orders: Tensor, out: Tensor
     ) -> int:
         """Fills `out`, contiguous int64 `[chains, n]` in main memory, with indices of rows of data,
-        for epochs that visit all rows in random order. Arguments and result are those of
-        `philox.epochs`."""
+        for epochs that visit all rows in random order. Returns the number of the epoch whose
+        permutations `orders` contains afterwards. The arguments are those of `philox.epochs`.
+        """
         counts = out.shape[1], orders.shape[1], mirrored, held
         pointers = orders.data_ptr(), out.data_ptr()
         return int(self._epochs(_as_structure(streams), first, *counts, *pointers))
@@ -395,8 +396,9 @@ def source() -> str:
 
 
 def native() -> Native | None:
-    """The functions of `philox` in C++, built once per machine; None without a compiler, or if they
-    give other numbers than torch."""
+    """The C++ library that draws random numbers on the CPU, built once per machine; None without a
+    C++ compiler, or if the library gives other numbers than the functions in torch.
+    """
     with exclusive:
         return _native()
 

@@ -73,8 +73,9 @@ class Budget:
         return self.max_seconds is not None and problem.broadcast(self.is_over, "the clock")
 
     def check(self, passes: float) -> None:
-        """Raises when the time is over, by this process's clock: ends a search for a mode. Searches
-        of several processes differ in length, so clocks are not compared.
+        """Raises if the seconds that the run may take are over, by this process's clock; called in
+        the search for a mode, to end it. Searches of several processes differ in length, so clocks
+        are not compared.
 
         Args:
             passes: number of passes through the data that the search has taken, for the message.

@@ -74,8 +74,8 @@ def cut_short(trajectory: Trajectory) -> Trajectory:
 def extended(
     trajectory: Trajectory, title: str, stop: Callable[[Draws], bool] | None = None
 ) -> Trajectory:
-    """The trajectory run on to twice the thinning and twice the steps after warm-up, with the same
-    number of draws.
+    """A trajectory that continues a finished one to twice the thinning and twice the steps after
+    warm-up, with the same number of draws.
 
     Args:
         trajectory: a finished run.

@@ -291,8 +291,9 @@ def prepare(
 def _arithmetic(
     log_posterior: LogPosterior, params: Mapping[str, Tensor], arguments: Arguments
 ) -> float:
-    """The number of arithmetic operations, approximately, of one evaluation of the log posterior on
-    a batch. The number of threads is chosen by it."""
+    """The approximate number of arithmetic operations of one evaluation of the log posterior on a
+    batch. The run's number of threads is chosen by this number.
+    """
     with own_generator(), torch.no_grad(), Arithmetic() as counted:
         log_posterior(params, arguments, log_posterior.first_indices())
     return counted.total
