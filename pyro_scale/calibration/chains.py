@@ -77,7 +77,7 @@ class Stacked:
             alone; None if chains move in the unconstrained parameters themselves.
         warmup_steps: steps before the first draw; None to tune them.
         thinning: steps from one draw to the next; None to tune them.
-        init: one of Pyro's init functions, for the starts; None for the library's.
+        init: one of Pyro's init functions, for the starts; None for the library's default.
     """
 
     kernel: Kernel

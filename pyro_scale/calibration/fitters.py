@@ -44,7 +44,7 @@ class StackedNUTS:
         warmup_steps, max_depth, target_accept, low_rank: nutpie's settings of each chain.
         temperature: number that divides the log joint.
         compiled: whether to compile the log density.
-        init: one of Pyro's init functions, for the starts; None for the library's.
+        init: one of Pyro's init functions, for the starts; None for the library's default.
     """
 
     warmup_steps: int
@@ -110,7 +110,7 @@ class StackedFit:
         num_steps: number of optimization steps on each data set.
         fit_of: function (last state, last hyperparameters by name, seed) -> Gaussian fit of a data
             set.
-        init: one of Pyro's init functions, for the means; None for the library's.
+        init: one of Pyro's init functions, for the means; None for the library's default.
     """
 
     kernel: Any

@@ -62,7 +62,7 @@ class StackedDensity:
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Any]:
         """(Gradient of a chain's log joint with respect to the whitened coordinates z, by site; the
-        log joint's evaluation).
+        model's evaluation with the log joint).
 
         Args:
             params: the chain's coordinates z, by site.
@@ -75,8 +75,9 @@ class StackedDensity:
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Any]:
         """(Gradient of a chain's log joint with respect to the whitened coordinates z, by site; the
-        log joint's evaluation), as `grad`, but by `torch.autograd`, for models that `torch.func`
-        does not support."""
+        model's evaluation with the log joint), as `grad`, but by `torch.autograd`, for models that
+        `torch.func` does not support.
+        """
         return self._grad_of_z(self.log_posterior.plain_grad, params, batch)
 
     def row_gradients(
@@ -252,7 +253,7 @@ def find_starts(stack: Stack, init: InitFunction | None) -> Tensor:
 
     Args:
         stack: data sets of one model.
-        init: one of Pyro's init functions; None for the library's.
+        init: one of Pyro's init functions; None for the library's default.
 
     Raises:
         SiteError: no data set has a finite log joint at any start.

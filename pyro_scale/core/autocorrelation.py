@@ -145,8 +145,8 @@ def _quantile(ordered: Tensor, part: float) -> Tensor:
 
 
 def _normal_scores(ordered: Tensor, order: Tensor) -> Tensor:
-    """Normal scores of the ranks of numbers (Vehtari et al. 2021), `[elements, n]`, in the numbers'
-    original order; equal numbers have their mean rank.
+    """Normal scores of numbers, `[elements, n]`, in the numbers' original order: the standard
+    normal quantiles of their ranks (Vehtari et al. 2021). Equal numbers have their mean rank.
 
     Args:
         ordered: numbers sorted along each element, `[elements, n]`.

@@ -112,8 +112,9 @@ class Cyclical:
     Args:
         start: the step size at which each cycle begins.
         cycle_steps: steps from one restart to the next.
-        exploration: the part of a cycle that explores, at least 0 and below 1.
-        settling: the part of a cycle that settles then, and is not kept, in the same range.
+        exploration: the fraction of a cycle's steps that explore, at least 0 and below 1.
+        settling: the fraction of a cycle's steps, after those that explore, that settle; no draws
+            are kept there. At least 0 and below 1.
 
     Raises:
         ArgumentError: an argument is out of range, or no step of a cycle samples.

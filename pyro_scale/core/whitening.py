@@ -33,7 +33,9 @@ class Whitening(Protocol):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The map's tensors, which are inputs of compiled steps, for `with_tensors`."""
+        """The tensors that define the map, in the order in which `with_tensors` takes them. They
+        are inputs of compiled steps.
+        """
         ...
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
@@ -152,8 +154,8 @@ class LowRankWhitening(_OfTensors):
 
     Attributes:
         center: mean of the params, `[d]`.
-        scale: factor on each element, `[d]`: its sd, times sqrt(N), in the directions orthogonal to
-            U, with N the number of rows of the data.
+        scale: factor on each element, `[d]`: where U is 0, the element's sd times sqrt(N), with N
+            the number of rows of the data.
         axes: U, orthonormal columns, `[d, k]`.
         stretch: sd along each axis, in units of the elements' scales, `[k]`.
     """

@@ -36,7 +36,7 @@ class Sums:
     Attributes:
         workers: the processes.
         device: device of the tensors on this process.
-        terms: dict from a name to the function that computes this process's terms.
+        terms: dict from a name to a function that computes this process's terms of one sum.
     """
 
     workers: Workers = ALONE

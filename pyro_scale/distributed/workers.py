@@ -70,7 +70,8 @@ class RankFailure(NamedTuple):
 
         Args:
             rank: number of the rank on which the error was raised.
-            otherwise: text of a `RankError` between the rank's number and the error's class.
+            otherwise: text that a `RankError` has between the rank's number and the name of the
+                error's class.
         """
         if issubclass(self.kind, PyroScaleError):
             return self.kind(f"rank {rank}: {self.message}", code=self.code)

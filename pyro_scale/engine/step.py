@@ -47,7 +47,10 @@ class Density(Protocol):
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Any]:
-        """As `grad`, by plain autograd, which works for more models, but not under `torch.vmap`."""
+        """(Gradient of the minibatch estimate of the log joint with respect to params, by site; the
+        model's evaluation with that log joint) for one chain, by plain autograd. Works for more
+        models than `grad`, but not under `torch.vmap`. Arguments as for `grad`.
+        """
         ...
 
     def row_gradients(

@@ -212,8 +212,8 @@ class Theory(Protocol):
         return torch.zeros_like(distance)
 
     def linearize(self, kernel: Kernel, values: Values, gradient_noise: Tensor) -> Linearized:
-        """A sampler without adaptation that behaves like this one on a Gaussian, in units in which
-        the stationary preconditioner (`metric`) is 1; by default the sampler itself.
+        """A sampler without adaptation that behaves like `kernel` on a Gaussian, in units in which
+        the stationary preconditioner (`metric`) is 1; by default `kernel` itself.
 
         Args:
             kernel: sampler that this theory is of.

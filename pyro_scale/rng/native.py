@@ -377,7 +377,7 @@ class Native:
 
 
 def source() -> str:
-    """The C++ source of the library, as text."""
+    """The C++ source of the library that draws random numbers, as text."""
     return _SOURCE % {
         "rounds": philox.ROUNDS,
         "multiplier0": philox.MULTIPLIERS[0],

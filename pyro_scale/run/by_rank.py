@@ -84,8 +84,9 @@ def _batches_after(trajectory: Trajectory, chains: range) -> Batches:
 
 def align(trajectory: Trajectory) -> Trajectory:
     """The trajectory with its number of steps reduced to the last step that all ranks have reached.
-    If an error ended the run on one rank, all ranks have that error in their draws. A rank whose
-    chains have all stopped does not limit the others."""
+    If an error ended the run on one rank, the draws of all ranks have that error as their attribute
+    `error`. A rank whose chains have all stopped does not limit the others.
+    """
     draws, workers = trajectory.draws, trajectory.problem.workers
     if workers.is_alone:
         return trajectory

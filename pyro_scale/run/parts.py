@@ -104,7 +104,9 @@ def places_in(path: FilePath) -> list[Path]:
 
 
 def holds_parts(path: FilePath) -> bool:
-    """Whether a run's directory, or a subdirectory for a group of chains, holds checkpoints."""
+    """True if a run's directory, or one of its subdirectories for groups of chains, holds
+    checkpoints.
+    """
     return any(holds_state(place) for place in places_in(path))
 
 

@@ -102,7 +102,8 @@ class RunPlan:
             steps: the number of steps, and the steps after which a draw is kept.
             compile: whether to compile the step; "auto" compiles it if the run is long enough.
             earlier: cache of the programs that the same object has compiled before.
-            choice: what tuning chose and why, by name, for reports.
+            choice: what tuning chose and why (numbers and text by name), for reports; empty if
+                nothing was tuned.
         """
         columns = problem.engine.kernel.columns(steps.total)
         how = config.sampling, config.share_batches, compile, config.progress
