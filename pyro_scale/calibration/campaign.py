@@ -311,7 +311,7 @@ class _Block:
 
     @classmethod
     def from_result(cls, sbc: SBC) -> _Block:
-        """A block with all simulations of an earlier result."""
+        """One `_Block` with the results of all simulations of an earlier, interrupted call."""
         ranked = Ranked(dict(sbc.ranks), dict(sbc.true), dict(sbc.mean), dict(sbc.sd))
         return cls(torch.as_tensor(sbc.ess), sbc.slow, dict(sbc.failed), ranked)
 

@@ -218,8 +218,9 @@ def _digest(key: str, code: bytes) -> bytes:
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """Whether a file belongs to the effective user, and nobody else can write to it; always True on
-    Windows, which keeps profiles apart by itself."""
+    """True if a file belongs to the effective user, and nobody else can write to it; always True on
+    Windows, which keeps profiles apart by itself.
+    """
     if not hasattr(os, "geteuid"):  # Windows keeps profiles apart by itself
         return True
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

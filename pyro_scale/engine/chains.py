@@ -56,7 +56,8 @@ class Chains:
         count: number of steps that each chain has taken.
         failures: one failure for every chain that stopped.
         recent: the latest blocks of steps, for replay, if they are small.
-        last_steps: dict from a chain to its last recorded steps, for the first chains that stopped.
+        last_steps: dict from the index of a chain to its last recorded steps, for the first chains
+            that stopped.
         log_joint: log joint at the latest step, in nats, averaged over running chains.
     """
 

@@ -132,7 +132,7 @@ def _chunking(plan: StepPlan, first: StepInputs, ends: Sequence[int]) -> Chunkin
 
     Args:
         plan: the chains and the steps that they are to take.
-        first: the first block, already made.
+        first: the first block of steps, whose inputs are prepared already.
         ends: step numbers at which a block must end.
     """
     kept_bytes = plan.positions.numel() * plan.positions.element_size() // plan.steps.thinning

@@ -153,8 +153,10 @@ class KineticLooks(Observer):
 
 
 class Inspection(Observer):
-    """Calls a function of the chains' params `[chains, D]` and the latest step's minibatch, after
-    the first block and then when the number of steps has grown eightfold."""
+    """Calls the function `inspect` with the chains' params `[chains, D]` and the latest step's
+    minibatch, after the first block and again whenever the number of steps has grown eightfold. The
+    function may raise an error.
+    """
 
     def __init__(self, plan: StepPlan, chains: Chains, inspect: Callable[[Tensor, Batch], None]):
         self._plan, self._chains, self._inspect = plan, chains, inspect

@@ -34,7 +34,7 @@ class Part(NamedTuple):
     """A group of chains of a run whose checkpoints are written together, into one directory.
 
     Attributes:
-        path: directory of the group's checkpoints; None if none are written.
+        path: directory of the group's checkpoints; None if no checkpoints are written.
         chains: numbers of the chains.
         last: the checkpoint that the group continues from; None at the beginning of a run.
     """

@@ -364,8 +364,9 @@ def fingerprint(data: Data) -> str:
 
 
 def digest_of(arguments: Arguments) -> str:
-    """Text with a digest of all tensors of rows among the model's arguments. Equal data have equal
-    texts."""
+    """Text with a hash of all tensors of rows of data among the model's arguments. Equal data have
+    equal texts; other data, in practice, never do.
+    """
     digest = hashlib.sha256()
     for leaf in rows.leaves(arguments):
         flat = leaf.detach().cpu().contiguous().reshape(-1)
