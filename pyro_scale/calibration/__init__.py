@@ -1,1 +1,3 @@
-"""Simulation-based calibration: tests whether posteriors are right, on average over the prior."""
+"""Simulation-based calibration (SBC): tests whether a method's posterior draws are right, on
+average over data sets that are simulated from the prior.
+"""

@@ -1,4 +1,6 @@
-"""Runs all simulations of a calibration in blocks, and continues interrupted runs."""
+"""Runs all simulations of a calibration, in blocks of data sets that are fitted together, and
+continues interrupted calibrations.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,14 @@ _MACHINE_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Campaign:
-    """The simulations of one call of `sbc`: draws true params and data sets, fits the method,
-    ranks.
+    """The simulations of one call of `sbc`: each draws true parameters and a data set from them,
+    fits the method to the data set, and ranks the true values among the posterior draws.
 
     Attributes:
-        truth: source of true params and data sets.
-        stack: the first data set, the rows that all data sets share, and how steps are executed.
-        fitter: way to fit the method to data sets.
+        truth: source of true parameters and data sets: the prior or a posterior.
+        stack: the first data set, with the rows of data that all data sets share, and settings of
+            how steps are executed.
+        fitter: object that fits the method to data sets and returns posterior draws.
         quantities: functions of (sites, data), by name, ranked besides latents and the log
             likelihood.
         predict_at: rows of data whose observations are ranked among predictions; None for none.
@@ -131,13 +134,15 @@ class Campaign:
     def _fit(
         self, params: Mapping[str, Tensor], start: int, stop: int, lengths: Lengths | None
     ) -> tuple[Sampled, Ranked]:
-        """(Posterior draws, ranks) of simulations start ... stop - 1.
+        """(Posterior draws of simulations start, ..., stop - 1 and how they were made; ranks of
+        their true values among these draws).
 
         Args:
             params: true params of all simulations, by site, `[count, ...]`.
             start: number of the first simulation.
             stop: one more than the number of the last simulation.
-            lengths: lengths of warm-up and thinning; None to determine them on these simulations.
+            lengths: numbers of steps of warm-up and thinning that earlier simulations determined;
+                None to determine them on these simulations.
         """
         stack, true = self._simulate(params, start, stop)
         sampled = self.fitter.fit(stack, lengths)
@@ -149,7 +154,8 @@ class Campaign:
         self, params: Mapping[str, Tensor], start: int, stop: int
     ) -> tuple[Stack, Tensor]:
         """(Data sets start ... stop - 1; the true params that they were drawn from, `[data sets,
-        D]`), from true params of all simulations, by site."""
+        D]`), computed from `params`, the true params of all simulations by site.
+        """
         observed = self.truth.observed(params, start, stop, self.seed)
         seeds = [simulation_seed(self.seed, number) for number in range(start, stop)]
         stack = self.stack.with_data(observed, seeds)
@@ -216,8 +222,9 @@ class Campaign:
 
     @cached_property
     def _rows(self) -> str:
-        """Digests of the rows that all data sets share, and of the rows of predictions, to tell
-        whether an earlier result had the same."""
+        """A text with hashes of the rows of data that all data sets share, and of the rows of
+        predictions, to tell whether an earlier result had the same rows.
+        """
         parts = [self.stack.shared, self.predict_at]
         return ", ".join("none" if part is None else digest_of(part) for part in parts)
 
@@ -294,7 +301,9 @@ class _Block:
 
     @classmethod
     def from_fit(cls, sampled: Sampled, ranked: Ranked, start: int) -> _Block:
-        """The block of simulations start, start + 1, ..., from their draws and ranks."""
+        """The results of the simulations with numbers start, start + 1, ..., from their draws and
+        ranks.
+        """
         failed = {start + number: why for number, why in sampled.failed.items()}
         slow = (start + torch.nonzero(sampled.ess < sampled.enough)[:, 0]).tolist()
         slow = [number for number in slow if number not in failed]
@@ -302,7 +311,7 @@ class _Block:
 
     @classmethod
     def from_result(cls, sbc: SBC) -> _Block:
-        """A block with all simulations of an earlier result."""
+        """One `_Block` with the results of all simulations of an earlier, interrupted call."""
         ranked = Ranked(dict(sbc.ranks), dict(sbc.true), dict(sbc.mean), dict(sbc.sd))
         return cls(torch.as_tensor(sbc.ess), sbc.slow, dict(sbc.failed), ranked)
 

@@ -45,11 +45,13 @@ class Sampled:
         positions: unconstrained parameters of the draws to rank, `[data sets, draws, D]`; NaN after
             a chain broke.
         ess: effective draws of each chain's slowest element, before thinning, `[data sets]`.
-        enough: number of effective draws below which a simulation counts as slow.
+        enough: number of effective draws; a simulation with fewer counts as slow.
         failed: reasons of failure, by number of the data set.
-        lengths: lengths of warm-up, pilots and thinning, for further data sets.
-        steps: number of steps of each chain, by stage.
-        facts: further facts for the result's `attrs`.
+        lengths: numbers of steps of the warm-up, of pilots (short runs from which the step size is
+            tuned) and of thinning, to use for further data sets.
+        steps: dict from the name of a stage, such as warm-up, to the number of steps of each chain
+            in it.
+        facts: further settings and measurements, by name, for the attribute `attrs` of the result.
         program: phrase that says how steps were executed, such as whether they were compiled.
     """
 
@@ -69,12 +71,13 @@ class Stacked:
 
     Attributes:
         kernel: sampler, with placeholders for hyperparameters that are tuned.
-        lr: whether the step size is tuned; chains are whitened then.
-        friction: whether the friction is tuned.
-        kind: how coordinates are whitened, "dense" or "diag"; None if chains move in params.
+        lr: True if the step size is tuned; chains then move in whitened coordinates.
+        friction: True if the friction is tuned.
+        kind: "dense" if coordinates are whitened by the whole covariance, "diag" if by the sds
+            alone; None if chains move in the unconstrained parameters themselves.
         warmup_steps: steps before the first draw; None to tune them.
         thinning: steps from one draw to the next; None to tune them.
-        init: one of Pyro's init functions, for the starts; None for the library's.
+        init: one of Pyro's init functions, for the starts; None for the library's default.
     """
 
     kernel: Kernel
@@ -94,8 +97,9 @@ class Stacked:
 
     @property
     def chooses_acceptance(self) -> bool:
-        """Whether the step size is tuned by the acceptance rate: for samplers that accept and
-        reject."""
+        """True if the step size is tuned by the acceptance rate, which is the case for samplers
+        that accept or reject proposals.
+        """
         return self.lr and self.kernel.adjusted
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
@@ -144,11 +148,12 @@ def _tune(
     Args:
         chains: chains at their starts.
         method: sampler and settings.
-        lengths: lengths of the stages; None to determine them on these chains.
+        lengths: numbers of steps of the stages (warm-up windows, pilots, thinning); None to
+            determine them on these chains.
 
     Returns:
-        (The chains afterwards, the lengths of all stages, the number of steps that each chain
-            took).
+        (The chains after the warm-up, with their step sizes; the lengths of all stages; the number
+        of steps that each chain took).
     """
     limit, used, total, time = Limit(math.inf, lambda: False, lengths), Lengths(), 0, 1.0
     if method.kind is not None or method.warmup_steps is None:
@@ -178,7 +183,7 @@ def _extend_slow(
     chains: StackedChains, method: Stacked, thinning: int, draws: Draws, allowed: float
 ) -> tuple[StackedChains, Draws]:
     """Doubles the thinning of chains with too few effective draws, and continues them, until at
-    most `allowed` chains have too few or the work is too much.
+    most `allowed` chains have too few or passes through the data reach a limit.
 
     Args:
         chains: chains before the run.
@@ -214,8 +219,9 @@ def _run_until_sound(
     thinning: int,
     last: Callable[[StackedBatches], Checkpoint] | None = None,
 ) -> tuple[StackedChains, Draws]:
-    """Runs the chains.  If step sizes are tuned, chains that break or leave the posterior are run
-    again from the center of their coordinates at half their step size, up to a few times.
+    """Runs the chains and returns their draws. If step sizes are tuned, chains that become
+    non-finite or leave the posterior are run again from the center of their coordinates at half
+    their step size, up to a few times.
 
     Args:
         chains: chains before the run.

@@ -1,8 +1,8 @@
 """Ways to fit a method to many data sets: to all in the same compiled steps, or one after another.
 
-A fitter's `fit(stack, lengths)` draws from the posterior of each data set.  If `lengths` is None,
-these data sets determine the lengths of warm-up and thinning.  `has_lengths` tells whether the
-method has such lengths.  `most_at_once` is the number of data sets that are fitted together, and
+A fitter's `fit(stack, lengths)` draws from the posterior of each data set. `lengths` are numbers of
+steps of warm-up and thinning; if None, these data sets determine them. `has_lengths` is True if the
+method has such lengths. `most_at_once` is the number of data sets that are fitted together, and
 lost by an interrupt.
 """
 
@@ -44,7 +44,7 @@ class StackedNUTS:
         warmup_steps, max_depth, target_accept, low_rank: nutpie's settings of each chain.
         temperature: number that divides the log joint.
         compiled: whether to compile the log density.
-        init: one of Pyro's init functions, for the starts; None for the library's.
+        init: one of Pyro's init functions, for the starts; None for the library's default.
     """
 
     warmup_steps: int
@@ -110,7 +110,7 @@ class StackedFit:
         num_steps: number of optimization steps on each data set.
         fit_of: function (last state, last hyperparameters by name, seed) -> Gaussian fit of a data
             set.
-        init: one of Pyro's init functions, for the means; None for the library's.
+        init: one of Pyro's init functions, for the means; None for the library's default.
     """
 
     kernel: Any
@@ -150,10 +150,11 @@ class OneByOne:
     """Fits any other method, to one data set after another.
 
     Attributes:
-        run: function (the model's arguments, a seed, the mode by site or None) -> (draws `[chains,
-            draws, D]`, whether the draws are independent).
-        takes_modes: whether the method starts at a mode; modes are then found for all data sets at
-            once.
+        run: function (the model's arguments, a seed, a dict from sites to their values at the mode
+            or None) -> (unconstrained draws `[chains, draws, D]`, True if the draws are
+            independent).
+        takes_modes: True if the method starts at the posterior's mode; modes are then found for all
+            data sets at once.
     """
 
     run: Callable[[Arguments, int, Mapping[str, Tensor] | None], tuple[Tensor, bool]]
@@ -192,8 +193,9 @@ class OneByOne:
 
     def _modes(self, stack: Stack) -> list[dict[str, Tensor] | None]:
         """For each data set, a dict from the names of its latent sites to constrained values at the
-        posterior's mode; None for a data set whose search found no mode, or if the method takes
-        none."""
+        posterior's mode; None for a data set whose search found no mode, or if the method does not
+        start at modes.
+        """
         if not (self.takes_modes and stack.vectorized):
             return [None] * stack.num_chains
         modes = find_modes(stack, find_starts(stack, None))

@@ -21,7 +21,7 @@ _SLOPE_CURVATURE = 1e-2
 
 
 class FoundModes(NamedTuple):
-    """Where searches for the modes of many data sets' posteriors ended.
+    """The results of searches for the modes of many data sets' posteriors.
 
     Attributes:
         mean: unconstrained parameters at the mode, or where the search ended without one, `[data
@@ -29,7 +29,7 @@ class FoundModes(NamedTuple):
         precision: minus the Hessian of the log joint there, in nats and float64, `[data sets, D,
             D]`.
         value: log joint there, in nats, `[data sets]`.
-        is_mode: whether the search ended at a mode, `[data sets]`.
+        is_mode: True for data sets whose search ended at a mode, booleans `[data sets]`.
     """
 
     mean: Tensor
@@ -40,7 +40,8 @@ class FoundModes(NamedTuple):
 
 def find_modes(stack: Stack, starts: Tensor) -> FoundModes:
     """Searches for the mode of each data set's posterior, by Levenberg and Marquardt's method, in
-    units of each element's curvature.
+    units of each element's curvature. Searches that find no mode do not raise: see `is_mode` of the
+    result.
 
     Args:
         stack: data sets of one model.
@@ -78,7 +79,7 @@ def find_modes(stack: Stack, starts: Tensor) -> FoundModes:
 
 
 def evaluate(stack: Stack, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The log joint of each data set at its own params, with gradient and curvature.
+    """The log joint of each data set at its own params, with its gradient and its negative Hessian.
 
     Args:
         stack: data sets of one model.

@@ -1,4 +1,6 @@
-"""Where the observations of a site are: in the site's value, and among the model's arguments."""
+"""Finds the observations of a site in the site's value and among the model's arguments, and
+replaces them by other observations.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ class ObservedSite:
     them.
 
     Attributes:
-        axis: axis of the site's value that runs over rows of data; None for an observation without
-            rows, which a table repeats in each row.
-        leaf: place, among the flattened arguments of the model, of the tensor that contains the
-            observations; None if there is none.
+        axis: axis of the site's value along which rows of data are counted; None for an observation
+            without rows, which the table repeats in each row.
+        leaf: index, among the flattened arguments of the model, of the tensor that contains the
+            observations; None if there is no such tensor.
         dtype: dtype of that tensor, or of the observations.
         missing: mask of the observations that are missing, NaN; None if none are.
         part: indices of the observations in that tensor, flattened, if it contains other numbers,
@@ -37,7 +39,8 @@ class ObservedSite:
 
     @classmethod
     def from_site(cls, site: Site, from_right: int | None, leaves: list[Any]) -> ObservedSite:
-        """Finds the observations of a site among the model's arguments.
+        """The converter for one site, after its observations were searched for among the model's
+        arguments.
 
         Args:
             site: observed site, recorded when the model was run on its arguments.
@@ -94,8 +97,9 @@ class ObservedSite:
 
 
 def _is_view(value: Tensor, leaf: Any) -> bool:
-    """Whether a tensor shares memory with `leaf` and lies inside of it; False unless `leaf` is a
-    contiguous tensor of the same dtype."""
+    """True if all elements of `value` are in the memory of `leaf`; always False unless `leaf` is a
+    contiguous tensor of the same dtype.
+    """
     if not isinstance(leaf, Tensor) or not leaf.is_contiguous() or leaf.dtype != value.dtype:
         return False
     if leaf.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
@@ -117,8 +121,9 @@ def _places_of_view(view: Tensor, leaf: Tensor) -> Tensor:
 
 
 def _is_equal(leaf: Any, value: Tensor) -> bool:
-    """Whether `leaf` is a tensor with the shape and the numbers of `value`, perhaps of another
-    dtype; NaN equals NaN."""
+    """True if `leaf` is a tensor with the shape and the numbers of `value`, perhaps of another
+    dtype; NaN equals NaN.
+    """
     if not isinstance(leaf, Tensor) or leaf.shape != value.shape:
         return False
     return torch.allclose(leaf.to(value), value, rtol=0, atol=0, equal_nan=True)

@@ -1,4 +1,5 @@
-"""Plots of ECDF differences.  Matplotlib is imported when the first is drawn.
+"""Plots the differences between the empirical distribution function (ECDF) of ranks and the uniform
+distribution's. Matplotlib is imported when the first plot is drawn.
 
 ArviZ's `plot_ecdf_pit` draws the same differences, but simulates its band, for continuous values.
 This band is exact for ranks, and agrees with the p-values.
@@ -56,7 +57,8 @@ def plot_ecdf_differences(
     simultaneous band.
 
     Args:
-        rows: panels by row of the figure, all rows of the same length; None for an empty place.
+        rows: panels by row of the figure, all rows of the same length; None leaves that part of the
+            figure empty.
         level: probability that the whole ECDF of uniform ranks is inside of the band.
         note: a line below the panels; none if empty.
     """

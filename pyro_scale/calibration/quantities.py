@@ -30,8 +30,8 @@ class Ranked(NamedTuple):
     Attributes:
         ranks: number of draws below the true value, int64 `[data sets, ...]`.
         true: true values, `[data sets, ...]`.
-        mean: means of the draws, `[data sets, ...]`.
-        sd: standard deviations of the draws, `[data sets, ...]`.
+        mean: means of the posterior draws, `[data sets, ...]`.
+        sd: standard deviations of the posterior draws, `[data sets, ...]`.
     """
 
     ranks: dict[str, Tensor]

@@ -24,8 +24,8 @@ def scores(
         true: values that data were simulated from, `[S, elements]`.
         mean: posterior means, `[S, elements]`.
         sd: posterior standard deviations, `[S, elements]`.
-        is_of_data: which elements are functions of the data, `[elements]`; their contraction is
-            NaN.
+        is_of_data: True for elements that are functions of the data, `[elements]`; their
+            contraction is NaN.
     """
     uniform = torch.arange(1, num_draws + 1).double()[:, None] / (num_draws + 1)
     ecdf = ecdf_counts(ranks, num_draws).double() / len(ranks)

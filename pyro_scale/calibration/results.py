@@ -250,8 +250,9 @@ class SBC:
         return f"MISCALIBRATED: {count:,} of {elements} in {simulations}; {least}"
 
     def _shapes(self) -> list[str]:
-        """Lines of the report that describe the ranks of elements whose ranks are not uniform;
-        empty if there are none."""
+        """Lines of the report, one for each element whose ranks are not uniform, which say where
+        its ranks pile up; empty if there are no such elements.
+        """
         off = self._table[self._table.p_holm <= SIGNIFICANT].sort_values("p_holm", kind="stable")
         lines = []
         for label, row in off[:_MOST_NAMED].iterrows():

@@ -1,4 +1,6 @@
-"""Draws data sets from a model."""
+"""Draws data sets from a model: observations at given latents, in place of those of the user's
+data.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,11 @@ class Generator:
     Attributes:
         log_posterior: log posterior of the model, after its checks on the data.
         arguments: the data, as the model's arguments.
-        places: where the observations of each observed site are, by site.
-        covariates: places, among the flattened arguments, of tensors whose rows are drawn anew for
-            each data set, with replacement, by name; empty if all data sets share them.
+        places: dict from each observed site to the converter of its observations, which knows in
+            which of the model's arguments they are.
+        covariates: dict from a name to the index, among the flattened arguments, of a tensor whose
+            rows are drawn anew for each data set, with replacement; empty if all data sets share
+            the covariates.
     """
 
     log_posterior: LogPosterior
@@ -109,8 +113,10 @@ class Generator:
         return self.log_posterior.latents
 
     def stacked_model(self) -> Callable[..., Any]:
-        """The model as a function of two arguments: what all data sets share (`shared_arguments`),
-        and one data set's observations and covariates by name, `[rows, ...]`."""
+        """The model as a function of two arguments: the arguments that all data sets share
+        (`shared_arguments`), and a dict of one data set's observations and covariates by name,
+        `[rows, ...]`.
+        """
         run, places, covariates = self.log_posterior.model, self.places, self.covariates
 
         def simulated(shared: Arguments, tables: Mapping[str, Tensor]) -> Any:
@@ -156,8 +162,8 @@ class Generator:
     def draw(
         self, params: Mapping[str, Tensor], seed: int, start: int = 0, stop: int | None = None
     ) -> dict[str, Tensor]:
-        """Draws data sets start ... stop - 1 at their latents: observations by site, and covariates
-        by name, `[data sets, rows, ...]`.
+        """Draws data sets start, ..., stop - 1, each at its own latents: observations by site, and
+        covariates by name, `[data sets, rows, ...]`.
 
         Args:
             params: unconstrained latents of all data sets, by site, `[count, ...]`.
@@ -265,9 +271,9 @@ class Generator:
         return observed | covariates
 
     def _check_order_of_draws(self) -> None:
-        """Raises an error if observations depend on other observations, as in an autoregression: as
-        sites are drawn with the other observations as they are in the data, they would not be a
-        draw of the model.
+        """Raises an error if observations depend on other observations, as in an autoregression:
+        observed sites are drawn one by one while the others have the values of the user's data,
+        which would not be a draw from the model then.
 
         Raises:
             SiteError: the distribution of a site depends on observations.

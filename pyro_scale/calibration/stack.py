@@ -1,4 +1,6 @@
-"""Many data sets of one model, and the density that a compiled step evaluates on all of them."""
+"""A stack of data sets of one model, and the log posterior density that a compiled step evaluates
+on all of them, one chain for each data set.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ class StackedDensity:
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Any]:
         """(Gradient of a chain's log joint with respect to the whitened coordinates z, by site; the
-        log joint's evaluation).
+        model's evaluation with the log joint).
 
         Args:
             params: the chain's coordinates z, by site.
@@ -73,8 +75,9 @@ class StackedDensity:
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Any]:
         """(Gradient of a chain's log joint with respect to the whitened coordinates z, by site; the
-        log joint's evaluation), as `grad`, but by `torch.autograd`, for models that `torch.func`
-        does not support."""
+        model's evaluation with the log joint), as `grad`, but by `torch.autograd`, for models that
+        `torch.func` does not support.
+        """
         return self._grad_of_z(self.log_posterior.plain_grad, params, batch)
 
     def row_gradients(
@@ -85,8 +88,9 @@ class StackedDensity:
         raise NotImplementedError
 
     def own_values(self, values: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
-        """The hyperparameters of one chain by name: a copy of `values` in which lr is multiplied by
-        the chain's factor, if its batch has one."""
+        """The hyperparameters of one chain, tensors by name: a copy of `values` in which `lr` is
+        multiplied by the chain's factor, if the chain's batch contains one.
+        """
         constants, _, _ = batch
         if not constants:
             return dict(values)
@@ -122,9 +126,9 @@ class Stack:
         batch_size: number of rows of data in a step; None for all.
         sampling: how the rows of a batch are drawn.
         compile: whether steps are compiled.
-        earlier: steps compiled for other data sets of the same model, to be used again.
+        earlier: cache of the steps that were compiled for other data sets of the same model.
         bar: progress bar.
-        vectorized: whether the model can be vmapped over data sets.
+        vectorized: True if the model works under `torch.vmap` over data sets.
         columns: shared rows with transposed tables, for steps on all rows; derived if not passed.
     """
 
@@ -184,8 +188,8 @@ class Stack:
         return StackedBatches(self.shared, dict(self.tables), num_rows, constants, indices)
 
     def map(self, function: Callable[[Tensor], T]) -> T:
-        """Evaluates a function for all data sets under vmap, as many at a time as memory allows.
-        Returns its results stacked, `[data sets, ...]`.
+        """Evaluates a function for all data sets under vmap, as many data sets at a time as memory
+        allows. Returns the results stacked, `[data sets, ...]`.
 
         Args:
             function: function of the number of a data set, a 0-d tensor, that returns a pytree of
@@ -241,15 +245,15 @@ def transpose_tables(shared: Arguments) -> Arguments:
 
 
 def find_starts(stack: Stack, init: InitFunction | None) -> Tensor:
-    """Unconstrained parameters at which the chains start, `[chains, D]`: those of single runs with
-    the same seeds.
+    """Unconstrained parameters at which the chains start, `[chains, D]`: the same as in single runs
+    with the same seeds.
 
-    A chain whose log joint is finite at none of several starts breaks at once, and counts as
-    failed.
+    Several starts are tried for a chain. If the log joint is finite at none of them, the chain
+    stops at its first step, and its simulation counts as failed.
 
     Args:
         stack: data sets of one model.
-        init: one of Pyro's init functions; None for the library's.
+        init: one of Pyro's init functions; None for the library's default.
 
     Raises:
         SiteError: no data set has a finite log joint at any start.

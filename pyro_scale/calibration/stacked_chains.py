@@ -1,5 +1,6 @@
-"""One chain on each of many data sets, as groups of one chain for the warm-up and pilots of
-`tuning/`."""
+"""One chain on each of many data sets. For the package `tuning`, each chain is a group of its own,
+with its own warm-up and its own pilots (short runs from which the step size is tuned).
+"""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ class StackedChains:
         stack: data sets of one model.
         kernel: sampler, with the longest step size that a chain may have.
         positions: position of each chain, in the chain's coordinates, `[chains, D]`.
-        whitening: maps from the chains' coordinates to params, as one map with tensors `[chains,
-            ...]`; None if chains move in params.
+        whitening: linear maps from each chain's whitened coordinates to unconstrained parameters,
+            as one map with tensors `[chains, ...]`; None if chains move in the parameters
+            themselves.
         learned_lr: step size of each chain, `[chains]`, float64; None if the user set the step
             size.
     """
@@ -171,13 +173,13 @@ class StackedChains:
         return sound[:, None]
 
     def moved_to(self, draws: Draws, sound: Tensor) -> StackedChains:
-        """The chains at their last draws if they are sound.  Others restart halfway between where
-        they were and the center of their coordinates; if the user set the step size, they stay
-        where they were.
+        """The chains at their last draws, if these are sound (finite, and the chain has not left
+        the posterior). Other chains restart halfway between their earlier position and the center
+        of their coordinates; if the user set the step size, they keep their earlier position.
 
         Args:
             draws: draws of all chains.
-            sound: which chains are sound, booleans `[chains, 1]`.
+            sound: True for chains with sound draws, booleans `[chains, 1]`.
         """
         last, before = draws.positions[:, -1].to(self.positions), self.positions
         positions = torch.where(sound, last, before / 2 if self.learns else before)
@@ -211,8 +213,9 @@ class StackedChains:
         return learned, change, torch.stack(curvatures, 1)
 
     def _steepest(self, whitening: Whitening, params: Tensor) -> Tensor:
-        """The largest eigenvalue of minus the Hessian of each data set's log joint over N, in
-        whitened coordinates, float64 `[chains]`; NaN if the Hessian is not finite.
+        """The largest eigenvalue of minus the Hessian of each data set's log joint divided by N,
+        the number of its rows, in whitened coordinates, float64 `[chains]`; NaN if the Hessian is
+        not finite.
 
         Args:
             whitening: maps of all chains, with tensors `[chains, ...]`.
@@ -257,7 +260,8 @@ def start_at_modes(
         kernel: sampler, with the longest step size that a chain may have.
         starts: unconstrained parameters at which the searches begin, `[chains, D]`.
         kind: "dense" to whiten by the whole covariance, "diag" to whiten by the sds alone.
-        learns: whether the warm-up is to update coordinates and step sizes.
+        learns: True if the warm-up is to update coordinates and step sizes; False if the user set
+            the step size.
     """
     modes, size = find_modes(stack, starts), starts.shape[1]
     temperature = float(kernel.values(0)["temperature"])

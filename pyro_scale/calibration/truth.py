@@ -1,8 +1,9 @@
-"""True params and data sets of simulations: from the prior, a posterior, or another model.
+"""Sources of the true parameters and data sets of simulations: the prior, a posterior, or another
+model.
 
 Both classes have the attribute `fitted`, the model that is fitted, and two methods. `params(count,
 seed)` draws unconstrained latents of the fitted model, by site, `[count, ...]`. `observed(params,
-start, stop, seed)` draws the observations of data sets start ... stop - 1, by site, `[data sets,
+start, stop, seed)` draws the observations of data sets start, ..., stop - 1, by site, `[data sets,
 rows, ...]`.
 """
 

@@ -1,9 +1,9 @@
-"""Splits a graph's elementwise operations on a long concatenated vector into operations on its
-pieces.
+"""Splits a graph's elementwise operations on a long concatenated vector into operations on the
+vectors ("pieces") that were concatenated.
 
-A step's gradient is computed param by param, concatenated, and read again by the update of position
-and momentum.  The update is elementwise, so it can read each param's gradient where it was written.
-For large networks this avoids three copies of the whole gradient.
+The gradient of a step is computed site by site, concatenated, and read again by the update of
+position and momentum. The update is elementwise, so it can read each site's gradient from the
+memory where it was written. For large networks this avoids three copies of the whole gradient.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def _take_apart(graph: fx.Graph, cat: fx.Node) -> None:
 
 
 def _is_long_cat(node: fx.Node) -> bool:
-    """Whether a node of a graph concatenates vectors into a long one, of long pieces on average."""
+    """True if a node of a graph concatenates vectors, and both the result and the vectors, on
+    average, are long.
+    """
     if node.target is not _ATEN.cat.default:
         return False
     value = node.meta["val"]
@@ -83,7 +85,7 @@ def _is_long_cat(node: fx.Node) -> bool:
 
 
 def _is_by_element(node: fx.Node, size: int) -> bool:
-    """Whether a node of a graph is an elementwise operation with a result `[..., size]`."""
+    """True if a node of a graph is an elementwise operation with a result `[..., size]`."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not value.dim() or value.shape[-1] != size:
         return False

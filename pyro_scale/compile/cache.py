@@ -1,8 +1,8 @@
-"""The user's cache of compiled libraries. Looking a library up does not import Inductor, which
-takes two seconds.
+"""The user's cache, on disk, of compiled C++ libraries. Looking a library up does not import
+Inductor, which would take two seconds.
 
-Anyone who can write into the cache runs code as the user.  So files and directories that others own
-or can write are never read, and the bytes that were checked are the bytes that are loaded.
+Anyone who can write into the cache runs code as the user. So files and directories that other users
+own or can write to are never read, and the bytes that were checked are the bytes that are loaded.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Limits(NamedTuple):
-    """Largest sizes in bytes.
+    """Largest sizes of the cache on disk, in bytes.
 
     Attributes:
-        code: of the libraries.
-        headers: of Inductor's precompiled headers, which have a separate bound because every
-            environment has one of about 150 MB.
+        code: largest size of all compiled libraries together.
+        headers: largest size of all precompiled headers of Inductor together. They have a bound of
+            their own because every Python environment has one of about 150 MB.
     """
 
     code: int = 2**29
@@ -52,7 +52,8 @@ LIMITS = Limits()
 def library_for(
     graph: Graph, form: Hashable, threads: int | None, build: Callable[[], str]
 ) -> ctypes.CDLL:
-    """The loaded library of a graph, from the cache or newly built.
+    """The compiled C++ library of a graph of tensor operations, loaded; from the cache if it is
+    there, otherwise newly built.
 
     Args:
         graph: graph of the function that the library computes.
@@ -64,7 +65,7 @@ def library_for(
 
 
 def library(key: str, build: Callable[[], str]) -> ctypes.CDLL:
-    """The loaded library that is cached under a key, or newly built.
+    """The C++ library that is cached under a key, loaded. If there is none, it is built and cached.
 
     Args:
         key: hash of everything that the library depends on.
@@ -109,9 +110,10 @@ def key_of(graph: Graph, form: Hashable, threads: int | None) -> str:
 
 
 def directory() -> Path:
-    """The cache's directory: that of the environment variable or the user's cache directory, if
-    only the user can write it; otherwise a temporary directory that this process removes at its
-    end."""
+    """The cache's directory: the one that the user's environment variable names, otherwise one in
+    the user's cache directory. If other users can write to it: a temporary directory that this
+    process removes at its end.
+    """
     with contextlib.suppress(OSError):
         path = Path(os.environ.get(_VARIABLE) or platformdirs.user_cache_dir("pyro-scale"))
         if path.is_absolute():  # without a home, "~" stays as it is
@@ -125,8 +127,9 @@ def directory() -> Path:
 
 @functools.cache
 def for_this_process(pid: int) -> Path:
-    """A new temporary directory, which the process `pid` removes at its end; the same one at each
-    call."""
+    """A temporary directory, made at the first call and returned again at later ones, that the
+    process with number `pid` removes at its end.
+    """
     made = Path(tempfile.mkdtemp(prefix="pyro-scale-"))
 
     def remove() -> None:
@@ -138,8 +141,10 @@ def for_this_process(pid: int) -> Path:
 
 
 def read(key: str) -> bytes | None:
-    """The library's bytes that are cached under a key, whose file then counts as the newest; None
-    if there are none, or if the file is damaged or could have been written by others."""
+    """The bytes of the library that is cached under a key; None if there is none, or if the file is
+    damaged or could have been written by other users. The file then counts as the most recently
+    used.
+    """
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     try:
         number = os.open(directory() / f"{key}.so", flags | getattr(os, "O_NONBLOCK", 0))
@@ -169,8 +174,9 @@ def write(key: str, code: bytes, limits: Limits = LIMITS) -> None:
 
 @contextlib.contextmanager
 def building(key: str) -> Iterator[None]:
-    """Context in which no other process or thread builds the library of this key; where the file
-    system has no locks, several may."""
+    """A context in which no other process or thread builds the library of this key. On file systems
+    without locks, others may build it at the same time.
+    """
     file = directory() / f"{key}.lock"
     lock = FileLock(file)
     with contextlib.suppress(OSError):  # a file system without locks: both build it
@@ -212,8 +218,9 @@ def _digest(key: str, code: bytes) -> bytes:
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """Whether a file belongs to the effective user, and nobody else can write to it; always True on
-    Windows, which keeps profiles apart by itself."""
+    """True if a file belongs to the effective user, and nobody else can write to it; always True on
+    Windows, which keeps profiles apart by itself.
+    """
     if not hasattr(os, "geteuid"):  # Windows keeps profiles apart by itself
         return True
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -27,7 +27,8 @@ def compile_loop(graph: Graph, inputs: Inputs, threads: int | None) -> Loop:
 
     Args:
         graph: graph of the step, whose last output is a number for each chain.
-        inputs: where the loop reads each input of the step.
+        inputs: for each input of the step, whether it is part of the state, changes at each step,
+            is gathered by row indices, or is fixed.
         threads: number of threads that C++ kernels use; None for torch's number.
 
     Raises:

@@ -1,4 +1,5 @@
-"""A function of a vector and its gradient as C++, which other compiled code calls by pointer.
+"""Compiles a function of a vector, with its gradient, to C++ that other compiled code calls by
+pointer.
 
     int value_and_gradient(size_t size, const double* x, double* gradient, double* value,
                            const void* inputs)

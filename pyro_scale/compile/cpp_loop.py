@@ -1,4 +1,4 @@
-"""A loop over steps as C++, around the kernels that Inductor wrote.
+"""Writes a loop over steps in C++, around the C++ kernels that Inductor wrote for one step.
 
 Inductor compiles a step to a few C++ kernels on plain pointers, and a Python function that
 allocates buffers and calls them.  For small models, that function takes a hundred times as long as
@@ -104,11 +104,12 @@ _ERROR_BYTES = 4096
 
 
 class Inputs(NamedTuple):
-    """Where a loop reads each input of a step.
+    """How a compiled loop reads the inputs of a step.
 
     Attributes:
-        kinds: for each input, `"state"` (the leaves of the state, which come first), `"per step"`,
-            `"gathered"` or `"fixed"`, as in `core.rows`.
+        kinds: for each input of the step, `"state"` (a tensor of the state; these come first),
+            `"per step"` (a tensor with an entry for each step), `"gathered"` (rows of a table, at
+            indices that change from step to step) or `"fixed"` (the same at all steps).
         position: index of the state's leaf that is the position `[chains, D]`, which is kept as a
             draw.
     """
@@ -120,13 +121,15 @@ class Inputs(NamedTuple):
 def inputs_of(
     num_state: int, position: int, num_per_step: int, sources: Sequence[Source]
 ) -> Inputs:
-    """The kinds of a step's inputs, without those of its constants.
+    """How a compiled loop reads the inputs of a step, except its constants (tensors that the model
+    reads besides its arguments).
 
     Args:
         num_state: number of leaves of the state.
         position: index of the leaf that is the position.
         num_per_step: number of tensors with an entry for each step, besides the batch's.
-        sources: sources of the batch's tensors.
+        sources: how each tensor of the minibatch is read: fixed, per step, or gathered from a
+            table.
     """
     batch = (_KINDS[type(source)] for source in sources)
     return Inputs(("state",) * num_state + ("per step",) * num_per_step + tuple(batch), position)
@@ -138,7 +141,7 @@ def write_loop(graph: Graph, inputs: Inputs, compiled: Compiled) -> str:
 
     Args:
         graph: graph of the step.
-        inputs: where the loop reads each input of the step.
+        inputs: how the loop reads each input of the step.
         compiled: the graph as Inductor compiled it.
 
     Raises:
@@ -178,15 +181,18 @@ class Loop:
         Args:
             state: leaves of the state, `[groups, chains, ...]`.
             block: hyperparameters and standard normal numbers of all steps, `[groups, steps, ...]`.
-            sources: sources of the batch's tensors, `[groups, steps, ...]`.
+            sources: how each tensor of the minibatches is read: fixed, or `[groups, steps, ...]`,
+                or rows of a table at indices `[groups, steps, B]`.
             constants: tensors that the model reads besides its arguments.
-            left: number of steps until the first draw that is kept.
+            left: number of steps up to and including the first that leads to a kept draw, at least
+                1.
             every: number of steps from one kept draw to the next.
             threads: number of threads that groups are distributed over.
 
         Returns:
-            (The next state; kept positions `[groups, kept, chains, D]`; their log joints `[groups,
-            kept, chains]`; the log joint of the last step `[groups, chains]`).
+            (Tensors of the state after the block; the kept positions, `[groups, kept, chains, D]`;
+            log joints of the steps that led to them, in nats, `[groups, kept, chains]`; log joint
+            of the block's last step, `[groups, chains]`).
 
         Raises:
             RuntimeError: an operation of a step failed.
@@ -315,9 +321,10 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
 
 
 def _in_buffer(plan: Plan, view: View) -> View:
-    """An output's view, with its memory in one of the step's buffers.  An input that is returned
+    """An output of a step, with its memory in one of the step's buffers. An input that is returned
     unchanged, such as the old position or a step's noise, is copied to a new buffer before its
-    pointer moves on."""
+    pointer moves on.
+    """
     if view.root in plan.buffers:
         return view
     root = f"buffer{len(plan.buffers)}"

@@ -1,4 +1,6 @@
-"""C++ that loops and functions have in common: Inductor's C++ kernels, calls of ATen, buffers."""
+"""C++ source that compiled loops and compiled functions have in common: Inductor's C++ kernels,
+calls of ATen operations, buffers.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ _ARENA = """
 
 
 def is_small(plan: Plan) -> bool:
-    """Whether the buffers of a step can be local variables.  A C++ compiler sees all uses of these,
-    and omits computations whose results are not used.
+    """True if the buffers of a step are small enough for local variables. A C++ compiler sees all
+    uses of these, and omits computations whose results are not used.
 
     Args:
         plan: C++ statements of the step.
@@ -94,7 +96,8 @@ def _rename(name: str, source: str, static: str, shared: Set[int]) -> str:
         name: new name of the function.
         source: Inductor's source of the kernel.
         static: declaration to put before the function, such as "static inline".
-        shared: places of the arguments that share memory with another one in some call.
+        shared: indices of the kernel's arguments that, in some call, share memory with another
+            argument.
 
     Raises:
         NotALoop: the kernel is not one C++ function.

@@ -39,7 +39,7 @@ _PROCESSOR = ("-march=native",), ("-mcpu=native",), ()
 
 
 class CppKernel:
-    """A C++ kernel as Inductor wrote it, which is built when it is first called.
+    """A C++ function as Inductor wrote it ("kernel"), which is compiled when it is first called.
 
     Args:
         argument_types: C++ type of each argument.
@@ -250,7 +250,8 @@ def cpp_compiler() -> str:
 
 @contextmanager
 def _in_our_cache() -> Iterator[None]:
-    """Context in which Inductor's files are in our cache, unless the user chose another directory.
+    """Context in which Inductor writes its files into this library's cache directory, unless the
+    user chose another directory.
 
     Inductor's default is a predictable path in the temporary directory, where others could write
     first.
@@ -280,9 +281,10 @@ def _in_our_cache() -> Iterator[None]:
 
 
 def _inductor_directory() -> Path:
-    """Directory of Inductor's files: the user's choice, or one in our cache.  If this directory
-    cannot be written, or cannot be part of a compiler's command line, a temporary directory of this
-    process."""
+    """Directory of Inductor's files: the user's choice, or one in this library's cache directory.
+    If this directory cannot be written, or cannot be part of a compiler's command line, a temporary
+    directory of this process.
+    """
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     # Inductor writes its default into this variable, too
     is_default = Path(chosen).name.startswith("torchinductor_")

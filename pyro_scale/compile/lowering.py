@@ -43,8 +43,8 @@ class Plan:
         buffers: size of every buffer in bytes, by name.
         outputs: outputs of the step.
         kernels: kernels that are called, by name.
-        shared: for each kernel, places of the arguments that share memory with another one in some
-            call.
+        shared: dict from the name of a kernel to the indices of its arguments that, in some call,
+            share memory with another argument.
         views: tensors that exist after the statements so far, by name in the source.
         results: results of ATen's operations that exist after the statements so far, by name.
         free: names of the buffers that are no longer used after the statements so far.
@@ -68,7 +68,9 @@ class Plan:
 
     @property
     def substitutes(self) -> bool:
-        """Whether the statements solve triangular equations by substitution."""
+        """True if some statement solves triangular equations by substitution, written in C++
+        instead of a call of ATen.
+        """
         return any("substitute<" in line for line in self.lines)
 
     # ------------------------------------------------------------------ statements
@@ -184,8 +186,9 @@ class Plan:
         raise NotALoop(ast.unparse(expression))
 
     def _allocate(self, view: View) -> View:
-        """The view with memory: in a buffer of the same size that is no longer used, or in a new
-        buffer."""
+        """The tensor `view`, with memory assigned to it: a buffer of the same size that is no
+        longer used, or a new buffer.
+        """
         root = next((r for r in self.free if self.buffers[r] == view.num_bytes), None)
         if root is None:
             root = f"buffer{len(self.buffers)}"

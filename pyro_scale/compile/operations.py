@@ -1,4 +1,4 @@
-"""Operations that have no kernel of Inductor's, as C++.
+"""C++ source of operations for which Inductor writes no kernel.
 
 Matrix products have functions in ATen's stable C interface. Others (Cholesky factors, triangular
 solves, special functions) go through ATen's dispatcher, which takes and returns 64-bit words;
@@ -34,7 +34,7 @@ class View:
         dtype: dtype of the elements.
         size: shape of the tensor.
         stride: strides in elements.
-        offset: place of the first element behind the pointer, in elements.
+        offset: number of elements between the pointer and the tensor's first element.
     """
 
     root: str
@@ -262,8 +262,9 @@ def is_substitution(function: str, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def solution(right: View) -> View:
-    """A view without memory, with the shape and strides of ATen's solution x for the right side b:
-    contiguous vectors."""
+    """The solution x of A x = b as a tensor without memory yet, with the shape and strides that
+    ATen would give it, from the right side b.
+    """
     *many, size, one = right.size
     return View("", right.dtype, (*many, size, one), (*(size for _ in many), 1, size))
 

@@ -1,1 +1,3 @@
-"""Vectors, rows, schedules and statistics of numbers; independent of models and methods."""
+"""Vectors of parameters, rows of data, schedules and statistics of numbers. Knows nothing of models
+and methods.
+"""

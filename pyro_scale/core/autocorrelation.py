@@ -1,8 +1,8 @@
 """Autocorrelation times and R-hat of many elements at once.
 
-Results are judged by ArviZ, which takes milliseconds for each element; tuning needs these numbers
-often, for all elements.  Here elements are processed in groups that fit into the cache, with the
-draws of an element contiguous.
+Reports use ArviZ, which takes milliseconds for each element; tuning needs these numbers often, for
+all elements, and computes them here. Here elements are processed in groups that fit into the cache,
+with the draws of an element contiguous.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _GROUP_NUMBERS = 2**15
 
 
 def autocorrelation_time(draws: Tensor) -> Tensor:
-    """Integrated autocorrelation time of each element: draws per effective draw, `[elements]`; 1
-    for constant elements.
+    """Integrated autocorrelation time of each element, in draws (number of draws per effective
+    draw), `[elements]`; 1 for constant elements.
 
     The sum of the autocorrelations of all chains about their common mean, over Geyer's initial
     monotone sequence (Geyer 1992; Vehtari et al. 2021, without ranks), at least 1 / draws.
@@ -145,8 +145,8 @@ def _quantile(ordered: Tensor, part: float) -> Tensor:
 
 
 def _normal_scores(ordered: Tensor, order: Tensor) -> Tensor:
-    """Normal scores of the ranks of numbers (Vehtari et al. 2021), `[elements, n]`, in the numbers'
-    original order; equal numbers have their mean rank.
+    """Normal scores of numbers, `[elements, n]`, in the numbers' original order: the standard
+    normal quantiles of their ranks (Vehtari et al. 2021). Equal numbers have their mean rank.
 
     Args:
         ordered: numbers sorted along each element, `[elements, n]`.

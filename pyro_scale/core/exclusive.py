@@ -1,8 +1,9 @@
 """State that belongs to the whole process, and the lock that guards that state.
 
-That state is Pyro's handler stack, param store and validation flag, torch's generator, switches and
-module hooks, and Python's warning filters.  Code that reads or changes any of it holds the lock,
-and only briefly: never across steps, and never while waiting for another thread.
+The state is Pyro's handler stack, param store and validation flag, torch's random generator,
+switches and module hooks, and Python's warning filters. Code that reads or changes any of it holds
+the lock, and only briefly: never across steps of a sampler, and never while waiting for another
+thread.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ exclusive = threading.RLock()
 
 @contextmanager
 def own_generator(seed: int | None = None) -> Iterator[None]:
-    """Context in which only this thread uses torch's generator, seeded with `seed` unless None.
-    Afterwards the generator's state is restored."""
+    """Context in which only this thread uses torch's random generator, seeded with `seed`; not
+    seeded if None. Afterwards the generator's state is restored.
+    """
     with exclusive, torch.random.fork_rng():
         if seed is not None:
             torch.default_generator.manual_seed(seed)
@@ -36,7 +38,8 @@ def own_generator(seed: int | None = None) -> Iterator[None]:
 
 
 class Ignored:
-    """A context manager that hides warnings while any thread is inside it.
+    """A factory of contexts that hide some warnings, in all threads, while any thread is inside
+    such a context.
 
     `warnings.catch_warnings` restores all filters that were there when it began, those of other
     threads among them, so it cannot be used around code that takes long.

@@ -272,8 +272,9 @@ class LowRank(_ByProducts):
         return 2 * self.scale.log().sum() - self.lengths.log1p().sum()
 
     def _stretch(self, vector: Tensor, by: Tensor) -> Tensor:
-        """(I + U diag(by - 1) U^T) v: vectors v `[..., D]`, multiplied by `by` `[k]` along the k
-        axes."""
+        """(I + U diag(by - 1) U^T) v, `[..., D]`: the vectors v with their components along the k
+        axes multiplied by the factors `by` `[k]`, and otherwise unchanged.
+        """
         return vector + ((vector @ self.axes) * (by - 1)) @ self.axes.mT
 
 
@@ -283,7 +284,7 @@ class Block(NamedTuple):
     the factors' eigenvectors.
 
     Attributes:
-        places: indices of the elements in the whole vector, `[m, n]`.
+        places: index in the whole vector [D] of each element of the matrix, `[m, n]`.
         left: orthonormal eigenvectors of the left factor, `[m, m]`.
         right: orthonormal eigenvectors of the right factor, `[n, n]`.
         variances: variance for each pair of eigenvectors, `[m, n]`.
@@ -296,7 +297,12 @@ class Block(NamedTuple):
 
     def stretch(self, values: Tensor, by: Tensor) -> Tensor:
         """Matrices `[..., m, n]` of the block's elements, with the component along each pair of
-        eigenvectors multiplied by `by` `[m, n]`."""
+        eigenvectors multiplied by `by` `[m, n]`.
+
+        Args:
+            values: matrices of the block's elements, `[..., m, n]`.
+            by: factor for each pair of eigenvectors, `[m, n]`.
+        """
         return self.left @ (by * (self.left.mT @ values @ self.right)) @ self.right.mT
 
     def spread(self, noise: Tensor) -> Tensor:

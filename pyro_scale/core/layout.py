@@ -1,4 +1,6 @@
-"""Site names, shapes and offsets: a dict of tensors <-> one flat vector [D]."""
+"""Converts between a dict of tensors by site and one flat vector [D], by the sites' names, shapes
+and offsets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether memory holds a dense matrix, checked before it is allocated."""
+"""Checks that a dense matrix fits into memory before it is allocated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_fits(
         dtype: dtype of the elements.
         device: device on which the matrices would be.
         matrices: number of matrices that are in memory at once.
-        what: name of the thing that needs the matrices, for the message.
+        what: name of the method or argument that needs the matrices, for the message.
 
     Raises:
         ArgumentError: the memory is too small; the message says how much is needed, and which

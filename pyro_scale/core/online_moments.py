@@ -1,6 +1,6 @@
 """Means, standard deviations, quantiles, R-hat and ESS of chains, without storing the draws.
 
-"size" is the number of elements of a draw.
+In shapes, "size" is the number of elements of a draw.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Sums(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """All that is needed for the moments of finished chains: sums and a quantile sketch.
+    """Statistics of finished chains from which `moments` computes means, sds, quantiles, R-hat and
+    ESS.
 
     Attributes:
         halves: sums of the first and of the second half of each chain.
@@ -110,7 +111,8 @@ class Totals(NamedTuple):
     def from_parts(
         cls, parts: Sequence[OnlineMoments], chains: Sequence[tuple[int, int]]
     ) -> Totals:
-        """The totals of chains whose moments were collected in parts.
+        """The totals of chains whose moments were collected by several `OnlineMoments`, each for
+        some of the chains.
 
         Args:
             parts: moments of different chains.
@@ -217,7 +219,9 @@ class OnlineMoments:
         return self._sketch.streams(slice(chain * size, (chain + 1) * size))
 
     def totals(self, chains: Sequence[int]) -> Totals:
-        """The totals of the chains with these indices, for their moments."""
+        """The totals of the chains with these indices, from which `Totals.moments` computes means,
+        sds, quantiles, R-hat and ESS.
+        """
         return Totals.from_parts([self], [(0, chain) for chain in chains])
 
     def state(self) -> dict[str, Any]:
@@ -231,8 +235,9 @@ class OnlineMoments:
         }
 
     def go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Continues the collection whose `state` was saved: replaces all that this one has
-        collected."""
+        """Continues an earlier collection from its saved `state`. Everything collected so far is
+        discarded.
+        """
         first, second = (Sums(*half) for half in state["halves"])
         self.halves = first, second
         self.batches, self._partial = Sums(*state["batches"]), Sums(*state["partial"])

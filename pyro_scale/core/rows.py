@@ -1,8 +1,9 @@
-"""A batch: the model's arguments, whose tensors are rows.
+"""A batch: the model's arguments, whose tensors contain rows of data.
 
-The arguments are a tuple (by position) or a dict (by name), and may be nested.  Every tensor in
-them with at least one dimension is rows, and all of these have the same first dimension; anything
-else passes unchanged.  Arrays and data frames are converted to tensors when data are opened.
+The arguments are a tuple (by position) or a dict (by name), and may be nested. Every tensor in them
+with at least one dimension counts as rows of data, and all of these have the same first dimension,
+the number of rows; anything else passes unchanged. Arrays and data frames are converted to tensors
+when data are opened.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ Arguments = tuple[Any, ...] | dict[str, Any]
 
 
 class Fixed(NamedTuple):
-    """A tensor of a batch that is the same at every step."""
+    """A tensor of the minibatches that is the same at every step."""
 
     tensor: Tensor
 
 
 class PerStep(NamedTuple):
-    """A tensor of batches with an entry for every step, `[chains, steps, ...]`."""
+    """A tensor of the minibatches with an entry for every step, `[chains, steps, ...]`."""
 
     tensor: Tensor
 
 
 class Gathered(NamedTuple):
-    """A tensor of batches, as rows of a table `[N, ...]` at indices `[chains, steps, B]`."""
+    """A tensor of the minibatches that consists of the rows of a table `[N, ...]` at indices
+    `[chains, steps, B]`.
+    """
 
     table: Tensor
     indices: Tensor
@@ -71,8 +74,9 @@ def column_names(batch: object) -> dict[str, list[Any]]:
 
 
 def by_place_or_name(batch: object) -> Arguments:
-    """Data from a loader or a user as a tuple of arguments, or as a dict by name; the arguments
-    themselves are not converted."""
+    """Data from a loader or a user as a tuple of positional arguments, or a dict of arguments by
+    name. A single argument becomes a tuple of one. The arguments themselves are not converted.
+    """
     if isinstance(batch, Mapping):
         return dict(batch)
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
@@ -114,7 +118,8 @@ def take(arguments: Arguments, index: Any) -> Arguments:
 
     Args:
         arguments: the model's arguments.
-        index: a slice, or a tensor of row numbers of any shape, which replaces the first dimension.
+        index: a slice, or a tensor of row numbers of any shape; that shape replaces the tensors'
+            first dimension.
     """
     return map_rows(lambda rows: rows[index], arguments)
 
@@ -167,18 +172,20 @@ def leaves(arguments: Arguments) -> list[Tensor]:
 
 
 def device(arguments: Arguments) -> torch.device | None:
-    """Device of the first tensor of rows; None if there are no rows."""
+    """Device of the first tensor of rows of data among the model's arguments; None if there is no
+    such tensor.
+    """
     return next((leaf.device for leaf in leaves(arguments)), None)
 
 
 def are_finite(arguments: Arguments) -> bool:
-    """Whether all numbers in rows are finite."""
+    """True if no number in the rows of data is NaN or infinite."""
     return all(bool(torch.isfinite(leaf).all()) for leaf in leaves(arguments))
 
 
 def to_clean(arguments: Arguments, begin: int = 0, among: str = " of the batch") -> str:
-    """The message that rows contain NaN or infinite numbers, with argument and row of the first
-    one; "" if all numbers are finite.
+    """An error message which says that rows of data contain NaN or infinite numbers, and names
+    argument and row of the first one; "" if all numbers are finite.
 
     Args:
         arguments: the model's arguments.
@@ -216,8 +223,9 @@ def vmap_dims(arguments: Arguments, dim: int | None) -> Any:
 
 
 def by_column(table: Tensor) -> Tensor:
-    """A copy of a table `[rows, columns]` that is stored by column, so that sums over rows are
-    fast."""
+    """A copy of a table `[rows, columns]` of the same shape, stored column by column in memory, so
+    that sums over rows are fast.
+    """
     return table.mT.contiguous().mT
 
 
@@ -247,7 +255,8 @@ def concatenate(parts: Sequence[Arguments]) -> Arguments:
 
 
 def stack(parts: Sequence[Arguments]) -> Arguments:
-    """Batches of the same structure and size as one, with a new first dimension over batches.
+    """One batch made of several of the same structure and size: each tensor is stacked, with a new
+    first dimension of length `len(parts)`.
 
     Raises:
         DataError: their rows differ in shape.

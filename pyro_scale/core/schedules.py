@@ -35,8 +35,9 @@ class Falling:
         return self.start / (1 + step / 1000)
 
     def over(self, num_steps: int) -> Callable[[Any], Any]:
-        """The schedule for a run of `num_steps` steps: linear from `start` at step 0 to 0 at step
-        `num_steps`."""
+        """The schedule for a run of `num_steps` steps: a function of the step's number, linear from
+        `start` at step 0 to 0 at step `num_steps`.
+        """
         return partial(_linear, self.start, num_steps)
 
 
@@ -111,8 +112,9 @@ class Cyclical:
     Args:
         start: the step size at which each cycle begins.
         cycle_steps: steps from one restart to the next.
-        exploration: the part of a cycle that explores, at least 0 and below 1.
-        settling: the part of a cycle that settles then, and is not kept, in the same range.
+        exploration: the fraction of a cycle's steps that explore, at least 0 and below 1.
+        settling: the fraction of a cycle's steps, after those that explore, that settle; no draws
+            are kept there. At least 0 and below 1.
 
     Raises:
         ArgumentError: an argument is out of range, or no step of a cycle samples.
@@ -151,7 +153,9 @@ class Cyclical:
         return self.start / 2 * (math.cos(math.pi * phase) + 1)
 
     def explores(self, step: int) -> bool:
-        """Whether a step is in the exploring part of its cycle, in which the temperature is 0."""
+        """True if a step is in the exploring part of its cycle, in which the temperature is 0.
+        Steps count from 0.
+        """
         return step % self.cycle_steps < self.exploration * self.cycle_steps
 
     def keeps(self, step: int) -> bool:

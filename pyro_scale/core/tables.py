@@ -85,8 +85,8 @@ def tensor_of(table: Any, name: str) -> Tensor:
 
 
 def check_order(leaves: list[tuple[str, Any]]) -> None:
-    """Raises an error for data frames or series with the same labels in another order than the
-    first one has, as their rows are matched by place, not by label.
+    """Raises an error if data frames or series have the row labels of the first one in another
+    order: rows are matched by their number, not by label.
 
     Args:
         leaves: (name, object) for each of the model's arguments.
@@ -111,8 +111,10 @@ def check_order(leaves: list[tuple[str, Any]]) -> None:
 
 
 def _check_index(table: Any, where: str) -> None:
-    """Raises an error for a frame with labels that would silently be ignored or read twice: a
-    MultiIndex, equal column names, or no columns."""
+    """Raises DataError for a frame whose labels would silently be ignored or read twice (a
+    MultiIndex, equal column names), or that has no columns. `where` is the argument's name, for the
+    message.
+    """
     if table.index.nlevels > 1:
         raise _table_error(where, "rows with a MultiIndex", ".reset_index(drop=True)")
     if table.ndim == 1:
@@ -161,7 +163,7 @@ def _side_by_side(columns: dict[str, np.ndarray]) -> Tensor:
 
 
 def _of_one_dtype(columns: list[Tensor]) -> list[Tensor]:
-    """Columns of integers and booleans, converted to their common dtype."""
+    """The columns, converted to their common dtype; all are of integers or booleans."""
     dtype = columns[0].dtype
     for column in columns:
         dtype = torch.promote_types(dtype, column.dtype)

@@ -1,4 +1,6 @@
-"""Quantiles of sequences of numbers that are not stored: t-digests (Dunning and Ertl 2019)."""
+"""Estimates quantiles of sequences of numbers without storing the numbers: t-digests (Dunning and
+Ertl 2019).
+"""
 
 from __future__ import annotations
 
@@ -68,14 +70,16 @@ class QuantileSketch:
         return merged
 
     def streams(self, places: slice) -> QuantileSketch:
-        """A sketch of the streams at these places alone."""
+        """A sketch with only the streams (sequences of numbers) whose indices are in the slice
+        `places`.
+        """
         part = QuantileSketch(0)
         part.means, part.sizes = self.means[places], self.sizes[places]
         part.held = self.held[places]
         return part
 
     def quantiles(self, shares: Sequence[float]) -> Tensor:
-        """Quantiles of every stream, float64 `[shares, streams]`, with linear interpolation as in
+        """Quantiles of every stream, float64 `[levels, streams]`, with linear interpolation as in
         `torch.quantile`.
 
         Args:

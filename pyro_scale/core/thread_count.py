@@ -1,9 +1,9 @@
 """How many threads a run computes on: torch's, or one.
 
-Threads that share an operation wait for the slowest of them.  If another process has its core, that
-takes milliseconds, in which one thread computes all small operations alone.  So a run whose model
-is small computes on one thread, and its chains are distributed over the others.  Threads of a run
-whose model is large sleep while they wait.
+Threads that share an operation wait for the slowest of them. If another process occupies a core,
+that takes milliseconds, in which one thread would compute all operations of a small step alone. So
+a run with a small model computes each chain on one thread, and its chains are distributed over the
+threads. Threads of a run with a large model sleep while they wait.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _PRODUCTS = {"mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "convolut
 
 
 class _Run(threading.local):
-    """The run of this thread.
+    """The number of threads of the run that the current thread executes.
 
     Attributes:
         threads: number of threads that the run may use; None outside of runs.
-        ends: callbacks for the end of the run.
+        ends: callbacks to call at the end of the run; None outside of runs.
     """
 
     threads: int | None = None
@@ -65,8 +65,9 @@ def restored_threads() -> Iterator[None]:
 
 
 def available_threads() -> int:
-    """Threads that chains can be distributed over: torch's number, but no more than cores that the
-    process may use."""
+    """Number of threads over which chains can be distributed: torch's number of threads, but no
+    more than the cores that the process may use.
+    """
     cores = os.cpu_count() or 1
     with contextlib.suppress(AttributeError):  # not on every system
         cores = len(os.sched_getaffinity(0))
@@ -119,8 +120,9 @@ def _sleeping_threads() -> Iterator[None]:
 
 
 def _set_threads(count: int) -> None:
-    """Sets torch's number for the current thread.  `torch.set_num_threads` also sets that of
-    threads which begin later; they keep theirs."""
+    """Sets torch's number of threads for the current thread only. (`torch.set_num_threads` would
+    also set the number for threads that begin later.)
+    """
     if count == torch.get_num_threads():
         return
     with ThreadPoolExecutor(1) as new, ThreadPoolExecutor(1) as newer:
@@ -130,8 +132,9 @@ def _set_threads(count: int) -> None:
 
 
 class Arithmetic(TorchDispatchMode):
-    """Context that counts elements of operations, and for products of matrices the multiplications
-    over `_PER_ELEMENT`.
+    """Context that measures the arithmetic of torch operations inside of it: for each operation,
+    the number of elements of its largest tensor or, for products and factorizations of matrices,
+    the number of multiplications divided by `_PER_ELEMENT`.
 
     (`torch.utils.flop_counter` counts matrix products only, and many models have none.)
 
@@ -159,7 +162,15 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _count(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> float:
-    """Arithmetic of an operation of ATen's."""
+    """The arithmetic of one ATen operation: the number of elements of its largest tensor or, for
+    products and factorizations of matrices, the number of multiplications divided by
+    `_PER_ELEMENT`.
+
+    Args:
+        name: name of the operation, such as "mm".
+        inputs: the operation's arguments that are tensors.
+        outputs: the operation's results.
+    """
     largest = max([*inputs, *outputs], key=Tensor.numel, default=None)
     if largest is None or not outputs:
         return 0.0

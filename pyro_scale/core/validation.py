@@ -1,4 +1,6 @@
-"""Checks of counts and flags that users pass, and evenly spaced choices among many."""
+"""Checks of counts and flags that users pass, and evenly spaced choices among the numbers 0, ...,
+total - 1.
+"""
 
 from __future__ import annotations
 

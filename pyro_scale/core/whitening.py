@@ -2,8 +2,8 @@
 
     params = center + S z,    S S' = N times the posterior's covariance
 
-so that the log joint over N has a curvature of about 1 in every direction of z.  A step size then
-has the same meaning on every posterior.
+so that the log joint divided by N, the number of rows of the data, has a curvature of about 1 in
+every direction of z. A step size then has the same meaning on every posterior.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ Bases: TypeAlias = tuple[Tensor, Tensor]
 
 class Whitening(Protocol):
     """A linear map from whitened coordinates z to unconstrained parameters, params = center + S z,
-    with S S' = N times the posterior's covariance. Vectors are `[..., d]`: the leading d elements
-    of a position."""
+    with S S' = N times the posterior's covariance and N the number of rows of the data. Vectors are
+    `[..., d]`: the leading d elements of a position.
+    """
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The map's tensors, which are inputs of compiled steps, for `with_tensors`."""
+        """The tensors that define the map, in the order in which `with_tensors` takes them. They
+        are inputs of compiled steps.
+        """
         ...
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
@@ -64,7 +67,9 @@ class Whitening(Protocol):
 
     @property
     def variance(self) -> Tensor:
-        """The diagonal of S S', `[d]`: N times the posterior variances."""
+        """The diagonal of S S', `[d]`: the posterior variances times N, the number of rows of the
+        data.
+        """
         ...
 
 
@@ -90,7 +95,7 @@ class DiagonalWhitening(_OfTensors):
 
     Attributes:
         center: mean of the params, `[d]`.
-        scale: diagonal of S, `[d]`: posterior sds times sqrt(N).
+        scale: diagonal of S, `[d]`: posterior sds times sqrt(N), N the number of rows of the data.
     """
 
     center: Tensor
@@ -149,7 +154,8 @@ class LowRankWhitening(_OfTensors):
 
     Attributes:
         center: mean of the params, `[d]`.
-        scale: scale of each element, `[d]`.
+        scale: factor on each element, `[d]`: where U is 0, the element's sd times sqrt(N), with N
+            the number of rows of the data.
         axes: U, orthonormal columns, `[d, k]`.
         stretch: sd along each axis, in units of the elements' scales, `[k]`.
     """
@@ -172,8 +178,9 @@ class LowRankWhitening(_OfTensors):
         return self.scale * self._stretch(tangent, self.stretch)
 
     def _stretch(self, vector: Tensor, stretch: Tensor) -> Tensor:
-        """(I + U diag(stretch - 1) U') v: vectors v `[..., d]`, multiplied by `stretch` `[k]` along
-        the axes."""
+        """(I + U diag(stretch - 1) U') v, `[..., d]`: the vectors v with their components along the
+        k axes multiplied by the factors `stretch` `[k]`, and otherwise unchanged.
+        """
         along = (vector @ self.axes) * (stretch - 1)
         return vector + along @ self.axes.mT
 
@@ -186,14 +193,14 @@ class LowRankWhitening(_OfTensors):
 @dataclass(frozen=True)
 class KroneckerWhitening(_OfTensors):
     """Whitening by Kronecker-factored covariances, for the weight matrices of networks: params =
-    center + S z with S = Q diag(scale), Q orthogonal.  Elements that form a matrix `[m, n]` are
-    rotated by a basis of its rows and one of its columns.  Whitened coordinates are at the places
-    of their elements.
+    center + S z with S = Q diag(scale), Q orthogonal. Elements that form a matrix `[m, n]` are
+    rotated by a basis of its rows and one of its columns. Whitened coordinates have the same order
+    as the elements.
 
     Attributes:
         center: mean of the params, `[d]`.
         scale: sd along each pair of basis vectors, or of an element that is in no matrix, times
-            sqrt(N), `[d]`.
+            sqrt(N), N the number of rows of the data, `[d]`.
         order: indices of the elements of one matrix after another, then of other elements, `[d]`.
         inverse: inverse permutation of `order`, `[d]`.
         bases: (left basis `[m, m]`, right basis `[n, n]`) of each matrix.
@@ -211,7 +218,7 @@ class KroneckerWhitening(_OfTensors):
 
         Args:
             gaussian: Gaussian approximation of the posterior.
-            units: factor on the Gaussian's sds, sqrt(N).
+            units: factor on the Gaussian's sds: sqrt(N), N the number of rows of the data.
             like: tensor whose dtype and device the map's tensors get.
         """
         variances = torch.empty_like(gaussian.mean)
@@ -287,7 +294,8 @@ def whiten(gaussian: Gaussian, num_data: int, like: Tensor) -> Whitening:
 
 def _times_both(left: Tensor, right: Tensor, vector: Tensor) -> Tensor:
     """left Z right', flattened to `[..., m n]`, for matrices Z `[m, n]` that are flattened to
-    `[..., m n]`.  A basis of one vector counts as 1."""
+    `[..., m n]`. A basis of one vector (a matrix [1, 1]) counts as 1.
+    """
     if len(left) == 1:
         return _times(right, vector)
     if len(right) == 1:

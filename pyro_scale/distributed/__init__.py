@@ -1,1 +1,3 @@
-"""Processes that work on one run together."""
+"""Processes that work on one run together: their messages, and which chains, rows of data or parts
+of weights each of them has.
+"""

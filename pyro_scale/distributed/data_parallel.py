@@ -1,4 +1,6 @@
-"""A log posterior whose batches are shared out among processes: each has a part of the rows."""
+"""The log posterior of minibatches that are shared out among processes: each process evaluates the
+model on a part of the rows.
+"""
 
 from __future__ import annotations
 

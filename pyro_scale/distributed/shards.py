@@ -24,7 +24,9 @@ _AS_FSDP = "shard the whole network by torch.distributed.fsdp.fully_shard, along
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor of `torch.distributed`; does not import that part of torch."""
+    """True if a tensor is a DTensor of `torch.distributed`, such as a part of a weight; does not
+    import that part of torch.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -112,8 +114,8 @@ def workers_of(shards: Iterable[Shard]) -> Workers:
         shards: this rank's parts of the networks' weights.
 
     Raises:
-        ArgumentError: networks have different meshes; or the mesh has two dimensions, and not all
-            ranks.
+        ArgumentError: networks have different meshes; or the mesh has two dimensions and lacks some
+            of the ranks.
     """
     mesh = common_mesh(shards)
     rank: int = mesh.get_local_rank() if mesh.ndim == 1 else dist.get_rank()
@@ -129,8 +131,8 @@ def common_mesh(shards: Iterable[Shard]) -> DeviceMesh:
         shards: this rank's parts of the weights.
 
     Raises:
-        ArgumentError: weights have different meshes; or the mesh has two dimensions, and not all
-            ranks.
+        ArgumentError: weights have different meshes; or the mesh has two dimensions and lacks some
+            of the ranks.
     """
     first, *others = shards
     mesh = first.mesh

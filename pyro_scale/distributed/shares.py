@@ -1,4 +1,6 @@
-"""The part of the work that a process does: rows of every batch, or every world-th item."""
+"""The part of the work that one process does: some of the rows of every minibatch, or every n-th
+item of a sequence, with n processes.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,10 @@ class Rows(NamedTuple):
         return part if part.stop > part.start else slice(0, 1)
 
     def weight(self, size: int) -> float:
-        """The fraction of the log likelihood of a minibatch of `size` rows that this rank
-        computes."""
+        """This rank's weight in sums over ranks: the fraction of the rows of a minibatch of `size`
+        rows that this rank computes; 0 if it only computes a row of another rank. If each rank has
+        data of its own: its fraction of all rows.
+        """
         if self.share is not None:
             return self.share
         part = self.part_of(size)
@@ -64,7 +68,7 @@ class Rows(NamedTuple):
         return total.to(values.device)
 
     def agree(self, holds: bool) -> bool:
-        """Whether a condition holds on all of these ranks; all of them must call this together."""
+        """True if `holds` is True on all of these ranks; all of them must call this together."""
         return not bool(self.sum(torch.tensor(float(not holds))))
 
 
@@ -84,12 +88,15 @@ class Share(NamedTuple):
         return islice(items, self.first, None, self.step)
 
     def number(self, place: int) -> int:
-        """The index in the whole sequence of this process's item number `place`, counted from 0."""
+        """The index in the whole sequence of one of this process's items. `place` is the item's
+        index among this process's items, counted from 0.
+        """
         return self.first + place * self.step
 
     def size(self, most: int, total: int) -> int:
-        """Number of rows for each chunk, at most `most`, such that every process has the same
-        number of chunks of `total` rows in all."""
+        """Number of rows for each chunk, at most `most`, if `total` rows are split into chunks that
+        processes share out, chosen so that every process gets the same number of chunks.
+        """
         rounds = -(-total // (most * self.step))
         return max(1, -(-total // (rounds * self.step))) if total else most
 

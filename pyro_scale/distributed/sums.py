@@ -1,4 +1,6 @@
-"""Sums over rows that ranks share out, for an algorithm that runs on rank 0."""
+"""Sums over rows of data that ranks share out, for an algorithm (such as an optimizer) that runs on
+rank 0.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class Sums:
     Attributes:
         workers: the processes.
         device: device of the tensors on this process.
-        terms: dict from a name to the function that computes this process's terms.
+        terms: dict from a name to a function that computes this process's terms of one sum.
     """
 
     workers: Workers = ALONE
@@ -43,12 +45,14 @@ class Sums:
 
     @property
     def are_here(self) -> bool:
-        """Whether there is one process only, which computes all terms."""
+        """True if there is only one process, which computes all terms."""
         return self.workers.is_alone
 
     @property
     def share(self) -> Share:
-        """The part of all chunks of rows whose terms this process computes."""
+        """Which of all chunks of rows this process computes terms for: every n-th one, with n
+        processes.
+        """
         return self.workers.share
 
     def with_terms(self, terms: Mapping[str, Terms]) -> Sums:
@@ -57,7 +61,8 @@ class Sums:
 
     def run(self, algorithm: Callable[[], T]) -> T:
         """Runs an algorithm on rank 0, and returns its result on every rank. All ranks must call
-        this; the others compute terms while the algorithm calls `ask`."""
+        this; the other ranks compute their terms whenever the algorithm calls `ask` or `ask_each`.
+        """
         if self.workers.is_alone:
             return algorithm()
         packed = None

@@ -1,7 +1,7 @@
 """The processes of a run: each one's part of the work, and their messages.
 
-All processes make the same decisions from the same facts.  They exchange messages between the
-stages of a run, and not within its steps.
+All processes make the same decisions, from the same settings and measurements. They exchange
+messages between the stages of a run, and within its steps only if they share out rows.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class RankFailure(NamedTuple):
 
         Args:
             rank: number of the rank on which the error was raised.
-            otherwise: text of a `RankError` between the rank's number and the error's class.
+            otherwise: text that a `RankError` has between the rank's number and the name of the
+                error's class.
         """
         if issubclass(self.kind, PyroScaleError):
             return self.kind(f"rank {rank}: {self.message}", code=self.code)
@@ -86,8 +87,8 @@ class Workers:
     Args:
         rank: number of this process.
         world: number of processes.
-        keeps_all: whether every rank keeps all draws; if False, rank 0 does, and the others keep
-            those of their own chains.
+        keeps_all: True if every rank keeps the draws of all chains; if False, rank 0 does, and the
+            others keep those of their own chains.
         teams: (this rank's team, number of teams), where chains are shared out among teams. The
             ranks of a team move the same chains. None if each rank is a team of its own.
         rows: this rank's part of every minibatch of its team; None if the rank takes all rows.
@@ -133,7 +134,7 @@ class Workers:
 
         Raises:
             ArgumentError: `distributed` has another value than "auto", "all" or False; the group
-                cannot send CPU tensors; the mesh has other dimensions, or not all ranks.
+                cannot send CPU tensors; the mesh has other dimensions, or lacks some of the ranks.
         """
         if distributed not in ("auto", "all", False):
             raise ArgumentError(f"distributed={distributed!r}: pass 'auto', 'all' or False")
@@ -185,7 +186,7 @@ class Workers:
 
     @property
     def has_all(self) -> bool:
-        """Whether this rank keeps all draws."""
+        """True if this rank keeps the draws of all chains, not only those of its own."""
         return self.keeps_all or self.is_first
 
     def use_rows_by_rank(self, count: int, num_data: int | None, digest: str) -> int:
@@ -226,20 +227,23 @@ class Workers:
 
     @property
     def read_together(self) -> bool:
-        """Whether there are several processes that all keep all draws and have all rows, so that
-        they share out the reading of rows after the run."""
+        """True if there are several processes that all keep all draws and have all rows of the
+        data: computations after the run are then shared out among them by rows.
+        """
         return self.keeps_all and self.has_all_rows and not self.is_alone
 
     @property
     def has_all_rows(self) -> bool:
-        """Whether this process was called with all rows of the data, not only with rows of its
-        own."""
+        """True if this process was called with all rows of the data; False if each process was
+        called with other rows.
+        """
         return self.rows is None or self.rows.share is None
 
     @property
     def share(self) -> Share:
-        """The part of a sequence of items that this process works on, where items are shared out
-        one by one."""
+        """Which items of a sequence this process works on, where items are shared out one by one:
+        every n-th one, with n processes.
+        """
         return Share(self.rank, self.world)
 
     def chains(self, count: int) -> range:
@@ -322,8 +326,8 @@ class Workers:
         return self.gather_shares([function(item) for item in self.share.of(items)], what, device)
 
     def gather_shares(self, items: Sequence[T], what: str, device: torch.device) -> list[T]:
-        """The items of all processes in their original order, on every process, where each process
-        has those that `share` gives it.
+        """The items of all processes in their original order, on every process. Each process passes
+        the items that the attribute `share` assigned to it.
 
         Args:
             items: this process's items, pytrees of tensors.
@@ -341,8 +345,8 @@ class Workers:
         return [_to_device(item, device) for item in ordered]
 
     def agree(self, holds: bool, what: str) -> bool:
-        """Whether a condition holds on all processes; the same answer on each. `what` is the
-        condition's name in error messages.
+        """True, on every process, if `holds` is True on all of them. `what` is the condition's name
+        in error messages.
 
         Raises:
             RankError: another rank has failed, or makes another call.
@@ -363,8 +367,7 @@ class Workers:
 
     @property
     def is_over(self) -> bool:
-        """Whether a rank has failed or been interrupted, so that ranks exchange no more
-        messages."""
+        """True if a rank has failed or been interrupted; ranks then exchange no more messages."""
         return self._is_over
 
     def broadcast_unchecked(self, value: T, what: str) -> T:
@@ -485,8 +488,9 @@ ALONE = Workers()
 
 @contextlib.contextmanager
 def _log_if_long(whom: str) -> Iterator[None]:
-    """A context that logs a warning if the block takes longer than 60 seconds: this process waits
-    for others. `whom` says for which ones."""
+    """A context that logs a warning if its block, in which this process waits for other processes,
+    takes longer than 60 seconds. `whom` says for which processes.
+    """
     text = f"waiting for other {whom}, for {_LONG:.0f} s: every rank has to make the same calls"
     timer = threading.Timer(_LONG, _LOG.warning, [text])
     timer.daemon = True
@@ -510,7 +514,9 @@ def _store() -> Any:
 
 
 def _comes(store: Any, name: str) -> bool:
-    """Whether a key appears in the store within 5 seconds; False as well if the store is gone."""
+    """True if a key appears in the store within 5 seconds; False otherwise, or if the store is
+    gone.
+    """
     try:
         store.wait([name], _PATIENCE)
     except RuntimeError:

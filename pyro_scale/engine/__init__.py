@@ -1,1 +1,3 @@
-"""Runs a kernel's steps: compiled or eager, chain by chain, with checkpoints."""
+"""Runs the steps of a sampler's kernel with all chains: compiled or as Python code, in blocks of
+many steps, with checkpoints.
+"""

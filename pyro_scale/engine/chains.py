@@ -1,4 +1,6 @@
-"""The state of all chains, moved block by block, and what happens when one is not finite."""
+"""The state of all chains, moved by blocks of many steps, and what happens when the state of a
+chain becomes NaN or infinite.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,11 @@ class Chains:
         state: the state of the sampler's kernel, for all chains.
         noise: stream of the standard normal numbers that the steps of these chains use.
         alive: whether each chain is running, booleans `[chains]`.
-        count: number of steps taken.
+        count: number of steps that each chain has taken.
         failures: one failure for every chain that stopped.
         recent: the latest blocks of steps, for replay, if they are small.
-        last_steps: dict from a chain to its last recorded steps, for the first chains that stopped.
+        last_steps: dict from the index of a chain to its last recorded steps, for the first chains
+            that stopped.
         log_joint: log joint at the latest step, in nats, averaged over running chains.
     """
 
@@ -140,8 +143,8 @@ class Chains:
         return program.run(self.state, block, steps.left(block.start), steps.thinning)
 
     def _find_broken(self, moved: Any, kept: Kept) -> Tensor:
-        """Whether each chain was running until now, but has a non-finite position or log joint
-        after these steps, booleans `[chains]`.
+        """True for chains that were running until now, but have a non-finite position or log joint
+        after these steps; booleans `[chains]`.
 
         Args:
             moved: the kernel's state after the steps.
@@ -203,7 +206,8 @@ class Chains:
 
     def _stop_those_that_raise(self, program: Program, batches: Batches, block: StepInputs) -> bool:
         """Runs the block's step chain by chain, and stops each chain whose step raises a
-        LinAlgError. Returns whether there are such chains."""
+        LinAlgError. Returns True if there are such chains.
+        """
         step, raising = eager(self._engine, batches), torch.zeros_like(self.alive)
         for chain in torch.nonzero(self.alive)[:, 0].tolist():
             place = slice(chain, chain + 1)
@@ -266,8 +270,7 @@ class Chains:
 
 
 def _are_finite(values: Tensor) -> Tensor:
-    """Whether all elements of each chain's values `[chains, ...]` are finite, booleans
-    `[chains]`."""
+    """True for chains all of whose values `[chains, ...]` are finite; booleans `[chains]`."""
     finite = torch.isfinite(values.sum(dim=-1))  # if a sum is finite, no term is infinite or NaN
     return finite if bool(finite.all()) else torch.isfinite(values).all(dim=-1)
 

@@ -1,8 +1,9 @@
 """Checkpoints: the state of the chains and the draws so far, enough to continue exactly.
 
 A directory holds the latest two states of a run, `state-<number>`, and the draws kept between
-states, `draws-<number>`.  Each file is written as a whole or not at all.  Noise and batches are
-functions of the seed and the step, so a state is all that a run needs to continue.
+states, `draws-<number>`. Each file is written as a whole or not at all. Random numbers and
+minibatches are functions of the seed and the step's number, so a state is all that a run needs to
+continue.
 """
 
 from __future__ import annotations
@@ -55,10 +56,11 @@ class Checkpoint(NamedTuple):
         parts: names of the files that hold the draws.
         facts: settings that must be the same when the run is resumed, such as its seed, by name.
         run_state: state of the run, with the kernel's state as a list of its tensors.
-        batches: place in the minibatches, which `Batches.seek` takes.
-        positions: unconstrained draws until then, `[chains, kept, D]`.
-        log_joint: log joints of the steps that led to these draws, in nats, `[chains, kept]`.
-        kinetic: kinetic temperatures, `[chains, looks, sites]`, or None if they were not measured.
+        batches: which minibatch is next, as an object for `Batches.seek`.
+        positions: unconstrained draws until then, D parameters each, `[chains, kept draws, D]`.
+        log_joint: log joints of the steps that led to these draws, in nats, `[chains, kept draws]`.
+        kinetic: kinetic temperatures, `[chains, measurements, latent sites]`, or None if they were
+            not measured.
         look_every: number of draws from one measurement of the kinetic temperature to the next.
         program: name of the program that ran the steps, such as "compiled loop"; None before the
             first step.
@@ -125,7 +127,9 @@ class Checkpoints:
 
     @property
     def due(self) -> bool:
-        """Whether the time between two checkpoints has passed since the last one."""
+        """True if a checkpoint is to be written now: the time between two checkpoints has passed
+        since the last one.
+        """
         return time.monotonic() - self._written >= self._every
 
     def write(
@@ -140,7 +144,7 @@ class Checkpoints:
 
         Args:
             run_state: state of the run between two steps.
-            batches: place in the minibatches, as `Batches.position` returns it.
+            batches: which minibatch is next, as `Batches.position` returns it.
             draws: all draws kept so far; only those that are in no file yet are written.
             look_every: number of draws from one measurement of the kinetic temperature to the next.
             sink: state of the sink that stores the draws; None if they are in memory.

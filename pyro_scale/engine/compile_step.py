@@ -1,6 +1,7 @@
 """Chooses the program that runs the steps: the fastest that the model allows.
 
-Steps are traced and compiled here, as a loop in C++ if possible.
+A program is a way to run steps: Python code, a compiled step called from Python, or a compiled loop
+in C++. Steps are traced and compiled here, as a loop in C++ if possible.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def choose_program(
         example: the first steps, on which the step is traced.
         before: name of the program that ran the steps of the run that is resumed; None for a new
             run.
-        say: function that shows text about the current activity.
+        say: function that shows a text, such as "compiling", in the progress bar.
 
     Warns:
         CompileWarning: the model cannot be compiled, or its steps cannot be put into a C++ loop.
@@ -108,8 +109,8 @@ def choose_program(
 
 
 def _repays(num_steps: int, num_chains: int, vectorized: bool) -> bool:
-    """Whether compiling is expected to take less time than it saves, from the numbers of steps and
-    chains.
+    """True if compiling is expected to take less time than it saves, judged by the numbers of steps
+    and chains.
 
     Args:
         num_steps: number of steps of the run.
@@ -148,8 +149,9 @@ def _common_program(example: Example, num_chains: int, agree: Callable[[bool], b
 
 
 def _blueprint(example: Example, num_chains: int) -> Blueprint:
-    """The compiled step, without the tensors that it works on, after a comparison with the Python
-    step on the example. Raises if the two differ."""
+    """A blueprint (the compiled step, without the tensors that it works on), after it was compared
+    with the Python step on the example. Raises RuntimeError if the two differ.
+    """
 
     def compile_and_check(by_column: bool) -> Blueprint:
         blueprint = _compile(example, num_chains, by_column)

@@ -1,4 +1,4 @@
-"""Which steps of a run are kept, and the draws that were kept."""
+"""After which steps of a run a draw is kept, and the draws that were kept."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ class Steps:
 
     @cached_property
     def looks(self) -> Tensor:
-        """Numbers of the steps after which the kinetic temperature is measured, `[looks]`."""
+        """Numbers of the steps after which the kinetic temperature is measured, one for each
+        measurement ("look"), `[looks]`.
+        """
         return self.kept[self.look_every - 1 :: self.look_every]
 
     def kept_before(self, step: int) -> int:
@@ -100,8 +102,8 @@ class Steps:
         return int(self.kept[self.kept_before(step)]) + 1 - step
 
     def even_until(self, start: int, stop: int) -> int:
-        """The largest step number, at most `stop`, such that the draws kept by steps `start` to
-        that number (excluded) are `thinning` steps apart. Compiled loops need evenly spaced draws.
+        """The largest step number n <= `stop` such that the draws kept by steps start, ..., n - 1
+        are exactly `thinning` steps apart. Compiled loops need evenly spaced draws.
         """
         kept = self.kept[self.kept_before(start) : self.kept_before(stop)].tolist()
         if self.keeps is None or not kept:
@@ -129,8 +131,9 @@ class Sink(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """The sink's state, which `go_on_from` takes: tensors `[chains, ...]`, and values common to
-        all chains, by name. Checkpoints store it."""
+        """The sink's state, to be passed to `go_on_from` later: a dict of tensors `[chains, ...]`,
+        and of objects common to all chains. Checkpoints store this dict.
+        """
         ...
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
@@ -150,7 +153,8 @@ class Draws:
             the position from which the step that led to the draw started.
         kept_steps: number of the step that led to each draw, `[draws]`.
         failures: one failure for every chain that stopped.
-        last_steps: dict from a chain to its last recorded steps, for the first chains that stopped.
+        last_steps: dict from the index of a chain to its last recorded steps, for the first chains
+            that stopped.
         program: name of the program that ran the steps, such as "compiled loop".
         compile_seconds: seconds before the first step.
         seconds: seconds that the steps took.
@@ -158,7 +162,7 @@ class Draws:
         num_steps: number of steps taken.
         error: error or interrupt that ended the run early; None if there was none.
         latest: draws that are not in the sink yet, tensors `[chains, n, D]`; None without a sink.
-        kinetic: kinetic temperature relative to the temperature set, `[chains, looks, latent
+        kinetic: kinetic temperature divided by the temperature set, `[chains, measurements, latent
             sites]`, NaN where it was not measured; None for samplers without a momentum.
     """
 

@@ -1,4 +1,4 @@
-"""The ways to run steps: one by one, or as one compiled program.
+"""The ways ("programs") to run steps: one by one, or as one compiled loop.
 
 From the fastest to the slowest; each is used where the one before is not available:
 
@@ -50,8 +50,8 @@ class Kept(NamedTuple):
     """What a program keeps of the steps of a block, besides the chains' state.
 
     Attributes:
-        positions: positions of the kept draws, `[chains, kept, D]`.
-        log_joint: log joints of the steps that led to these draws, in nats, `[chains, kept]`.
+        positions: the kept draws, as positions of the sampler's kernel, `[chains, kept draws, D]`.
+        log_joint: log joints of the steps that led to these draws, in nats, `[chains, kept draws]`.
         last: log joints of the block's last step, kept or not, `[chains]`.
     """
 
@@ -185,7 +185,9 @@ class CompiledLoop:
 
     def _by_group(self, drawn: Tensor) -> Tensor:
         """Tensors of a block `[chains, steps, ...]` as the loop reads them: `[1, steps, chains,
-        ...]` if one loop moves all chains, otherwise unchanged, with one group for each chain."""
+        ...]` if one loop moves all chains as one group; otherwise unchanged, as each chain is a
+        group of its own.
+        """
         return drawn.transpose(0, 1)[None] if self.all_at_once else drawn
 
 
@@ -232,9 +234,9 @@ class Example:
 def check(program: Program, example: Example) -> None:
     """Raises if a program computes something else than the Python step that it was compiled from.
 
-    The two take one step without noise, which would hide a small gradient. State and minibatch
-    differ from those on which the program was traced: values that leave torch (NumPy, lists) are
-    frozen by tracing.
+    The two take one step with all random numbers 0, as noise would hide a small gradient. State and
+    minibatch differ from those on which the program was traced: values that leave torch (NumPy,
+    lists) are frozen by tracing.
 
     Raises:
         RuntimeError: the results differ by more than rounding that a model may magnify.
@@ -248,9 +250,10 @@ def check(program: Program, example: Example) -> None:
 
 
 def agrees(program: Program, example: Example) -> bool:
-    """Whether a program that an earlier run compiled computes this run's step, to rounding. The two
-    are compared on the last step of the example, with its noise, at a state displaced from the
-    example's."""
+    """True if a program that an earlier run compiled gives the same results as this run's Python
+    step, up to rounding. The two are compared on the last step of the example, with its random
+    numbers, at a state displaced from the example's.
+    """
     last = example.block.part(len(example.block) - 1, len(example.block))
     tolerance = _EARLIER_ROUNDINGS * torch.finfo(example.engine.layout.dtype).eps
     return _agree(program, example, last.noise, last, tolerance, _EARLIER_ROUNDINGS)
@@ -264,8 +267,8 @@ def _agree(
     tolerance: float,
     roundings: float,
 ) -> bool:
-    """Whether a program and the Python step give the same results for one step, from the example's
-    state displaced by about 0.1.
+    """True if a program and the Python step give the same results for one step, which begins at the
+    example's state displaced by about 0.1.
 
     Args:
         program: the program to compare.
@@ -293,8 +296,8 @@ def _agree(
 
 
 def is_close(actual: Tensor, expected: Tensor, tolerance: float, roundings: float) -> bool:
-    """Whether no element of `actual` differs from `expected` by more than the sum of two
-    tolerances; NaN equals NaN.
+    """True if no element of `actual` differs from `expected` by more than the sum of two
+    tolerances. NaN equals NaN.
 
     Args:
         actual: tensor to check.

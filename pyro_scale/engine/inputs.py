@@ -1,7 +1,8 @@
 """Step inputs: everything that changes from step to step, drawn in blocks of many steps.
 
-A step is a function of its state, its batch, its noise and its hyperparameters' values.  The last
-three are drawn for many steps at once, by a thread that works some blocks ahead.
+A step is a function of the chains' state, the minibatch, standard normal numbers ("noise") and the
+hyperparameters' values. All of these but the state are prepared for blocks of many steps at once,
+by a thread that works some blocks ahead of the steps.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ class StepInputs:
         return self.start + len(self)
 
     def at(self, place: int) -> tuple[dict[str, Tensor], Tensor, Any]:
-        """(Hyperparameters, standard normal numbers, changing tensors of the minibatches) of one
-        step, without the dimension of steps. The step is the block's step number `place`, counted
-        from 0."""
+        """(Hyperparameters by name; standard normal numbers `[chains, normals, latents]`; changing
+        tensors of the minibatches) of one step, without the dimension of steps. `place` is the
+        index of the step among the block's steps, counted from 0.
+        """
         values = {name: column[place] for name, column in self.values.items()}
         changing = pytree.tree_map(lambda leaf: leaf[:, place], self.changing)
         return values, self.noise[:, place], changing
@@ -125,8 +127,8 @@ class Inputs:
         )
 
     def blocks(self, spans: Iterable[tuple[int, int]]) -> Generator[StepInputs]:
-        """Yields the blocks of these (start, stop), in order. A thread prepares the next blocks
-        ahead of time.
+        """Yields a block of steps start, ..., stop - 1 for each pair (start, stop) of step numbers,
+        in order. A thread prepares the next blocks ahead of time.
 
         The memory of a block may be overwritten as soon as the next block is asked for. Close the
         generator to end its thread.

@@ -1,4 +1,6 @@
-"""Runs chains: warm-up, thinning, collection, checkpoints."""
+"""Runs chains from their starts, or from a checkpoint, to the last step: warm-up, thinning,
+collection of draws, checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,9 @@ def simulate(
         last: checkpoint to continue from; None for a new run.
         checkpoints: writer of the run's checkpoints; None to write none.
         sink: storage for the draws in place of memory; None to keep them in memory.
-        inspect: function of params `[chains, D]` and a minibatch, called more and more rarely; None
-            to call nothing.
+        inspect: function of all D unconstrained parameters `[chains, D]` and a minibatch, called
+            after the first block and then ever more rarely, which may raise an error; None to call
+            nothing.
     """
     steps = plan.steps
     kept = dataclasses.replace(steps, positions=False) if sink else steps
@@ -108,7 +111,8 @@ def simulate(
 def _program(
     plan: StepPlan, chains: Chains, first: StepInputs, last: Checkpoint | None, progress: Progress
 ) -> Program:
-    """The program that runs the steps, whose name is then shown in the progress bar.
+    """The program (compiled loop, compiled step or Python code) that runs the steps. Its name is
+    then shown in the progress bar.
 
     Args:
         plan: the chains and the steps that they are to take.
@@ -128,7 +132,7 @@ def _chunking(plan: StepPlan, first: StepInputs, ends: Sequence[int]) -> Chunkin
 
     Args:
         plan: the chains and the steps that they are to take.
-        first: the first block, already made.
+        first: the first block of steps, whose inputs are prepared already.
         ends: step numbers at which a block must end.
     """
     kept_bytes = plan.positions.numel() * plan.positions.element_size() // plan.steps.thinning
@@ -137,8 +141,8 @@ def _chunking(plan: StepPlan, first: StepInputs, ends: Sequence[int]) -> Chunkin
 
 
 def _restore(last: Checkpoint, plan: StepPlan, chains: Chains, draws: Draws) -> None:
-    """Puts chains, minibatches and draws into the state that a checkpoint has. Kinetic temperatures
-    are taken over where the checkpoint's measurements are at draws at which this run measures, too.
+    """Sets chains, minibatches and draws to the state of a checkpoint, so that the run continues
+    there. Measured kinetic temperatures are kept where this run measures at the same draws.
     """
     chains.go_on_from(last.run_state._replace(state=last.state_like(chains.state)))
     plan.batches.seek(last.run_state.step, last.batches)

@@ -1,7 +1,7 @@
 """Actions before and after a run's blocks of steps, besides moving the chains.
 
-The lengths of blocks are chosen, draws go to a sink, the kinetic temperature is measured, the model
-is inspected, checkpoints are written, the progress bar moves on, and the run ends early.
+They choose the lengths of blocks, pass draws to a sink, measure the kinetic temperature, inspect
+the model, write checkpoints, advance the progress bar, and end the run early.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Chunking(Observer):
     ends at each of `ends`. Lengths do not change what is drawn.
 
     Args:
-        first: the first block, already made.
+        first: the first block of steps, whose inputs are prepared already.
         num_steps: number of the step after the run's last.
         most: largest number of steps of a block.
         ends: step numbers at which a block must end, ascending.
@@ -121,8 +121,8 @@ class KineticLooks(Observer):
     sampler has a momentum, into `Draws.kinetic`.
 
     Attributes:
-        places: dict from the number of a step plus 1 to the measurement's index in `Draws.kinetic`;
-            empty if nothing is measured.
+        places: dict from a step's number plus 1 to the index, in the second dimension of
+            `Draws.kinetic`, of the measurement made after that step; empty if nothing is measured.
     """
 
     def __init__(self, plan: StepPlan, chains: Chains, draws: Draws):
@@ -153,8 +153,10 @@ class KineticLooks(Observer):
 
 
 class Inspection(Observer):
-    """Calls a function of the chains' params `[chains, D]` and the latest step's minibatch, after
-    the first block and then when the number of steps has grown eightfold."""
+    """Calls the function `inspect` with the chains' params `[chains, D]` and the latest step's
+    minibatch, after the first block and again whenever the number of steps has grown eightfold. The
+    function may raise an error.
+    """
 
     def __init__(self, plan: StepPlan, chains: Chains, inspect: Callable[[Tensor, Batch], None]):
         self._plan, self._chains, self._inspect = plan, chains, inspect
@@ -255,8 +257,8 @@ class Ending(Observer):
     """Decides after each block whether the run ends before its last step.
 
     Attributes:
-        is_over: whether no chain is running, or the function `stop` returned True for the draws so
-            far.
+        is_over: True if the run is to end now: no chain is running, or the function `stop` returned
+            True for the draws so far.
     """
 
     def __init__(

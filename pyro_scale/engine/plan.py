@@ -1,4 +1,4 @@
-"""What a run of steps consists of, before the first step is taken."""
+"""The plan of a run: the chains, and all that determines the steps that they are to take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The progress bar: tqdm, with the objective's latest value."""
+"""The progress bar (tqdm), with the latest value of the log joint or of another objective."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Progress:
         self._bar = tqdm(total=total, desc=title, disable=not show, unit="step", **rarely)
 
     def say(self, what: str) -> None:
-        """Shows a message after the title."""
+        """Shows a text about the current activity after the bar's title."""
         self._bar.set_description_str(f"{self._title}, {what}", refresh=not self._is_logged)
 
     def update(self, steps: int, value: float | None = None) -> None:

@@ -1,4 +1,6 @@
-"""Reuses what an object's earlier runs compiled, so that the next run need not trace its steps."""
+"""Reuses the steps that earlier runs of the same sampler object compiled, so that the next run need
+not trace and compile its steps.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +83,8 @@ class _Kept:
 
 
 class Earlier:
-    """A cache of the latest programs that an object compiled, one for each kind of step (kernel,
-    shapes, data).
+    """A cache of the latest programs (compiled steps or loops) of one sampler object, one for each
+    combination of sampler's kernel, shapes and data.
 
     A program is reused if all shapes are the same and the tensors of data and model are the same
     objects, and have not been written to; references to these tensors are weak. Anything else that
@@ -157,8 +159,9 @@ def mark(tensor: Tensor) -> Hashable:
 
 
 def recall(constants: Sequence[Constant]) -> Callable[[], list[Tensor] | None]:
-    """A function without arguments that returns the tensors of these constants later, or None if
-    one of them has changed since.
+    """A function without arguments that returns the tensors of these constants (tensors that a
+    compiled step reads besides its arguments) when it is called later; None if one of them has
+    changed since.
 
     The function keeps only tensors of at most 64 KiB alive.
     """

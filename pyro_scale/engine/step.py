@@ -1,8 +1,8 @@
 """One step of all chains: a kernel's update, vmapped.
 
-Batch, noise and hyperparameter values of a step are tensors, and nothing else changes from step to
-step, so this function can be traced and compiled.  This file defines the step, `compile_step.py`
-compiles it, and `executors.py` runs many steps.
+Minibatch, standard normal numbers and hyperparameters of a step are tensors, and nothing else
+changes from step to step, so this function can be traced and compiled. This file defines the step,
+`compile_step.py` compiles it, and `executors.py` runs many steps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Density(Protocol):
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Any]:
-        """As `grad`, by plain autograd, which works for more models, but not under `torch.vmap`."""
+        """(Gradient of the minibatch estimate of the log joint with respect to params, by site; the
+        model's evaluation with that log joint) for one chain, by plain autograd. Works for more
+        models than `grad`, but not under `torch.vmap`. Arguments as for `grad`.
+        """
         ...
 
     def row_gradients(
@@ -64,8 +67,14 @@ class Coupled(Protocol):
     positions and gradients of all chains. The chains have one minibatch in common."""
 
     def couple(self, positions: Tensor, gradients: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-        """The direction in which every chain moves, `[chains, D]`, from all positions and all
-        gradients of the log joint over N, both `[chains, D]`."""
+        """The direction in which every chain moves, `[chains, D]`.
+
+        Args:
+            positions: positions of all chains, `[chains, D]`.
+            gradients: gradients at these positions of the log joint divided by N, the number of
+                rows of the data, `[chains, D]`.
+            values: hyperparameters of the step, tensors by name.
+        """
         ...
 
     def move(self, state: Any, direction: Tensor, values: Mapping[str, Tensor]) -> Any:
@@ -76,8 +85,10 @@ class Coupled(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """The log posterior on the minibatch of one chain, as a sampler's kernel sees it. With a
-    whitening, a function of whitened coordinates."""
+    """A sampler's view of the log posterior on the minibatch of one chain: a function of the
+    position [D] at which the sampler's kernel moves. With a whitening (a linear map to coordinates
+    in which the posterior is isotropic), positions are whitened coordinates.
+    """
 
     density: Density
     layout: Layout
@@ -92,8 +103,9 @@ class Target:
         return self.density.num_data
 
     def grad(self, position: Tensor) -> tuple[Tensor, Any]:
-        """(Gradient `[D]` of the log joint at a position [D], over N; the model's evaluation with
-        the log joint itself)."""
+        """(Gradient `[D]`, at a position [D], of the log joint divided by N, the number of rows of
+        the data; the model's evaluation with the log joint itself, in nats).
+        """
         grad = self.density.grad if self.vectorized else self.density.plain_grad
         params = self.layout.unflatten(to_params(self.whitening, position))
         by_site, evaluation = grad(params, self.arguments, self.indices)
@@ -101,8 +113,9 @@ class Target:
         return _map_latents(self.whitening, "pull_back", gradient), evaluation
 
     def own(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The hyperparameters of this chain, by name: `values`, unless the density changes them
-        from chain to chain."""
+        """The hyperparameters of this chain's step, tensors by name: `values` themselves, unless
+        the density has others for each chain.
+        """
         own_values = getattr(self.density, "own_values", None)
         return values if own_values is None else own_values(values, self.arguments)
 
@@ -150,12 +163,14 @@ class Engine:
     Attributes:
         kernel: the sampler's kernel, which defines the update of one chain.
         density: the log posterior.
-        layout: sites of a position, with their shapes and places in the vector.
+        layout: names, shapes and dtypes of the sites, in the order of their elements in the vector
+            [D].
         num_latents: number of a position's elements that are latents; the others are points.
         vectorized: False moves the chains one by one with plain autograd, for models that do not
             work under vmap or functorch's gradient.
-        known_noise: variance of the minibatch gradient of the log joint over N, `[D]`, which is
-            subtracted from the injected noise; None subtracts nothing.
+        known_noise: variance of the minibatch gradient of the log joint divided by N, the number of
+            rows of the data, `[D]`; less noise is injected, by as much as this variance heats the
+            chain; None for no correction.
         whitening: map from the coordinates in which the kernel moves to latents; None if the kernel
             moves latents themselves.
     """
@@ -188,7 +203,7 @@ class Engine:
         self, state: Any, batch: Batch, noise: Tensor, values: Mapping[str, Tensor]
     ) -> tuple[Any, Any]:
         """Takes one step with every chain. Returns (next state of the sampler's kernel, evaluations
-        of the log joint, both for all chains).
+        of the model with the log joints in nats), both for all chains.
 
         Args:
             state: the state of the sampler's kernel before the step, for all chains.
@@ -211,8 +226,9 @@ class Engine:
         self, kernel: Coupled, state: Any, batch: Batch, values: Mapping[str, Tensor]
     ) -> tuple[Any, Any]:
         """Takes a step with chains that interact: latents move in the directions that the kernel
-        computes from all chains, points by the mean gradient. Returns (next state, evaluations of
-        the log joint)."""
+        computes from all chains, points by the mean gradient. Returns (next state of the sampler's
+        kernel, evaluations of the model with the log joints), both for all chains.
+        """
         target = self._target(*batch.of_chain(0), self.whitening)
         gradients, evaluation = self._map_chains(target.grad, state.position)
         latents, points = gradients.split(self._sizes, 1)
@@ -227,7 +243,9 @@ class Engine:
 
     def evaluate(self, positions: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """(Minibatch log joint of every chain at its params `[chains, D]`, in nats, `[chains]`; its
-        gradient over N, `[chains, D]`), computed just as in a step."""
+        gradient divided by N, the number of rows of the data, `[chains, D]`), computed just as in a
+        step.
+        """
 
         def at(arguments: Any, indices: Any, position: Tensor) -> tuple[Tensor, Tensor]:
             gradient, evaluation = self._target(arguments, indices).grad(position)
@@ -236,8 +254,9 @@ class Engine:
         return self._over_chains(at, batch, positions)
 
     def gradient(self, positions: Tensor, batch: Batch) -> Tensor:
-        """Gradient of the minibatch log joint of every chain at its params, over N, `[chains,
-        D]`."""
+        """Gradient of every chain's minibatch log joint, divided by N, the number of rows of the
+        data, with respect to all D unconstrained parameters, `[chains, D]`.
+        """
 
         def evaluate(arguments: Any, indices: Any, position: Tensor) -> Tensor:
             return self._target(arguments, indices).grad(position)[0]
@@ -322,8 +341,9 @@ class Engine:
 
     def kernel_values(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The hyperparameters of a step in the units of the sampler's kernel, by name: the
-        temperature is divided by N; those that differ by site, or between latents and points,
-        become vectors [D]."""
+        temperature is divided by N, the number of rows of the data; those that differ by site, or
+        between latents and points, become vectors [D].
+        """
         scaled: dict[str, Tensor] = self.kernel.per_datum(values, self.density.num_data)
         for name, hyper in self.kernel.hyperparameters().items():
             if isinstance(hyper, Mapping):
@@ -356,7 +376,8 @@ class Engine:
         return {**values, "temperature": (values["temperature"] - added).clamp(min=0)}
 
     def _by_site(self, hyper: Mapping[str, Any], values: Tensor) -> Tensor:
-        """A hyperparameter that differs by site, as a vector [D].
+        """A hyperparameter that differs by site, as a vector [D] with an entry for each
+        unconstrained parameter.
 
         Args:
             hyper: dict from a site's name to the hyperparameter's schedule, number or tensor of

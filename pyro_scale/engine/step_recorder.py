@@ -1,7 +1,7 @@
 """Records the last steps of a chain that became NaN or infinite, with all of their inputs.
 
-A step is a function of the chain's state, its batch, its noise and the kernel's values.  These are
-enough to rerun the step, without the steps before it.
+A step is a function of the chain's state, its minibatch, its standard normal numbers and the
+hyperparameters. These are enough to rerun the step, without the steps before it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class PastStep(NamedTuple):
     Attributes:
         block: minibatches, random numbers and hyperparameters of this one step.
         state: the state of the sampler's kernel before the step, for all chains.
-        log_joint: minibatch log joints of the step, `[chains]`; None if the step raised an error.
+        log_joint: minibatch log joints at the positions before the step, in nats, `[chains]`; None
+            if the step raised an error.
     """
 
     block: StepInputs
@@ -121,8 +122,8 @@ class RecentSteps:
 def record(
     engine: Engine, batches: Batches, past: Sequence[PastStep], chain: int
 ) -> tuple[RecordedStep, ...]:
-    """The part of one chain in the past steps, in order. If this is more than 64 MiB, only the
-    latest steps, at least one.
+    """The past steps of one chain, each with all of its inputs, in order. If they take more than 64
+    MiB, only the latest of them are returned, at least one.
 
     Args:
         engine: the engine, which defines a step.

@@ -1,4 +1,8 @@
-"""One file per method: pure functions on vectors, independent of Pyro and of the data."""
+"""Samplers and optimizers, one file for each method: pure functions on vectors, independent of Pyro
+and of the data.
+
+In docstrings, N is the number of rows of the data, and D the number of unconstrained parameters.
+"""
 
 from pyro_scale.kernels.baoa import BAOA
 from pyro_scale.kernels.ghmc import GHMC

@@ -24,11 +24,11 @@ class BAOA(Underdamped):
         O  p'     = c p1 + sqrt((1 - c^2) m T) zeta,     c = exp(-lr friction)
         A  theta' = theta1 + lr/2 p' / m
 
-    with T the temperature over N, so that `temperature=1` samples the posterior, and zeta
-    standard normal.  It is Leimkuhler and Matthews' BAOAB (2013) with its two half kicks combined:
-    one gradient and one normal per step.  On a Gaussian of precision L (over N)
-    the stationary variance is exactly T / L at any stable step, lr^2 L < 4 m.
-    At temperature 0 it is SGD with momentum c and learning rate lr^2 (1 + c) / (2 m).
+    with N the number of rows of the data, T the temperature divided by N, so that `temperature=1`
+    samples the posterior, and zeta standard normal. It is Leimkuhler and Matthews' BAOAB (2013)
+    with its two half kicks combined: one gradient and one normal per step. On a Gaussian whose
+    precision divided by N is L, the stationary variance is exactly T / L at any stable step, lr^2 L
+    < 4 m. At temperature 0 it is SGD with momentum c and learning rate lr^2 (1 + c) / (2 m).
 
     Args:
         lr: the step size (of time, about the square root of SGD's), a float or a schedule, or

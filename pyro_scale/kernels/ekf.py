@@ -25,15 +25,16 @@ class EKFState(NamedTuple):
 
     @property
     def gaussian(self) -> Gaussian:
-        """The Gaussian with this mean and precision: `Diagonal` if the precision is `[D]`,
-        otherwise `Dense`."""
+        """The Gaussian with the state's mean and precision: `Diagonal` if the precision is `[D]`,
+        otherwise `Dense`.
+        """
         kind = Diagonal if self.precision.dim() == 1 else Dense
         return kind.from_precision(self.mean, self.precision)
 
 
 def predict(state: EKFState, drift: Tensor) -> EKFState:
-    """The state before the next batch, if params have taken a step of a random walk since the last
-    one:
+    """The filter's state before the next batch, if the parameters have taken a step of a random
+    walk since the last batch:
 
     precision' = (precision^-1 + Q)^-1 = L (I + L^T Q L)^-1 L^T,    precision = L L^T
 
@@ -54,7 +55,7 @@ def predict(state: EKFState, drift: Tensor) -> EKFState:
 
 
 def absorb(state: EKFState, gradient: Tensor, curvature: Tensor, lr: Tensor) -> EKFState:
-    """The state after a batch of data:
+    """The filter's state after a batch of data:
 
     precision' = precision + lr C,    mean' = mean + lr precision'^-1 g
 

@@ -27,7 +27,13 @@ _PHASES = 16
 
 @dataclass(frozen=True)
 class _Linear:
-    """A Gaussian target with gradient -slope * position + push."""
+    """A Gaussian target with gradient -slope * position + push.
+
+    Attributes:
+        slope: precision of the Gaussian.
+        push: error of the gradient, the same everywhere.
+        num_data: number of rows of the data; 1, so that gradients are not divided by that number.
+    """
 
     slope: Tensor
     push: Tensor
@@ -60,8 +66,9 @@ class GaussianChain:
 
         Args:
             kernel: sampler whose step is linear in its state.
-            values: hyperparameters of the step by name, the temperature over N; 0-d or `[modes]`.
-            precision: precisions of the Gaussians over N, `[modes]`.
+            values: hyperparameters of the step by name, the temperature divided by N, the number of
+                rows of the data; 0-d or `[modes]`.
+            precision: precisions of the Gaussians divided by N, `[modes]`.
         """
         zero = torch.zeros_like(precision)
         one = torch.ones_like(precision)
@@ -88,8 +95,9 @@ class GaussianChain:
 
     @property
     def stable(self) -> Tensor:
-        """Whether chains stay bounded, so that there is a stationary distribution; booleans
-        `[modes]`."""
+        """True for Gaussians on which chains stay bounded, so that there is a stationary
+        distribution; booleans `[modes]`.
+        """
         if self.transition.shape[-1] == 2:  # Jury's conditions
             (a, b), (c, d) = _entries(self.transition)
             det = a * d - b * c
@@ -104,7 +112,8 @@ class GaussianChain:
         entry [0, 0].
 
         Args:
-            gradient_noise: variance of the minibatch gradient over N, `[modes]`.
+            gradient_noise: variance of the minibatch gradient of the log joint divided by N, the
+                number of rows of the data, `[modes]`.
             epoch: number of batches of an epoch that visits every row of data once, in which the
                 errors of the gradients sum to zero; None for batches that are drawn independently.
         """
@@ -155,9 +164,10 @@ class GaussianChain:
         return power, total - drift @ variance @ drift.mT / epoch
 
     def autocorrelation_times(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """Steps per independent draw of a stationary chain: the integrated autocorrelation times of
-        (the position, its square), each `[modes]`. `covariance` is the stationary one, `[modes, k,
-        k]`."""
+        """(Integrated autocorrelation time of the position; that of the squared position) of a
+        stationary chain, in steps per independent draw, each `[modes]`. `covariance` is the
+        stationary covariance of the states, `[modes, k, k]`.
+        """
         start = covariance[..., 0] / covariance[:, :1, 0]  # cov(x_0, position_0), over its variance
         eye = torch.eye(start.shape[-1], dtype=start.dtype)
         total = torch.linalg.solve(eye - self.transition, start)[:, 0]
@@ -165,9 +175,10 @@ class GaussianChain:
         return 2 * total - 1, 2 * squares - 1
 
     def forgetting(self, warmup: int, steps: int) -> tuple[Tensor, Tensor]:
-        """What remains of a start at distance 1 from the mode, without noise: (mean of the
-        position, mean of its square) over `steps` steps after `warmup` steps, each `[modes]`. To
-        see how long a warm-up must be."""
+        """The influence of a start at distance 1 from the mode, without noise: (mean of the
+        position, mean of the squared position), averaged over `steps` steps after `warmup` steps,
+        each `[modes]`. A warm-up is long enough if both are small.
+        """
         late = torch.linalg.matrix_power(self.transition, warmup)
         later = torch.linalg.matrix_power(self.transition, steps)
         eye = torch.eye(late.shape[-1], dtype=late.dtype)

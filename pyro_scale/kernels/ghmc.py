@@ -33,7 +33,8 @@ class GHMCState(NamedTuple):
     Attributes:
         position: unconstrained parameters, `[D]`.
         momentum: momentum, `[D]`.
-        gradient: gradient of the log joint over N at the position, `[D]`; 0 until the first step.
+        gradient: gradient, at the position, of the log joint divided by N, the number of rows of
+            the data, `[D]`; 0 until the first step.
         log_joint: log joint at the position, in nats; -infinity until the first step.
         slice: u, the persistent slice variable in [-1, 1], 0-d.
         accepted: number of proposals accepted so far, 0-d; the first step, which does not move,
@@ -73,10 +74,10 @@ class GHMC(Underdamped):
            r      = exp(H(theta, p1) - H(theta1, p3)),   H = (|p|^2 / (2 m) - log joint / N) / T
            theta', p', u' = theta1, p3, u1 / r  if |u1| <= r,  else  theta, -p1, u1
 
-    with T the temperature over N, so that `temperature=1` samples the posterior, and zeta
-    standard normal.  The stationary distribution is exact at any step size: theta, p and u are
-    independent, p is N(0, m T) and |u| is uniform on [0, 1].  This needs the log joint of all
-    rows, not of minibatches.
+    with N the number of rows of the data, T the temperature divided by N, so that `temperature=1`
+    samples the posterior, and zeta standard normal. The stationary distribution is exact at any
+    step size: theta, p and u are independent, p is N(0, m T) and |u| is uniform on [0, 1]. This
+    needs the log joint of all rows, not of minibatches.
 
     A rejection reverses the momentum.  With a new uniform number at each step, as in Metropolis et
     al., a rejection rate of one in ten would mean that momenta last for ten steps.  Instead u moves

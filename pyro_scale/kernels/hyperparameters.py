@@ -27,8 +27,9 @@ Values: TypeAlias = Mapping[str, Tensor]
 class Hyperparameters:
     """Base of dataclasses whose fields are hyperparameters and settings of a method.
 
-    A hyperparameter is a float, a schedule (step -> number) or, for fields in `per_site`, a dict of
-    them by site. A setting is a constant.
+    A hyperparameter is a float, a schedule (function from a step's number to a number) or, for
+    fields in `per_site`, a dict of these by site. A setting, such as an optimizer, is the same at
+    all steps.
     """
 
     #: Fields that may have a value for each site.
@@ -113,8 +114,9 @@ class Hyperparameters:
         """A dict from the name of each hyperparameter to its value at a step: float64, 0-d, or
         `[entries]` for a hyperparameter that is a dict by site.
 
-        The temperature is not divided by N: 1 is that of the posterior.  An entry that is a tensor
-        counts as 1 here.
+        The temperature is not divided by N, the number of rows of the data: 1 samples the
+        posterior. An entry of a dict that is a tensor (factors for a site's elements) counts as 1
+        here.
 
         Raises:
             ArgumentError: a schedule returns a value out of range at this step.

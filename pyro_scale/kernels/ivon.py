@@ -24,9 +24,9 @@ class IVONState(NamedTuple):
 
     Attributes:
         position: mean of the Gaussian, in unconstrained parameters.
-        curvature: h, the precision of the Gaussian times T, with T the temperature over N: the sd
-            is sqrt(T / h).
-        momentum: running mean of the gradient of the log joint over N.
+        curvature: h, the precision of the Gaussian times T, with T the temperature divided by N,
+            the number of rows of the data: the sd is sqrt(T / h).
+        momentum: running mean of the gradient of the log joint divided by N.
         weight: sum of the weights in that running mean, by which it is divided.
     """
 
@@ -46,16 +46,16 @@ class IVON(Hyperparameters):
         h'    = h + (1 - forgetting) (ĥ - h) + (1 - forgetting)^2 (ĥ - h)^2 / (2 h)
         m'    = m + lr (p' / w') / h'
 
-    with T the temperature over N, eps standard normal and w' the sum of the weights in p', as in
-    Adam.  The square keeps h positive.  The step follows the natural gradient, at the cost of
-    Adam.  The prior is part of g, so there is no weight decay.
+    with N the number of rows of the data, T the temperature divided by N, eps standard normal and
+    w' the sum of the weights in p', as in Adam. The square keeps h positive. The step follows the
+    natural gradient, at the cost of Adam. The prior is part of g, so there is no weight decay.
 
     With V the variance of a row's gradient, the square makes h too large, relatively, by about
     (1 - forgetting) (1 + N V / (2 B h)).  At a constant lr the mean fluctuates with a variance of
     lr N V / (2 B h) posterior variances: let lr fall.
 
     Args:
-        lr: the step size in units of Newton's.
+        lr: the step size, as a factor on Newton's step.
         momentum: the weight of past gradients in the running mean of gradients.
         forgetting: the weight of past curvature; by default 1 - 2 / (20 + step), which averages
             over the later steps and rises to the published 1 - 1e-5.

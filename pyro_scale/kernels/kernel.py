@@ -29,8 +29,10 @@ class Target(Protocol):
         ...
 
     def grad(self, position: Tensor) -> tuple[Tensor, Any]:
-        """(Gradient `[D]` of the log joint at `position` `[D]`, divided by N; the log joint's
-        evaluation, which the step passes on unchanged or with another `log_joint`)."""
+        """(Gradient `[D]` of the log joint at `position` `[D]`, divided by N, the number of rows of
+        the data; the model's evaluation with the log joint, which the sampler's step returns
+        unchanged or with another `log_joint`).
+        """
         ...
 
 
@@ -89,7 +91,8 @@ class Kernel(Hyperparameters):
     @classmethod
     def from_sgd(cls, lr: Hyper, momentum: float) -> dict[str, Hyper]:
         """A dict of hyperparameters with which the sampler at temperature 0 equals
-        `torch.optim.SGD`, step for step, on the negative log joint over N.
+        `torch.optim.SGD`, step for step, on the negative log joint divided by N, the number of rows
+        of the data.
 
         Args:
             lr: SGD's learning rate, a float or a schedule.
@@ -106,19 +109,20 @@ class Kernel(Hyperparameters):
         Args:
             position: unconstrained parameters where the chain starts, `[D]`.
             values: hyperparameters at step 0 by name; tensors, each 0-d or `[D]`, the temperature
-                over N.
-            noise: standard normal numbers, `[D]`, for momenta and the like.
+                divided by N, the number of rows of the data.
+            noise: standard normal numbers, `[D]`, from which momenta are drawn.
         """
         raise NotImplementedError
 
     def update(self, state: Any, target: Target, values: Values, noise: Tensor) -> tuple[Any, Any]:
-        """Moves a chain by one step: (next state, the target's evaluation).
+        """Moves a chain by one step. Returns (next state of the chain; the model's evaluation with
+        the log joint, as `target.grad` returned it).
 
         Args:
             state: state of the chain, from `init` or the last `update`.
             target: log posterior of the step's batch.
             values: hyperparameters at this step by name; tensors, each 0-d or `[D]`, the
-                temperature over N.
+                temperature divided by N, the number of rows of the data.
             noise: standard normal numbers, `[normals, D]`.
         """
         raise NotImplementedError
@@ -130,9 +134,9 @@ class Linearized(NamedTuple):
 
     Attributes:
         kernel: sampler that does not adapt.
-        values: hyperparameters of that sampler by name; tensors, the temperature over N.
-        gradient_noise: variance of the minibatch gradient of the log joint over N that is left to
-            heat that sampler, `[D]`.
+        values: hyperparameters of that sampler by name; tensors, the temperature divided by N.
+        gradient_noise: the part of the variance of the minibatch gradient (of the log joint divided
+            by N, the number of rows of the data) that heats that sampler, `[D]`.
     """
 
     kernel: Kernel
@@ -141,11 +145,11 @@ class Linearized(NamedTuple):
 
 
 class Theory(Protocol):
-    """Predictions of theory about a sampler: order of its bias, relaxation time, heating by
-    minibatches.
+    """Predictions of theory about a sampler: the order in lr of its bias, its relaxation time, and
+    how much minibatches raise its temperature. N is the number of rows of the data.
 
     All methods take hyperparameters `values` as `Kernel.update` does: tensors by name, the
-    temperature over N.  A sampler needs no theory.  Without one it has no `lr="auto"`, no
+    temperature divided by N. A sampler needs no theory. Without one it has no `lr="auto"`, no
     `subtract_noise`, and no diagnostics that compare a run with predictions.
     """
 
@@ -157,21 +161,24 @@ class Theory(Protocol):
     largest_lr: ClassVar[float] = math.inf
 
     def relaxation_steps(self, values: Values, precision: Tensor) -> Tensor:
-        """Approximate number of steps in which a chain forgets its start, of the precision's shape.
+        """Approximate number of steps in which a chain forgets its start, a tensor of the shape of
+        `precision`.
 
         Args:
-            values: hyperparameters by name, the temperature over N.
+            values: hyperparameters by name, the temperature divided by N, the number of rows of the
+                data.
             precision: the posterior's precision divided by N, L in the samplers' formulas.
         """
         raise NotImplementedError
 
     def added_temperature(self, values: Values, gradient_noise: Tensor) -> Tensor:
-        """Temperature over N that minibatches add, to first order in lr, if batches are drawn
-        independently; of the gradient noise's shape.
+        """The rise of the temperature, divided by N, that minibatch noise causes, to first order in
+        lr, if minibatches are drawn independently; a tensor of the shape of `gradient_noise`.
 
         Args:
-            values: hyperparameters by name, the temperature over N.
-            gradient_noise: variance of the minibatch gradient of the log joint over N.
+            values: hyperparameters by name, the temperature divided by N, the number of rows of the
+                data.
+            gradient_noise: variance of the minibatch gradient of the log joint divided by N.
         """
         raise NotImplementedError
 
@@ -180,8 +187,9 @@ class Theory(Protocol):
         on gradients, `[D]`; ones for samplers that do not adapt.
 
         Args:
-            values: hyperparameters by name, the temperature over N.
-            mean_square: mean square of the gradient of the log joint over N, `[D]`.
+            values: hyperparameters by name, the temperature divided by N, the number of rows of the
+                data.
+            mean_square: mean square of the gradient of the log joint divided by N, `[D]`.
         """
         return torch.ones_like(mean_square)
 
@@ -192,23 +200,25 @@ class Theory(Protocol):
         default.
 
         Args:
-            values: hyperparameters by name, the temperature over N.
+            values: hyperparameters by name, the temperature divided by N, the number of rows of the
+                data.
             distance: root mean square, over elements, of the distance from the start to the mode,
                 in units in which the stationary preconditioner (`metric`) is 1; 0-d.
-            gradient: root mean square of the gradient of the log joint over N at the start, in
-                these units; 0-d.
+            gradient: root mean square, over elements, of the gradient at the start of the log joint
+                divided by N, in these units; 0-d.
             scale: root mean square, over elements, of the change in params that has length 1 in
                 these units; 0-d.
         """
         return torch.zeros_like(distance)
 
     def linearize(self, kernel: Kernel, values: Values, gradient_noise: Tensor) -> Linearized:
-        """A sampler without adaptation that behaves like this one on a Gaussian, in units in which
-        the stationary preconditioner (`metric`) is 1; by default the sampler itself.
+        """A sampler without adaptation that behaves like `kernel` on a Gaussian, in units in which
+        the stationary preconditioner (`metric`) is 1; by default `kernel` itself.
 
         Args:
             kernel: sampler that this theory is of.
-            values: hyperparameters of the sampler by name, the temperature over N.
+            values: hyperparameters of the sampler by name, the temperature divided by N, the number
+                of rows of the data.
             gradient_noise: variance, from minibatches, of the gradient of the log joint divided by
                 N, `[D]`, in the same units.
         """

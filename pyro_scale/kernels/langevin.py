@@ -1,7 +1,8 @@
 """Langevin dynamics: the parts of a step, their theory, and the base of samplers with a momentum.
 
 Underdamped dynamics have a position theta and a momentum p of mass m, damped by friction f; g is
-the gradient of the log joint over N, T the temperature over N, w a Brownian motion:
+the gradient of the log joint divided by N, the number of rows of the data, T the temperature
+divided by N, w a Brownian motion:
 
     d theta = p/m dt,    dp = g dt - f p dt + sqrt(2 f m T) dw
 
@@ -53,7 +54,9 @@ def ornstein_uhlenbeck(
 
 class OverdampedTheory(Theory):
     """Theory of overdamped Langevin dynamics, d theta = g dt + sqrt(2 T) dw, in steps of lr, with g
-    the gradient of the log joint over N, and T the temperature over N."""
+    the gradient of the log joint divided by N, the number of rows of the data, and T the
+    temperature divided by N.
+    """
 
     def relaxation_steps(self, values: Values, precision: Tensor) -> Tensor:
         return 1 / (values["lr"] * precision)
@@ -97,9 +100,9 @@ class Underdamped(Kernel):
         d theta = p/m dt,    dp = g dt - f p dt + sqrt(2 f m T) dw
 
     (the paper's B.2, where friction is f m), with momentum p, mass m, friction f, g the gradient of
-    the log joint over N, and T the temperature over N.  As f is a rate, all momenta relax equally
-    fast, whatever their masses.  Momenta start from their stationary N(0, m T): at rest at
-    temperature 0.
+    the log joint divided by N, the number of rows of the data, and T the temperature divided by N.
+    As f is a rate, all momenta relax equally fast, whatever their masses. Momenta start from their
+    stationary N(0, m T): at rest at temperature 0.
     """
 
     friction: Hyper = 1.0

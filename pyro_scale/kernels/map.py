@@ -26,8 +26,8 @@ class MAP(Optimizing):
         theta' = theta + optimizer(g(theta)),    g = gradient of log joint / N.
 
     Args:
-        optimizer: optimizer that minimizes the negative log joint over N: the mean loss of a row of
-            data, and the negative log prior over N.
+        optimizer: optimizer that minimizes the negative log joint divided by N: the mean loss of a
+            row of data plus the negative log prior divided by N, the number of rows.
     """
 
     normals: ClassVar[int] = 0

@@ -1,4 +1,4 @@
-"""Optimizers as pure functions: TorchOpt's, and wrappers of torch.optim's."""
+"""Optimizers as pure functions: those of TorchOpt, and wrappers around those of torch.optim."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def init_optimizer(optimizer: Optimizer, params: list[Tensor]) -> Any:
 def ascend(
     optimizer: Optimizer, gradients: list[Tensor], state: Any, params: list[Tensor]
 ) -> tuple[list[Tensor], Any]:
-    """Moves params by one step of an optimizer, uphill: (params after the step, the optimizer's
-    next state).
+    """Moves params by one step of an optimizer, so that a function increases. Returns (params after
+    the step, the optimizer's next state).
 
     Args:
         optimizer: optimizer that minimizes; it receives the negative gradients.
@@ -171,8 +171,9 @@ def ascend(
 
 
 def is_pure(optimizer: Optimizer | Scheduled) -> bool:
-    """Whether the optimizer's steps can be vmapped over chains and traced; False for torch.optim's,
-    and for those that read numbers out of their state. Tries a step to find out."""
+    """True if the optimizer's steps can be vmapped over chains and traced; tries a step to find
+    out. False for optimizers of torch.optim, and for those that read numbers out of their state.
+    """
     if isinstance(optimizer, Scheduled):
         return is_pure(optimizer.at(torch.ones(len(optimizer.schedules))))
 

@@ -20,7 +20,8 @@ _FALLING = polynomial_decay(0.5, power=0.7)
 
 class PSGLDState(NamedTuple):
     """State of a pSGLD chain: position (unconstrained parameters), and running mean of the squared
-    gradients of the log joint over N, each `[D]`."""
+    gradients of the log joint divided by N, the number of rows of the data, each `[D]`.
+    """
 
     position: Tensor
     square: Tensor
@@ -28,8 +29,10 @@ class PSGLDState(NamedTuple):
 
 class _Preconditioned(Theory):
     """Theory of RMSprop with noise, whose preconditioner is 1 / (damping + sqrt(v)), v the mean
-    square of the gradient g.  v is at least T L, from the posterior, and at least V, from
-    minibatches."""
+    square of the gradient g. v is at least T L (T the temperature and L the posterior's precision,
+    both divided by N, the number of rows of the data) and at least V, the variance of g caused by
+    minibatches.
+    """
 
     heated: ClassVar[bool] = False
 
@@ -63,9 +66,9 @@ class pSGLD(Kernel):
         G      = 1 / (damping + sqrt(v'))
         theta' = theta + lr G g(theta) + sqrt(2 lr G T) zeta
 
-    with T the temperature over N, so that `temperature=1` samples the posterior, and zeta
-    standard normal.  v starts at T, as if the precision over N were 1: otherwise G would be huge at
-    a start near the mode, where g is nearly 0.
+    with N the number of rows of the data, T the temperature divided by N, so that `temperature=1`
+    samples the posterior, and zeta standard normal. v starts at T, as if the precision divided by N
+    were 1: otherwise G would be huge at a start near the mode, where g is nearly 0.
 
     As G depends on theta, the drift lacks the term lr T Gamma, Gamma = dG/dtheta =
     -G^2 forgetting g (dg/dtheta) / sqrt(v'), which needs second derivatives.  With or without this

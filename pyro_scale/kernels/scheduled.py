@@ -1,4 +1,5 @@
-"""TorchOpt's optimizers whose learning rate is a schedule.
+"""Takes TorchOpt's optimizers apart whose learning rate is a schedule (a function of the step's
+number).
 
 TorchOpt calls a schedule inside of `update`, with a counter from its state.  A compiled step cannot
 call Python, and vmap fails if the schedule reads the counter's value.  So schedules are taken out
@@ -44,7 +45,8 @@ class Scheduled:
         return [link for link in self.links if not isinstance(link, GradientTransformation)]
 
     def step_sizes(self, steps: range) -> Tensor:
-        """The factors of all schedules at these steps, in float64, `[steps, schedules]`.
+        """The factors (such as learning rates) that all schedules give at these steps, in float64,
+        `[steps, schedules]`.
 
         Raises:
             ArgumentError: a schedule does not return a number.

@@ -23,13 +23,13 @@ class SGHMC(Underdamped):
         p'     = p + lr g(theta) - lr friction p + sqrt(2 lr friction m T) zeta
         theta' = theta + lr p' / m,                      g = gradient of log joint / N
 
-    with T the temperature over N, so that `temperature=1` samples the posterior, and zeta
-    standard normal.  The position moves with the new momentum, as in Chen et al.  In the paper's
-    text both move from the old state, which costs the same and has 40 times the bias.
-    On a Gaussian of precision L (over N) the stationary variance is
-    T (4 m - 2 lr friction m) / (L D), D = 4 m - 2 lr friction m - lr^2 L, stable while D > 0.
-    At temperature 0 it is `torch.optim.SGD` with learning rate lr^2 / m and momentum
-    1 - lr friction (the paper's equation 10 is of the other discretization).
+    with N the number of rows of the data, T the temperature divided by N, so that `temperature=1`
+    samples the posterior, and zeta standard normal. The position moves with the new momentum, as in
+    Chen et al. In the paper's text both move from the old state, which costs the same and has 40
+    times the bias. On a Gaussian whose precision divided by N is L, the stationary variance is T (4
+    m - 2 lr friction m) / (L D), D = 4 m - 2 lr friction m - lr^2 L, stable while D > 0. At
+    temperature 0 it is `torch.optim.SGD` with learning rate lr^2 / m and momentum 1 - lr friction
+    (the paper's equation 10 is of the other discretization).
 
     Args:
         lr: the step size (of time, the square root of SGD's), a float or a schedule, or a dict

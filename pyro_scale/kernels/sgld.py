@@ -25,10 +25,10 @@ class SGLD(Kernel):
 
         theta' = theta + lr g(theta) + sqrt(2 lr T) zeta,    g = gradient of log joint / N
 
-    with T the temperature over N, so that `temperature=1` samples the posterior, and zeta
-    standard normal.  On a Gaussian of precision L (over N) the stationary variance is
-    T / (L (1 - lr L / 2)): the bias is first order in lr, and chains are stable while lr L < 2.
-    At temperature 0 it is gradient ascent, SGD without momentum.
+    with N the number of rows of the data, T the temperature divided by N, so that `temperature=1`
+    samples the posterior, and zeta standard normal. On a Gaussian whose precision divided by N is
+    L, the stationary variance is T / (L (1 - lr L / 2)): the bias is first order in lr, and chains
+    are stable while lr L < 2. At temperature 0 it is gradient ascent, SGD without momentum.
 
     Args:
         lr: the step size, a float or a schedule, or a dict of them by site.

@@ -16,7 +16,8 @@ from pyro_scale.kernels.langevin import Underdamped, UnderdampedTheory, drift, k
 
 class SGNHTState(NamedTuple):
     """State of an SGNHT chain: position (unconstrained parameters) and momentum, each `[D]`, and
-    the thermostat's friction xi, 0-d."""
+    xi, the friction that the thermostat adapts, 0-d.
+    """
 
     position: Tensor
     momentum: Tensor
@@ -53,12 +54,13 @@ class SGNHT(Underdamped):
         d theta = p/m dt,    dp = g dt - xi p dt + sqrt(2 friction m T) dw
         d xi = (|p|^2 / (m T d) - 1) dt
 
-    with T the temperature over N, so that `temperature=1` samples the posterior.  If minibatches
-    heat the momentum, xi rises until the temperature is right: on average to
-    friction + lr V / (2 m T), with V the variance of g.  Minibatches then cause no bias, if V is
-    the same everywhere and for all d elements, and lr^2 V is far below m T.  Without minibatches xi
-    has mean friction and variance 1/d as lr goes to 0.  The published form, with |p|^2/d - T,
-    relaxes N times as slowly as this one: too slowly for large N.
+    with g the gradient of the log joint divided by N, the number of rows of the data, and T the
+    temperature divided by N, so that `temperature=1` samples the posterior. If minibatches heat the
+    momentum, xi rises until the temperature is right: on average to friction + lr V / (2 m T), with
+    V the variance of g. Minibatches then cause no bias, if V is the same everywhere and for all d
+    elements, and lr^2 V is far below m T. Without minibatches xi has mean friction and variance 1/d
+    as lr goes to 0. The published form, with |p|^2/d - T, relaxes N times as slowly as this one:
+    too slowly for large N.
 
     A step is Leimkuhler and Shang's symmetric splitting BADODAB (2016) with its two half kicks
     combined, g = gradient of log joint / N and zeta standard normal:
@@ -118,7 +120,8 @@ def _heating(momentum: Tensor, values: Values) -> Tensor:
 
     Args:
         momentum: p, `[D]`.
-        values: hyperparameters of the step by name: `lr`, `mass`, `temperature` (over N).
+        values: hyperparameters of the step by name: `lr`, `mass`, `temperature` (divided by N, the
+            number of rows of the data).
     """
     lr, mass, temperature = values["lr"], values["mass"], values["temperature"]
     thermal = (temperature > 0).expand_as(momentum)

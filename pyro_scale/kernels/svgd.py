@@ -22,9 +22,9 @@ class SVGD(Optimizing):
         phi(x) = 1/n sum_j [k(x_j, x) g(x_j) + T d k(x_j, x) / d x_j]
         k(x, x') = exp(-|x - x'|^2 / h),        h = med^2 / log(n + 1)
 
-    with g the gradient of log joint / N, T the temperature over N, and med^2 the median of all n^2
-    squared distances at each step.  The paper has log n, its released code log(n + 1), which is
-    also defined for one particle: that is MAP.
+    with g the gradient of log joint / N, N the number of rows of the data, T the temperature
+    divided by N, and med^2 the median of all n^2 squared distances at each step. The paper has log
+    n, its released code log(n + 1), which is also defined for one particle: that is MAP.
 
     Use this if a few points are to represent a posterior of few dimensions.  A step costs n
     gradients, and n^2 distances.
@@ -55,8 +55,9 @@ class SVGD(Optimizing):
 
         Args:
             positions: particles, `[n, D]`.
-            gradients: gradient of the log joint over N at each particle, `[n, D]`.
-            values: hyperparameters of the step by name, the temperature T over N.
+            gradients: gradient, at each particle, of the log joint divided by N, the number of rows
+                of the data, `[n, D]`.
+            values: hyperparameters of the step by name, the temperature T divided by N.
         """
         centered = positions - positions.mean(0)  # distances are differences of squares
         kernel, bandwidth = rbf(centered)

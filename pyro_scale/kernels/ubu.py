@@ -21,9 +21,9 @@ class UBU(Underdamped):
         B  p = p + lr g(theta),                          g = gradient of log joint / N
         U  once more
 
-    (Sanz-Serna and Zygalakis 2021), with T the temperature over N, so that `temperature=1`
-    samples the posterior.  Free motion over t is Gaussian: with c = exp(-friction t) and zeta
-    two standard normals,
+    (Sanz-Serna and Zygalakis 2021), with N the number of rows of the data, T the temperature
+    divided by N, so that `temperature=1` samples the posterior. Free motion over t is Gaussian:
+    with c = exp(-friction t) and zeta two standard normals,
 
         p'     = c p + s zeta_1,                            s^2 = m T (1 - c^2)
         theta' = theta + (1 - c) p / (friction m) + a zeta_1 + b zeta_2
@@ -62,8 +62,8 @@ def move_freely(state: PhaseState, values: Values, noise: Tensor) -> PhaseState:
 
     Args:
         state: position and momentum before.
-        values: hyperparameters of the step by name: `lr`, `friction`, `mass`, `temperature` (over
-            N).
+        values: hyperparameters of the step by name: `lr`, `friction`, `mass`, `temperature`
+            (divided by N, the number of rows of the data).
         noise: standard normal numbers, `[2, D]`.
     """
     lr, friction = values["lr"], values["friction"]

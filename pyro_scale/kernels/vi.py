@@ -33,17 +33,17 @@ class VIState(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class VI(Optimizing):
     """Base of Gaussian variational inference: ascends the evidence lower bound of q = N(mu, S) (the
-    paper's equation 8), over N:
+    paper's equation 8), divided by N, the number of rows of the data:
 
         E_q[log joint] / N + T H[q],        theta = mu + S^1/2 eps,    eps standard normal
 
-    with T the temperature over N and H the entropy, by gradients through theta (Rezende et al.
-    2014).  The entropy's gradient is exact.  "Sticking the landing" (Roeder et al. 2017) replaces
+    with T the temperature divided by N and H the entropy, by gradients through theta (Rezende et
+    al. 2014). The entropy's gradient is exact. "Sticking the landing" (Roeder et al. 2017) replaces
     it by -T d log q(theta) / d theta, through theta, which has the same mean, and no variance if q
     is the posterior.
 
     Args:
-        optimizer: optimizer that minimizes the negative bound over N.
+        optimizer: optimizer that minimizes the negative bound divided by N.
         temperature: 1 approximates the posterior; below 1, q is narrower.
         num_particles: number of draws of q per step.
         sticking_the_landing: whether to use that estimator of the entropy's gradient.
@@ -106,7 +106,7 @@ class VI(Optimizing):
         raise NotImplementedError
 
     def displace(self, spread: Tensor, eps: Tensor) -> Tensor:
-        """theta - mu, the distance of a draw of q from its mean, `[D]`.
+        """theta - mu, the difference between a draw theta of the Gaussian q and its mean, `[D]`.
 
         Args:
             spread: log sds, or the factor with log diagonal (see `VIState`).
@@ -115,7 +115,8 @@ class VI(Optimizing):
         raise NotImplementedError
 
     def score(self, spread: Tensor, eps: Tensor) -> Tensor:
-        """-d log q / d theta at the draw that `eps` gives, `[D]`.
+        """-d log q / d theta, minus the gradient of the Gaussian's log density at the draw theta
+        that `eps` gives, `[D]`.
 
         Args:
             spread: log sds, or the factor with log diagonal (see `VIState`).
@@ -124,8 +125,8 @@ class VI(Optimizing):
         raise NotImplementedError
 
     def pull_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
-        """The gradient of the bound with respect to the spread, of the spread's shape, by the chain
-        rule.
+        """A gradient with respect to the spread, of the spread's shape, from the gradient with
+        respect to a draw theta, by the chain rule.
 
         Args:
             spread: log sds, or the factor with log diagonal (see `VIState`).
@@ -135,7 +136,8 @@ class VI(Optimizing):
         raise NotImplementedError
 
     def from_log_sds(self, values: Tensor, spread: Tensor) -> Tensor:
-        """The gradient of the bound with respect to the spread, of the spread's shape.
+        """A gradient with respect to the spread (see `VIState`), of the spread's shape, from a
+        gradient with respect to the log sds. For the entropy's part of the bound.
 
         Args:
             values: gradient with respect to the log sds (see `log_sds`), `[D]`.
@@ -150,11 +152,11 @@ class VI(Optimizing):
 
 
 def entropies(temperature: Tensor, log_sds: Tensor) -> Tensor:
-    """The terms of T H[q], in nats, whose sum over elements is the temperature times q's entropy,
-    `[D]`; 0 for elements at temperature 0.
+    """The terms of T H[q] for each element, in nats, `[D]`, whose sum is the temperature T times
+    the entropy of the Gaussian q; 0 for elements at temperature 0.
 
     Args:
-        temperature: T over N, 0-d or `[D]`.
+        temperature: T, the temperature divided by N, the number of rows of the data, 0-d or `[D]`.
         log_sds: logs of the diagonal of a factor of q's covariance, `[D]`.
     """
     entropy = torch.where(temperature > 0, log_sds, 0) + (1 + math.log(2 * math.pi)) / 2

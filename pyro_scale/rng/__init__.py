@@ -1,1 +1,3 @@
-"""Random numbers that are a function of the seed, the chain, their purpose and their place."""
+"""Random numbers that are a function of the seed, the chain's number, their purpose and their index
+in a stream, so that any of them can be drawn without those before it.
+"""

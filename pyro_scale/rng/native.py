@@ -1,4 +1,5 @@
-"""The random numbers of `philox.py` in C++, bit for bit, for many counters at once.
+"""The random numbers of `philox.py`, computed in C++ for many counters at once, and equal to those
+of `philox.py` bit for bit.
 
 Loops over `WIDTH` counters have no branches, so compilers turn them into SIMD instructions.  Only
 Philox itself is written with vector types.
@@ -347,32 +348,36 @@ class Native:
 
     def normals(self, streams: Streams, first: int, out: Tensor) -> None:
         """Fills `out`, contiguous `[chains, n]` in main memory, float32 or float64, with the
-        standard normal numbers at places first, first + 1, ... of each chain's stream."""
+        standard normal numbers that have the indices first, first + 1, ... in each chain's stream.
+        """
         self._normals[out.dtype](_as_structure(streams), first, out.shape[1], out.data_ptr())
 
     def integers(self, streams: Streams, first: int, bound: int, out: Tensor) -> None:
-        """Fills `out`, contiguous int64 `[chains, n]` in main memory, with integers from 0 to bound
-        - 1, at places first, first + 1, ... of each chain's stream."""
+        """Fills `out`, contiguous int64 `[chains, n]` in main memory, with the random integers from
+        0 to bound - 1 that have the indices first, first + 1, ... in each chain's stream.
+        """
         self._integers(_as_structure(streams), first, out.shape[1], bound, out.data_ptr())
 
     def permutations(self, streams: Streams, index: int, out: Tensor) -> None:
-        """Fills `out`, contiguous int32 `[chains, size]` in main memory, with permutation number
-        `index` of 0, ..., size - 1, one from each chain's stream."""
+        """Fills `out`, contiguous int32 `[chains, size]` in main memory, with a random permutation
+        of 0, ..., size - 1 for each chain: the one with number `index` in the chain's stream.
+        """
         self._permutations(_as_structure(streams), index, out.shape[1], out.data_ptr())
 
     def epochs(
         self, streams: Streams, first: int, mirrored: int, held: int, orders: Tensor, out: Tensor
     ) -> int:
         """Fills `out`, contiguous int64 `[chains, n]` in main memory, with indices of rows of data,
-        for epochs that visit all rows in random order. Arguments and result are those of
-        `philox.epochs`."""
+        for epochs that visit all rows in random order. Returns the number of the epoch whose
+        permutations `orders` contains afterwards. The arguments are those of `philox.epochs`.
+        """
         counts = out.shape[1], orders.shape[1], mirrored, held
         pointers = orders.data_ptr(), out.data_ptr()
         return int(self._epochs(_as_structure(streams), first, *counts, *pointers))
 
 
 def source() -> str:
-    """The C++ source of the library, as text."""
+    """The C++ source of the library that draws random numbers, as text."""
     return _SOURCE % {
         "rounds": philox.ROUNDS,
         "multiplier0": philox.MULTIPLIERS[0],
@@ -391,8 +396,9 @@ def source() -> str:
 
 
 def native() -> Native | None:
-    """The functions of `philox` in C++, built once per machine; None without a compiler, or if they
-    give other numbers than torch."""
+    """The C++ library that draws random numbers on the CPU, built once per machine; None without a
+    C++ compiler, or if the library gives other numbers than the functions in torch.
+    """
     with exclusive:
         return _native()
 
@@ -410,8 +416,9 @@ def _native() -> Native | None:
 
 
 def _agrees(built: Native) -> bool:
-    """Whether the library gives the same bits as torch for a sample of numbers: compilers may
-    deviate from IEEE arithmetic."""
+    """True if the C++ library gives the same bits as torch for a sample of numbers. It may not:
+    compilers may deviate from IEEE arithmetic.
+    """
     streams = Streams.from_seed([2**62 + 12345, 2**41 + 3], [7, 11], 1)
     for dtype in philox.PER_COUNTER:
         ours, theirs = torch.empty(2, 999, dtype=dtype), torch.empty(2, 999, dtype=dtype)

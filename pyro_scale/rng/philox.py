@@ -36,11 +36,11 @@ _MASK = 0xFFFFFFFF
 
 
 class Streams(NamedTuple):
-    """Streams of random numbers, one for each chain; a number follows from the stream and its place
-    in the stream.
+    """Streams of random numbers, one for each chain; a number is a function of the stream and of
+    its index in the stream.
 
     Attributes:
-        seeds: the keys, int64 `[chains]` in main memory.
+        seeds: the seed of each chain, which is Philox's key, int64 `[chains]` in main memory.
         chains: numbers of the chains, int64 `[chains]` in main memory, below 2^32.
         purpose: what the numbers are for, one of `seeds.Purpose`.
     """
@@ -77,8 +77,9 @@ def philox(key: int | Tensor, counters: list[Tensor]) -> list[Tensor]:
 def words(
     streams: Streams, first: int, count: int, device: torch.device | None = None
 ) -> list[Tensor]:
-    """The four random 32-bit words at places first, ..., first + count - 1 of each stream, int64
-    `[chains, count]` each."""
+    """The four random 32-bit words at indices first, ..., first + count - 1 of each stream: a list
+    of four int64 tensors `[chains, count]`.
+    """
     places = torch.arange(first, first + count, device=device).expand(len(streams.chains), -1)
     like = torch.zeros_like(places)
     chains = like + streams.chains.to(places.device)[:, None]
@@ -93,7 +94,7 @@ def normals(streams: Streams, first: int, out: Tensor) -> None:
 
     Args:
         streams: a stream for each chain.
-        first: place in the stream of the first number.
+        first: index in the stream of the first number.
         out: tensor to write over.
     """
     per, count = PER_COUNTER[out.dtype], out.shape[1]
@@ -115,7 +116,7 @@ def integers(streams: Streams, first: int, bound: int, out: Tensor) -> None:
 
     Args:
         streams: a stream for each chain.
-        first: place in the stream of the first integer.
+        first: index in the stream of the first integer.
         bound: number above the largest integer, at most 2^32.
         out: tensor to write over.
     """
@@ -128,10 +129,11 @@ def integers(streams: Streams, first: int, bound: int, out: Tensor) -> None:
 
 
 def permutations(streams: Streams, index: int, out: Tensor) -> None:
-    """Fills `out`, int32 `[chains, size]`, with permutation number `index` of 0, ..., size - 1, one
-    from each stream.
+    """Fills `out`, int32 `[chains, size]`, with a random permutation of 0, ..., size - 1 for each
+    chain: the one with number `index` in the chain's stream.
 
-    Uses the Fisher-Yates shuffle: each place is swapped with a random one at or after it.
+    Uses the Fisher-Yates shuffle: each entry is swapped with a random one at the same index or
+    after it.
     """
     size = out.shape[1]
     per = -(-size // 2)
@@ -157,9 +159,9 @@ def epochs(
 
     Args:
         streams: a stream for each chain.
-        first: place in the sequence of the first index.
-        mirrored: 0; or a batch size: an epoch then consists of its permutation's whole batches
-            alone, forwards and then backwards.
+        first: number, in the endless sequence, of the first row index to write.
+        mirrored: 0 for plain epochs; otherwise the number of rows of a minibatch: an epoch then
+            consists of its permutation's complete minibatches, first forwards and then backwards.
         held: number of the epoch whose permutations `orders` contains; -1 for none.
         orders: memory for the permutations of one epoch, int32 `[chains, rows]` in main memory; is
             written over.
@@ -191,13 +193,16 @@ def _high(product: Tensor) -> Tensor:
 
 
 def _below(bound: int | Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """An integer in 0, ..., bound - 1 from 64 random bits: floor(bound (2^32 high + low) /
-    2^64)."""
+    """Random integers from 0 to bound - 1, from 64 random bits each, given as two tensors of 32-bit
+    numbers: floor(bound (2^32 high + low) / 2^64).
+    """
     return _high(high * bound + _high(low * bound))
 
 
 def _pair32(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Two standard normals in float32, from 32 random bits for the radius and 32 for the angle."""
+    """Two tensors of independent standard normal numbers in float32, from 32 random bits for the
+    radius and 32 for the angle of each pair.
+    """
     uniform = (u.to(torch.float32) + 0.5) * 2.0**-32
     centered = (v & 0x3FFFFFFF) - 0x20000000
     angle = (centered.to(torch.float32) + 0.5) * _rounded(2.0**-31 * math.pi, torch.float32)
@@ -205,8 +210,9 @@ def _pair32(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pair64(u: Tensor, v_high: Tensor, v_low: Tensor) -> tuple[Tensor, Tensor]:
-    """Two standard normals in float64, from 52 random bits for the radius and 54 of 64 for the
-    angle."""
+    """Two tensors of independent standard normal numbers in float64, from 52 random bits for the
+    radius and 54 (of the 64 passed) for the angle of each pair.
+    """
     uniform = (u.to(torch.float64) + 0.5) * 2.0**-52
     centered = (((v_high & 0x3FFFFFFF) << 22) | (v_low >> 10)) - (1 << 51)
     angle = (centered.to(torch.float64) + 0.5) * (2.0**-53 * math.pi)
@@ -218,8 +224,9 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 
 
 def _box_muller(uniform: Tensor, quadrant: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
-    """Two standard normals, from a uniform in (0, 1] for the radius, and a quadrant (0 to 3) and an
-    angle in (-pi/4, pi/4) of that quadrant."""
+    """Two tensors of independent standard normal numbers, from a uniform number in (0, 1] for the
+    radius, and a quadrant (0 to 3) and an angle in (-pi/4, pi/4) relative to that quadrant.
+    """
     radius = _sqrt(-2.0 * _log(uniform))
     radius = torch.where((quadrant & 2) > 0, -radius, radius)
     sine, cosine = _sine_and_cosine(angle)

@@ -1,6 +1,7 @@
 """Seeds, the purposes of random numbers, and generators for what is drawn once.
 
-The noise of steps and the rows of batches are drawn by `streams`, not by these generators.
+The standard normal numbers of steps and the rows of minibatches are drawn by the module `streams`,
+not by these generators.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def derived_seed(seed: int, chain: int, purpose: Purpose, block: int = 0) -> int
         seed: the run's seed.
         chain: number of the chain.
         purpose: what the random numbers are for.
-        block: number of a part of what is drawn for this purpose.
+        block: number of a part of the random numbers of this purpose, if they are drawn in parts.
     """
     key = struct.pack("<4Q", seed, chain, purpose, block)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
@@ -77,7 +78,7 @@ def generator(
         seed: the run's seed.
         chain: number of the chain.
         purpose: what the random numbers are for.
-        block: number of a part of what is drawn for this purpose.
+        block: number of a part of the random numbers of this purpose, if they are drawn in parts.
         device: device of the generator; None for the CPU.
     """
     source = torch.Generator(device or torch.device("cpu"))

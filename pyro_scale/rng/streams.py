@@ -1,9 +1,9 @@
-"""Streams of random numbers: each number is a function of seed, chain, purpose and place in the
-stream.
+"""Streams of random numbers: each number is a function of the seed, the chain's number, the purpose
+and the number's index in the stream.
 
 The random numbers of a step can be drawn without those of earlier steps, and do not depend on other
-chains.  So runs with more chains, resumed runs and runs on several machines have the same noise and
-batches.
+chains. So runs with more chains, resumed runs and runs on several machines have the same random
+numbers and minibatches.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pyro_scale.rng.seeds import Purpose
 
 
 def fill_normals(streams: Streams, first: int, out: Tensor) -> None:
-    """Fills `out`, `[chains, n]`, with standard normal numbers at places first, first + 1, ... of
-    each chain's stream.
+    """Fills `out`, `[chains, n]`, with the standard normal numbers that have the indices first,
+    first + 1, ... in each chain's stream.
 
     The numbers are the same bits on every machine and device.  Dtypes other than float64 are drawn
     in float32 and rounded.
 
     Args:
         streams: a stream for each chain.
-        first: place in the stream of the first number.
+        first: index in the stream of the first number.
         out: tensor to write over.
     """
     if out.dtype in philox.PER_COUNTER:
@@ -41,14 +41,16 @@ def fill_normals(streams: Streams, first: int, out: Tensor) -> None:
 
 
 def fill_integers(streams: Streams, first: int, bound: int, out: Tensor) -> None:
-    """Fills `out`, int64 `[chains, n]`, with integers from 0 to bound - 1, equally likely, at
-    places first, first + 1, ... of each chain's stream."""
+    """Fills `out`, int64 `[chains, n]`, with integers from 0 to bound - 1, equally likely: those
+    with the indices first, first + 1, ... in each chain's stream.
+    """
     _source(out).integers(streams, first, bound, out)
 
 
 def fill_permutations(streams: Streams, index: int, out: Tensor) -> None:
     """Fills `out`, int32 `[chains, size]`, with permutation number `index` of 0, ..., size - 1, one
-    from each chain's stream."""
+    from each chain's stream.
+    """
     if out.device.type == "cpu":
         _source(out).permutations(streams, index, out)
         return
@@ -65,9 +67,9 @@ def fill_epochs(
 
     Args:
         streams: a stream for each chain.
-        first: place in the sequence of the first index.
-        mirrored: 0; or a batch size: an epoch then consists of its permutation's whole batches
-            alone, forwards and then backwards.
+        first: number, in the endless sequence, of the first row index to write.
+        mirrored: 0 for plain epochs; otherwise the number of rows of a minibatch: an epoch then
+            consists of its permutation's complete minibatches, first forwards and then backwards.
         held: number of the epoch whose permutations `orders` contains; -1 for none.
         orders: memory for the permutations of one epoch, int32 `[chains, rows]` in main memory; is
             written over.
@@ -100,7 +102,7 @@ class NoiseStream:
         shape: shape of what one step of one chain uses, `[normals, D]`.
         dtype: dtype of the numbers.
         device: device of the numbers.
-        purpose: what the numbers are for; other purposes give other numbers.
+        purpose: use of the numbers; streams of different purposes are independent.
     """
 
     def __init__(
@@ -175,17 +177,18 @@ class RefinedNoise(NoiseStream):
 
 
 class ShardNoise:
-    """Standard normal numbers for the elements of one chain that are on this process: equal to the
-    numbers of these elements in a `NoiseStream` of the whole chain, however elements are
-    distributed.
+    """Standard normal numbers for the elements of one chain that this process has, where processes
+    share out the elements. They are the numbers of these elements in a `NoiseStream` of the whole
+    chain, however elements are distributed.
 
     Args:
         seed: the run's seed.
         shape: shape of what one step of the whole chain uses, `[normals, D]`.
-        places: (first element, number of elements) of each range of elements on this process.
+        places: (index of the first element in the vector [D], number of elements) of each range of
+            elements that this process has.
         dtype: dtype of the numbers.
         device: device of the numbers.
-        purpose: what the numbers are for; other purposes give other numbers.
+        purpose: use of the numbers; streams of different purposes are independent.
         chain: number of the chain.
     """
 

@@ -1,1 +1,3 @@
-"""A run: its problem (model, data, starts), its plan, the execution of its steps, checkpoints."""
+"""A sampler's run: its problem (model, data, starts), the plan of its steps, their execution, and
+its checkpoints.
+"""

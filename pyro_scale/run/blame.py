@@ -31,8 +31,9 @@ class Broken(NamedTuple):
 
     Attributes:
         site: name of the site whose log density is not finite.
-        finding: a phrase for messages that says what the log density is, and where.
-        is_far: whether the chain is so far from the starts that a too large step size may be the
+        finding: what the site's log density is, for error messages: "NaN", "infinite", or the text
+            of the error that the model raised.
+        is_far: True if the chain is so far from its start that a too large step size may be the
             cause.
     """
 
@@ -46,9 +47,10 @@ class Watched:
     evaluated.
 
     Attributes:
-        position: position [D] of the last evaluation, or of the first whose gradient is not finite.
-        gradient: gradient [D] of the log joint over N at that position; NaN if the evaluation
-            raised an error.
+        position: unconstrained parameters [D] at the last evaluation; once a gradient is not
+            finite, those of the first such evaluation.
+        gradient: gradient [D], at `position`, of the log joint divided by N, the number of rows of
+            the data; NaN if the evaluation raised an error.
     """
 
     def __init__(self, target: Target, position: Tensor):
@@ -61,8 +63,12 @@ class Watched:
         return self._target.num_data
 
     def grad(self, position: Tensor) -> tuple[Tensor, Any]:
-        """(Gradient `[D]` of the log joint over N at a position [D]; the model's evaluation), both
-        of the wrapped log posterior. Position and gradient are recorded."""
+        """The gradient of the wrapped log posterior. Position and gradient are recorded.
+
+        Returns:
+            (Gradient [D], at a position [D], of the log joint divided by N, the number of rows of
+            the data; the model's evaluation with the log joint in nats).
+        """
         is_sound = bool(torch.isfinite(self.gradient).all())
         if is_sound:
             self.position, self.gradient = position, torch.full_like(position, torch.nan)
@@ -81,8 +87,9 @@ def broken_sites(
     """A dict from the number of a chain that stopped to the site whose log density made the chain
     non-finite, for error messages.
 
-    Chains are left out that are too far out, or whose last step was not recorded. The dict is empty
-    if the run used features of a frozen base, as the recorded rows are these features.
+    Chains are left out whose last step was not recorded, or for which no single site is found. The
+    dict is empty if the run used features of a frozen base, as the recorded rows are these
+    features.
 
     Args:
         problem: model, data and starts of the run.

@@ -1,4 +1,6 @@
-"""The budget of a run: gradients of rows, and seconds."""
+"""The budget of a run: how many gradients of single rows of data it may compute, and how many
+seconds it may take.
+"""
 
 from __future__ import annotations
 
@@ -59,17 +61,21 @@ class Budget:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time of the run is over, by this process's clock."""
+        """True if the seconds that the run may take are over, by this process's clock. The rows
+        that are left are not considered.
+        """
         return time.monotonic() > self.deadline
 
     def is_over_for(self, problem: Problem) -> bool:
-        """Whether the time of the run is over, by rank 0's clock. All processes of the problem must
-        call this together, and get the same answer."""
+        """True if the seconds that the run may take are over, by rank 0's clock. All processes of
+        the problem must call this together, and get the same answer.
+        """
         return self.max_seconds is not None and problem.broadcast(self.is_over, "the clock")
 
     def check(self, passes: float) -> None:
-        """Raises when the time is over, by this process's clock: ends a search for a mode. Searches
-        of several processes differ in length, so clocks are not compared.
+        """Raises if the seconds that the run may take are over, by this process's clock; called in
+        the search for a mode, to end it. Searches of several processes differ in length, so clocks
+        are not compared.
 
         Args:
             passes: number of passes through the data that the search has taken, for the message.
@@ -85,18 +91,21 @@ class Budget:
             )
 
     def after(self, passes: float, num_data: int) -> Budget:
-        """A budget with `passes` more passes through `num_data` rows spent."""
+        """A copy of the budget in which `passes` more passes through `num_data` rows of data are
+        spent.
+        """
         return dataclasses.replace(self, spent=self.spent + math.ceil(passes * num_data))
 
     def steps(self, problem: Problem) -> int:
-        """The number of steps that each chain of the problem may still take, by the rows that are
-        left; the time is not considered."""
+        """The number of steps that each chain of the problem may still take, from the number of row
+        gradients that are left; the time is not considered.
+        """
         left = self.most_rows(problem) - self.spent
         return max(0, left) // (rows_a_step(problem) * len(problem.positions))
 
     @property
     def of_tuning(self) -> Budget:
-        """The budget of the choices before a run.
+        """The budget for tuning (choosing step size, warm-up, thinning, ...) before a run.
 
         If the user has set no number of rows, this is the budget of a run of 1,000 draws, so that a
         run that is extended to more draws makes the same choices.

@@ -1,5 +1,6 @@
-"""Combines the draws of several processes' chains; checks that all processes work on the same
-run."""
+"""Combines the draws of chains that several processes moved, and checks that all processes were
+called with the same model, data and arguments.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +70,9 @@ def join_parts(trajectories: Sequence[Trajectory], parts: Sequence[Part]) -> Tra
 
 
 def _batches_after(trajectory: Trajectory, chains: range) -> Batches:
-    """The minibatches of these chains, positioned at the step where the run ended, for measurements
-    after the run."""
+    """The minibatches of the chains with these numbers, set to continue at the step where the run
+    ended, for measurements after the run.
+    """
     plan, problem, batches, draws = trajectory
     sampling, share = plan.sampling, plan.share_batches
     after = problem.batches(len(problem.positions), sampling, share, chains)
@@ -82,8 +84,9 @@ def _batches_after(trajectory: Trajectory, chains: range) -> Batches:
 
 def align(trajectory: Trajectory) -> Trajectory:
     """The trajectory with its number of steps reduced to the last step that all ranks have reached.
-    If an error ended the run on one rank, all ranks have that error in their draws. A rank whose
-    chains have all stopped does not limit the others."""
+    If an error ended the run on one rank, the draws of all ranks have that error as their attribute
+    `error`. A rank whose chains have all stopped does not limit the others.
+    """
     draws, workers = trajectory.draws, trajectory.problem.workers
     if workers.is_alone:
         return trajectory
@@ -164,8 +167,8 @@ def warn_of_reading(problem: Problem) -> None:
 
 
 def join(parts: Sequence[tuple[Sequence[int], Draws]], chains: Sequence[int]) -> Draws:
-    """The draws of several groups of chains, joined as those of one run: cut to the smallest number
-    of draws of a group.
+    """The draws of several groups of chains, joined as the draws of one run. If groups have
+    different numbers of draws, each is cut to the smallest.
 
     Args:
         parts: (numbers of the chains, their draws) of each group.

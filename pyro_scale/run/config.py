@@ -1,4 +1,6 @@
-"""The arguments of a sampler's run, checked."""
+"""The arguments of `Sampler.run` after they were checked, and checks that a run's length and memory
+are possible.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,9 @@ class RunConfig:
 
     @property
     def steps(self) -> Steps | None:
-        """The number of steps and the steps after which draws are kept; None if tuning is to choose
-        warm-up or thinning."""
+        """The schedule of the run: its number of steps, and the steps after which draws are kept.
+        None if tuning is still to choose warm-up or thinning.
+        """
         if self.warmup_steps is None or self.thinning is None:
             return None
         return Steps(self.num_samples, self.warmup_steps, self.thinning, self.keeps)
@@ -86,8 +89,8 @@ _MOST_STEPS, _SECONDS_A_STEP = 10**12, 1e-6
 
 
 def check_length(num_draws: int, num_chains: int, steps: int) -> None:
-    """Raises if a run cannot end within weeks even at the speed of the smallest models, or if its
-    log joints do not fit into memory.
+    """Raises if a run cannot end within weeks even at the speed of the smallest models, or if the
+    log joints of its draws, one number each, do not fit into memory.
 
     Args:
         num_draws: number of draws of each chain.
@@ -144,7 +147,8 @@ def check_equal_weights(lr: Hyper, kept: Tensor) -> None:
 
     Args:
         lr: the step size as the user passed it; a `Cyclical` is accepted.
-        kept: step sizes at the steps after which a draw is kept, `[draws, ...]`.
+        kept: step sizes at the steps after which a draw is kept, `[draws, ...]`, which are compared
+            with each other.
 
     Raises:
         ArgumentError: the step size changes.

@@ -1,4 +1,6 @@
-"""Executes a plan, and again if a chain diverges or draws are too dependent."""
+"""Executes the plan of a run: repeats it with half the step size if a chain diverges, and extends
+it if draws are too dependent.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def execute(
     Args:
         plan: all decisions about the run.
         name: name of the sampler, for the progress bar.
-        may_halve: whether tuning chose the step size.
+        may_halve: True if tuning chose the step size, which may then be halved; False if the user
+            set it.
         budget: rows and seconds that the run may take.
         journal: the run's checkpoints: where they are written, and where the run resumes.
         facts: settings that must be the same when the run is resumed, by name, for its checkpoints.
@@ -97,8 +100,9 @@ def execute(
 
 
 def _extend_while_dependent(trajectory: Trajectory, title: str, budget: Budget) -> Trajectory:
-    """The trajectory, run on with doubled thinning until draws are independent enough, or the
-    budget is spent, or an error ended the run."""
+    """The trajectory of a longer run: the thinning is doubled, and the run continued, until draws
+    are independent enough (see `is_enough`), or the budget is spent, or an error ended the run.
+    """
     problem = trajectory.problem
     most_steps = budget.steps(problem)
     for _ in range(1, _MOST_CHECKS):

@@ -1,7 +1,7 @@
-"""Extends a finished trajectory to twice the thinning.
+"""Extends a finished run to twice its thinning (steps from one draw to the next).
 
-Every second draw stays, and as many new ones are added: the same draws as of a run that was planned
-with twice the thinning.
+Every second draw stays, and as many new ones are added, so the number of draws is unchanged: the
+same draws as of a run that was planned with twice the thinning.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _MOST_ELEMENTS = 1000
 
 
 def is_enough(trajectory: Trajectory) -> bool:
-    """Whether a run need not be extended: draws are independent enough and chains agree, in means
-    and in squared deviations. True as well with fewer than 4 draws, or if no chain reached the end.
+    """True if a run need not be extended, because draws are independent enough and chains agree,
+    both for the draws and for their squared deviations from the mean. Also True with fewer than 4
+    draws, or if no chain reached the end.
 
     "Enough" means at least 0.5 effective draws per draw, and R-hat of at most 1.01.
     """
@@ -44,8 +45,8 @@ def is_enough(trajectory: Trajectory) -> bool:
 
 
 def _are_enough(of_processes: list[Tensor]) -> bool:
-    """Whether draws are independent enough (at least 0.5 effective draws per draw) and chains agree
-    (R-hat of at most 1.01), in every element.
+    """True if, in every element, draws are independent enough (at least 0.5 effective draws per
+    draw) and chains agree (R-hat of at most 1.01).
 
     Args:
         of_processes: draws `[chains, draws, elements]` of each process, which are joined along
@@ -59,8 +60,10 @@ def _are_enough(of_processes: list[Tensor]) -> bool:
 
 
 def cut_short(trajectory: Trajectory) -> Trajectory:
-    """The trajectory without the places for draws that were never made, if the run ended early;
-    unchanged otherwise, or if draws went into a sink."""
+    """The trajectory with its draws cut to those that were made, if the run ended early: the
+    tensors of draws have room for all that were planned. Unchanged if the run reached its end, or
+    if draws went into a sink.
+    """
     draws = trajectory.draws
     kept = trajectory.plan.steps.kept_before(draws.num_steps)
     if draws.num_steps >= trajectory.plan.steps.total or not draws.positions.shape[2]:
@@ -71,8 +74,8 @@ def cut_short(trajectory: Trajectory) -> Trajectory:
 def extended(
     trajectory: Trajectory, title: str, stop: Callable[[Draws], bool] | None = None
 ) -> Trajectory:
-    """The trajectory run on to twice the thinning and twice the steps after warm-up, with the same
-    number of draws.
+    """A trajectory that continues a finished one to twice the thinning and twice the steps after
+    warm-up, with the same number of draws.
 
     Args:
         trajectory: a finished run.

@@ -1,4 +1,6 @@
-"""Runs the frozen base of a network once for every row, instead of at every step."""
+"""Runs the frozen base of a network (its first layers, whose weights are not sampled) once for
+every row of data, instead of at every step.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def with_frozen_features(problem: Problem) -> Problem:
     """The problem with an engine that reads features of the rows, instead of the rows, where
     features are outputs of the network's frozen base. Steps then run the rest of the network only.
     The problem is unchanged without a frozen base; if the base cannot be separated, only the
-    attribute `base` says so.
+    attribute `base`, a phrase for reports, says so.
 
     Features of all rows are computed once if the data are tensors and the features fit into a
     quarter of memory; otherwise they are computed for each minibatch.
@@ -59,8 +61,8 @@ def with_frozen_features(problem: Problem) -> Problem:
 def _compute_features(
     data: Data, base: FrozenBase, first: tuple[Tensor, ...]
 ) -> tuple[TensorData | FeatureData, str]:
-    """The features as data in place of the rows, and a phrase for reports that says when they are
-    computed.
+    """(Features: the outputs of the frozen base for all rows, as data that replace the rows; a
+    phrase for reports that says when the features are computed: once, or for each minibatch).
 
     Args:
         data: the data of the run.

@@ -39,10 +39,11 @@ def initialize(
     drawn: Params | None = None,
     must_be_usable: bool = True,
 ) -> tuple[Engine, Tensor]:
-    """(The engine that moves the chains; the chains' starts, unconstrained, `[chains, D]`).
+    """Finds a start for every chain. Returns (the engine that takes steps with all chains; the
+    chains' starts, all D unconstrained parameters of each, `[chains, D]`).
 
     Args:
-        log_posterior: the model, after its preflight.
+        log_posterior: the model, after its preflight (the checks of the model before a run).
         kernel: the sampler's kernel, with its hyperparameters.
         first: one minibatch, as the model's arguments.
         inits: one init function for each chain, from `init_of`.
@@ -144,8 +145,10 @@ def check_sites(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> No
 
 
 def _params_of(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Unconstrained values, by site, of the point-estimated parameters among the starts. They are
-    chain 0's, as all chains share these parameters."""
+    """Unconstrained values, by site, of those starts that are of point-estimated parameters
+    (`pyro.param` sites, which are optimized, not sampled). Chain 0's values are taken, as all
+    chains share these parameters.
+    """
     params = {}
     for name, point in log_posterior.points.items():
         if name in starts:
@@ -155,8 +158,8 @@ def _params_of(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> dic
 
 
 def with_all_sites(kernel: Hyperparameters, layout: Layout) -> Hyperparameters:
-    """The kernel with hyperparameters for all sites: a dict by site is completed by the
-    hyperparameter's default for sites that it lacks.
+    """The sampler's kernel, in which every hyperparameter that is a dict by site has an entry for
+    each latent site: missing entries are the hyperparameter's default.
 
     Raises:
         ArgumentError: a site that the model does not have, a missing site without a default, or a
@@ -259,7 +262,7 @@ def first_evaluation(
 
     Returns:
         (An engine that can evaluate the model, (log joint of each chain in nats, `[chains]`; its
-        gradient over N, `[chains, D]`)).
+        gradient divided by N, the number of rows of the data, `[chains, D]`)).
 
     Raises:
         ModelError: the model draws random numbers outside of `pyro.sample`.

@@ -1,4 +1,4 @@
-"""Measurements of a run besides its draws: minibatch noise and temperatures."""
+"""Measurements of a run besides its draws: variances of minibatch gradients, and temperatures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class GradientNoise:
     Attributes:
         inflation: factor by which gradient noise raises the temperature of each latent element,
             `[latents]`; None if there is no theory for the sampler.
-        variance: variance of the minibatch gradient of the log joint over N, `[latents]`.
+        variance: variance of the minibatch gradient of the log joint divided by N, the number of
+            rows of the data, for each latent element, `[latents]`.
         reduction: factor by which control variates reduce that variance, `[latents]`; None without
             control variates.
     """
@@ -30,13 +31,14 @@ class GradientNoise:
 
 @dataclass(frozen=True)
 class Kinetic:
-    """The kinetic temperature of the momenta, relative to the temperature of the run: 1 for small
-    steps without minibatch noise.
+    """The kinetic temperature of the momenta (mean of p^2 / mass), relative to the temperature of
+    the run: 1 for small steps without minibatch noise.
 
     Attributes:
-        measured: kinetic temperature averaged over each site's elements, at several steps of the
-            run, `[chains, moments, latent sites]`.
-        expect: function that computes `expected`, which takes a while for large models.
+        measured: kinetic temperature averaged over each site's elements, at several times of the
+            run ("moments"), `[chains, moments, latent sites]`.
+        expect: function without arguments that returns the attribute `expected`, which takes a
+            while for large models.
     """
 
     measured: Tensor
@@ -50,8 +52,10 @@ class Kinetic:
 
     @classmethod
     def of(cls, measured: Tensor, expected: Tensor) -> Self:
-        """Kinetic temperatures from the measured ones `[chains, moments, latent sites]` and
-        expected ones `[latent sites]` that are computed already."""
+        """A `Kinetic` from measured temperatures `[chains, moments, latent sites]` and from
+        expected temperatures `[latent sites]` that have been computed already, such as those read
+        from a file.
+        """
         return cls(measured, lambda: expected)
 
     def __reduce__(self) -> Any:
@@ -60,14 +64,14 @@ class Kinetic:
 
 @dataclass(frozen=True)
 class VirialTemperature:
-    """The temperature of the draws, estimated by the virial theorem; 1 if draws are of the
-    posterior.
+    """The temperature of the draws, estimated by the virial theorem (from positions times
+    gradients); 1 if draws are of the posterior.
 
     Attributes:
-        parts: terms whose mean over draws is the temperature, for a subset of the draws, `[chains,
-            subset, latent sites, 2]`: the mean over a site's elements, and the term of the site's
-            steepest element.
-        elements: temperature and its standard error for each element, `[2, D]`; None if read from a
+        parts: terms whose mean over draws is a temperature, for some of the draws, `[chains, those
+            draws, latent sites, 2]`. The last dimension has (mean term of the site's elements, term
+            of the site's steepest element).
+        elements: (temperature, its standard error) of each element, `[2, D]`; None if read from a
             file, which has `parts` only.
     """
 

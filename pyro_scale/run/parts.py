@@ -1,9 +1,9 @@
 """The checkpoints of a run on any number of processes.
 
-A part is a group of chains with checkpoints of its own; chains are independent.  A run of one
-process has one part, of all chains, in its directory.  Of several processes, each writes its parts
-into subdirectories, `part-<generation>.<process>.<number>`.  A run resumes each chain from its
-furthest state, on any number of processes.
+A "part" is a group of chains whose checkpoints are written together. A run of one process has one
+part, of all chains, in the run's directory. Of several processes, each writes its parts into
+subdirectories, `part-<generation>.<process>.<number>`. As chains do not depend on each other, a run
+resumes each chain from its furthest saved state, on any number of processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     """A group of chains of a run whose checkpoints are written together, into one directory.
 
     Attributes:
-        path: directory of the group's checkpoints; None if none are written.
+        path: directory of the group's checkpoints; None if no checkpoints are written.
         chains: numbers of the chains.
         last: the checkpoint that the group continues from; None at the beginning of a run.
     """
@@ -49,8 +49,9 @@ class Sinks(Protocol):
     memory."""
 
     def begin(self, parts: Sequence[Part]) -> Sequence[Sink]:
-        """A sink for each group of chains, in order, set to where the group continues. All
-        processes have to call this."""
+        """A sink (storage for draws) for each group of chains, in order. Each is set to continue
+        after the draws of the group's checkpoint. All processes have to call this.
+        """
         ...
 
     def end(self, finished: Sequence[Sequence[int]]) -> FileError | None:
@@ -67,8 +68,9 @@ class Sinks(Protocol):
 
 
 def progress(part: Part) -> tuple[int, int]:
-    """How far a saved group of chains is, as a key for sorting: (number of halvings of the step
-    size, number of steps). The larger key is further."""
+    """A group's progress, to sort saved groups of chains by: (number of halvings of the step size,
+    number of steps taken). The larger pair is further.
+    """
     assert part.last is not None
     return int(part.last.facts["halvings"]), part.last.run_state.step
 
@@ -102,13 +104,16 @@ def places_in(path: FilePath) -> list[Path]:
 
 
 def holds_parts(path: FilePath) -> bool:
-    """Whether a run's directory, or a subdirectory for a group of chains, holds checkpoints."""
+    """True if a run's directory, or one of its subdirectories for groups of chains, holds
+    checkpoints.
+    """
     return any(holds_state(place) for place in places_in(path))
 
 
 def generation(path: Path) -> int:
-    """The next number, from 0, for names of subdirectories for groups of chains: larger than any in
-    the directory."""
+    """The number `<generation>` for the names of new subdirectories for groups of chains: one more
+    than the largest in the run's directory; 0 if there is none.
+    """
     return 1 + max((int(_NAME.fullmatch(f.name)[1]) for f in _folders(path)), default=-1)  # type: ignore[index]
 
 
@@ -126,7 +131,7 @@ def parts_of(
         saved: the saved groups in the run's directory.
         path: the run's directory.
         process: number of this process.
-        number: the number from `generation` for names of new directories.
+        number: the `<generation>` in names of new directories, from the function `generation`.
     """
     furthest = dict.fromkeys(chains) | {
         chain: place
@@ -160,11 +165,11 @@ def drop_others(path: Path, used: Sequence[str]) -> None:
 
 
 def _select(last: Checkpoint, places: list[int]) -> Checkpoint:
-    """The part of a checkpoint that belongs to some of its chains.
+    """A checkpoint with some of the chains of another checkpoint.
 
     Args:
         last: the checkpoint of a group of chains.
-        places: indices of the wanted chains in that group.
+        places: indices of the wanted chains among the group's chains.
     """
     state = last.run_state
     failures = tuple(

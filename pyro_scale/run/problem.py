@@ -56,11 +56,12 @@ class Problem:
         seed: the run's seed.
         features: features of the rows, computed by a frozen base, which the engine reads in place
             of `data`; None if it reads `data`.
-        base: a phrase for reports that says how a network's frozen base is run.
-        chooses_batches: whether tuning chooses the batch size.
+        base: a phrase for reports that says how a network's frozen base (layers that are not
+            sampled) is run; "none" without one.
+        chooses_batches: True if tuning chooses the batch size, False if the user has set it.
         workers: the processes among which chains, or rows of minibatches, are shared out.
-        understood: an earlier preflight of the same model and data, which this run reuses; None
-            without one.
+        understood: the preflight (checks of the model before a run) of an earlier run with the same
+            model and data, which this run reuses; None without one.
         shards: this rank's parts of weights, by site, if a network is sharded over ranks; empty
             otherwise.
     """
@@ -94,7 +95,9 @@ class Problem:
 
     @property
     def is_split(self) -> bool:
-        """Whether chains are shared out among processes."""
+        """True if chains are shared out among processes, so that this process moves only some of
+        them.
+        """
         return len(self.chains) < len(self.positions)
 
     def numbers(self, count: int) -> Sequence[int]:
@@ -112,8 +115,9 @@ class Problem:
 
     @property
     def has_all_rows(self) -> bool:
-        """Whether this process was called with all rows of the data, not only with rows of its
-        own."""
+        """True if this process was called with all rows of the data; False if each process was
+        called with other rows.
+        """
         return self.workers.has_all_rows
 
     @property
@@ -135,8 +139,9 @@ class Problem:
         return self.workers.map(function, items, what, self.positions.device)
 
     def agree(self, holds: bool, what: str) -> bool:
-        """Whether a condition holds on all processes. `what` is the condition's name in error
-        messages."""
+        """True if `holds` is True on all processes; all of them must call this. `what` is the
+        condition's name in error messages.
+        """
         return self.workers.agree(holds, what)
 
     def broadcast(self, value: T, what: str) -> T:
@@ -194,7 +199,9 @@ class Problem:
         return self.with_engine(kernel=dataclasses.replace(self.engine.kernel, lr=lr))
 
     def moved_to(self, draws: Draws, chains: list[int]) -> Problem:
-        """A copy of the problem in which these chains start at the last of their draws."""
+        """A copy of the problem in which the chains with these indices start at the last of their
+        draws; the other chains' starts are unchanged.
+        """
         positions = self.positions.clone()
         positions[chains] = draws.positions[chains, -1].to(positions)
         return dataclasses.replace(self, positions=positions)
@@ -229,7 +236,8 @@ def prepare(
     must_be_usable: bool = True,
     earlier: Understood | None = None,
 ) -> Problem:
-    """The problem of a run: runs the model's preflight and finds every chain's start.
+    """The problem of a run: model, data and starts. Runs the preflight (the checks of the model
+    before a run) and finds every chain's start.
 
     Args:
         log_posterior: the model.
@@ -283,8 +291,9 @@ def prepare(
 def _arithmetic(
     log_posterior: LogPosterior, params: Mapping[str, Tensor], arguments: Arguments
 ) -> float:
-    """The number of arithmetic operations, approximately, of one evaluation of the log posterior on
-    a batch. The number of threads is chosen by it."""
+    """The approximate number of arithmetic operations of one evaluation of the log posterior on a
+    batch. The run's number of threads is chosen by this number.
+    """
     with own_generator(), torch.no_grad(), Arithmetic() as counted:
         log_posterior(params, arguments, log_posterior.first_indices())
     return counted.total
@@ -306,7 +315,8 @@ def _warn_of_cut_gradients(
 
 
 def check_all_rows(log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]) -> None:
-    """Raises if rows from all over the data, not only those of the first batch, break a rule.
+    """Raises if rows from all over the data, not only those of the first batch, break the rules of
+    minibatch scaling or have impossible values.
 
     Raises:
         SiteError: an observed value is outside of its support; the message names the row.
@@ -342,8 +352,8 @@ def check_values(log_posterior: LogPosterior, data: Data, params: Mapping[str, T
 def check_other_batches(
     log_posterior: LogPosterior, data: Data, params: Mapping[str, Tensor]
 ) -> None:
-    """Raises if the rules of minibatch scaling do not hold on two batches from all over the data;
-    does nothing if every step has all rows.
+    """Raises if the rules of minibatch scaling do not hold on two further batches, whose rows are
+    from all over the data; does nothing if every step has all rows.
 
     Raises:
         PlateError: a row's term of the log joint, or a constant, depends on the other rows of the
@@ -379,11 +389,12 @@ def check_can_adjust(problem: Problem, name: str) -> None:
 
 
 def check_rows_can_be_shared(problem: Problem) -> None:
-    """Raises if rows of minibatches are shared out among ranks, and ranks cannot take parts of a
-    minibatch of this problem.
+    """Raises if rows of minibatches are to be shared out among ranks, but minibatches of this
+    problem cannot be divided.
 
     Raises:
-        ArgumentError: the model subsamples by itself, or the mesh is of another device.
+        ArgumentError: the model subsamples by itself, or the device mesh is of another device than
+            the model.
     """
     shared, device = problem.workers.rows, problem.positions.device.type
     if shared is not None and shared.device != device:
@@ -400,12 +411,13 @@ def check_rows_can_be_shared(problem: Problem) -> None:
 
 
 def position_of(problem: Problem, values: Mapping[str, Tensor], argument: str) -> Tensor:
-    """The unconstrained position [D] for constrained values that a user passes.
+    """The vector of all D unconstrained parameters that belongs to constrained values of the sites,
+    as a user passes them.
 
     Args:
         problem: model, data and starts of the run.
         values: constrained values of all latent sites, by name. Point-estimated parameters may be
-            left out, and are then where chain 0 starts.
+            left out; they then have the values with which chain 0 starts.
         argument: name of the user's argument that has these values, for messages.
 
     Raises:
@@ -428,8 +440,9 @@ def position_of(problem: Problem, values: Mapping[str, Tensor], argument: str) -
 def as_log_posterior(
     model: Callable[..., Any] | LogPosterior, num_data: int | None
 ) -> LogPosterior:
-    """A new `LogPosterior` of a model, which has seen no batch yet, for N rows; N is not known yet
-    if `num_data` is None."""
+    """A new `LogPosterior` of a model, before any batch, for data of `num_data` rows; None if that
+    number is not known yet.
+    """
     if isinstance(model, LogPosterior):
         return model.renew(num_data)
     return LogPosterior(model, num_data)

@@ -1,4 +1,6 @@
-"""Resumes a run: the directory of its checkpoints, and checks that it is the same run."""
+"""Resumes a run: finds the directory of its checkpoints, and checks that they were written by a run
+with the same settings, model and data.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ class Journal:
 
     @property
     def halvings(self) -> int:
-        """How many times the run that is resumed has halved its step size; 0 for a new run."""
+        """How many times the run that is resumed has halved its step size after a chain diverged; 0
+        for a new run.
+        """
         return 0 if self.last is None else int(self.last.facts["halvings"])
 
     def check_same_run(self, facts: Mapping[str, Any], num_samples: int) -> None:
@@ -154,8 +158,8 @@ class Journal:
     def writer(
         self, part: Part, facts: Mapping[str, Any], halvings: int
     ) -> Iterator[Checkpoints | None]:
-        """A context that locks the directory of a group of chains and gives the writer of the
-        group's checkpoints; None if none are written.
+        """A context that locks the directory of a group of chains and yields the writer of the
+        group's checkpoints; yields None if no checkpoints are written.
 
         Args:
             part: the group of chains.
@@ -182,8 +186,8 @@ class Journal:
 def choose_directory(
     checkpoint: FilePath | None, every: float, resume: FilePath | None
 ) -> tuple[Path | None, bool]:
-    """(The directory for the run's checkpoints or None; whether the run resumes from it). A process
-    that torchrun has restarted resumes from `checkpoint`.
+    """(The directory for the run's checkpoints, None to write none; True if the run resumes from
+    checkpoints in that directory). A process that torchrun has restarted resumes from `checkpoint`.
 
     Args:
         checkpoint: directory for checkpoints, as the user passed it; None to write none.
@@ -247,7 +251,7 @@ def check_same_run(
 
 
 def _was_restarted() -> bool:
-    """Whether torchrun has started this process again, after one has died."""
+    """True if torchrun has started this process again, after a process of the run died."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
@@ -260,7 +264,8 @@ def differences_of_runs(then: Mapping[str, Any], now: Mapping[str, Any]) -> list
     """Lines such as "seed was 0, is 1", one for each setting, data set or model in which two runs
     differ; empty if they are the same run.
 
-    What only a checkpoint has is left out; log densities are compared up to rounding.
+    Settings of `then`, the earlier run, are compared with those of `now`; log densities, up to
+    rounding. Entries that only checkpoints have are left out.
     """
     others = ("halvings", CHAINS, _START)
     lines = differences(
@@ -309,7 +314,8 @@ def identity_of(
 
 def _facts_of_rows(problem: Problem) -> dict[str, Any]:
     """The part of `identity_of` that depends on rows: a digest of the data, the batch size, and log
-    densities of some rows where chain 0 starts."""
+    densities of some rows at the parameters at which chain 0 starts.
+    """
     return {
         "data": fingerprint(problem.data),
         "batch_size": "auto" if problem.chooses_batches else problem.data.batch_size,
@@ -318,8 +324,9 @@ def _facts_of_rows(problem: Problem) -> dict[str, Any]:
 
 
 def _densities_at_start(problem: Problem) -> dict[str, float]:
-    """Log densities, by name, of the first batch where chain 0 starts. Another batch is added if
-    the data are read by index, as all rows have no digest then."""
+    """Log densities of the first batch, by name, at the parameters at which chain 0 starts. Another
+    batch is added if the data are read by index, as all rows have no digest then.
+    """
     log_posterior, data = problem.log_posterior, problem.data
     params = problem.engine.layout.unflatten(problem.positions[0])
     if problem.shards:  # no rank has the density of a whole weight
@@ -357,8 +364,9 @@ def fingerprint(data: Data) -> str:
 
 
 def digest_of(arguments: Arguments) -> str:
-    """Text with a digest of all tensors of rows among the model's arguments. Equal data have equal
-    texts."""
+    """Text with a hash of all tensors of rows of data among the model's arguments. Equal data have
+    equal texts; other data, in practice, never do.
+    """
     digest = hashlib.sha256()
     for leaf in rows.leaves(arguments):
         flat = leaf.detach().cpu().contiguous().reshape(-1)

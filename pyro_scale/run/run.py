@@ -1,4 +1,4 @@
-"""The plan of a run, and its execution on this process's chains and rows."""
+"""The plan of a run, and its execution on the chains and rows that this process computes."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ class Trajectory(NamedTuple):
 
     @property
     def diverged(self) -> bool:
-        """Whether a chain stopped, and the first that did had a minibatch without NaN or infinite
-        numbers, so that the step size may be the cause."""
+        """True if a chain stopped for which the step size may be the cause: the first chain that
+        stopped had a minibatch without NaN or infinite numbers.
+        """
         return bool(self.draws.failures) and not self.draws.failures[0].bad_batch
 
 
@@ -66,7 +67,8 @@ class RunPlan:
         progress: whether a progress bar is shown.
         earlier: cache of the programs that the same object has compiled before.
         choice: what tuning chose and why, numbers and text by name, for reports.
-        extends: whether the run continues at twice the thinning while draws are too dependent.
+        extends: True if the run is to be continued at twice the thinning while draws are too
+            dependent.
         finished: numbers of the chains that reached the end; empty before the run.
     """
 
@@ -100,7 +102,8 @@ class RunPlan:
             steps: the number of steps, and the steps after which a draw is kept.
             compile: whether to compile the step; "auto" compiles it if the run is long enough.
             earlier: cache of the programs that the same object has compiled before.
-            choice: what tuning chose and why, by name, for reports.
+            choice: what tuning chose and why (numbers and text by name), for reports; empty if
+                nothing was tuned.
         """
         columns = problem.engine.kernel.columns(steps.total)
         how = config.sampling, config.share_batches, compile, config.progress
@@ -108,7 +111,7 @@ class RunPlan:
 
     @property
     def kernel(self) -> Kernel:
-        """The sampler's kernel, with the step size with which the run moves."""
+        """The sampler's kernel of this plan, with its step size (halved, if a chain diverged)."""
         return self.problem.engine.kernel
 
     def halved(self, times: int) -> RunPlan:

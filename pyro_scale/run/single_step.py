@@ -1,4 +1,6 @@
-"""Single steps of one chain, on batches that the caller passes."""
+"""Takes single steps with one chain, on minibatches that the caller passes (`begin` and `step` of a
+sampler).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def batch_as_data(
 
     Args:
         model: the user's model.
-        num_data: N, the number of rows of the whole data; None if the model says it.
+        num_data: N, the number of rows of the whole data; None if the model's plate gives it.
         args: the minibatch, as the model's positional arguments.
         kwargs: the model's keyword arguments.
 

@@ -1,4 +1,6 @@
-"""Reuse of a model's preflight by the next run of the same object on the same data."""
+"""Reuses a model's preflight (the checks of the model before a run) in the next run of the same
+object on the same data.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from pyro_scale.model.terms import terms_of
 
 @dataclass(frozen=True)
 class Understood:
-    """A log posterior after its preflight and the checks on other batches, kept for the next run.
+    """A log posterior after its preflight (the checks of the model before a run), kept for the next
+    run.
 
     It can be reused if the data are the very same tensors, which torch has not written to since,
     and if one run of the model, on the first batch and at the latents of the preflight, gives the
@@ -42,8 +45,8 @@ class Understood:
 
     @classmethod
     def from_preflight(cls, log_posterior: LogPosterior, data: Data) -> Self | None:
-        """The preflight to keep for the next run; None if later changes of the data would not be
-        detected, or the model fails.
+        """The preflight in the form in which it is kept for the next run; None if later changes of
+        the data would not be detected, or the model fails.
 
         Args:
             log_posterior: the model, after its preflight and checks.
@@ -113,7 +116,7 @@ def _facts_of_point(point: Point) -> Any:
 
 
 def _are_same(one: Any, other: Any) -> bool:
-    """Whether two nested lists are equal, tensors bit for bit."""
+    """True if two nested lists are equal, and their tensors equal bit for bit."""
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_are_same, one, other))
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):

@@ -1,1 +1,3 @@
-"""The chain of a network that is sharded over processes, each of which has a part of the state."""
+"""The chain of a network whose weights are divided among processes (`fully_shard`): each process
+has a part of every weight, and moves that part.
+"""

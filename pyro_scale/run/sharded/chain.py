@@ -1,9 +1,10 @@
-"""The chain of a sharded network: how it starts, how it steps, and its run.
+"""The chain of a sharded network (whose weights are divided among processes): its start, its steps,
+its run.
 
-A rank's position consists of its parts of the weights and of all other latents, in the model's
-order.  Kernels compute each element by itself, so they move it like any other position.  The sums
-over ranks, of gradients over rows and of log joints over elements, are in the density.  The noise
-of an element is the same as in a chain that one process moves.
+A rank's position is a vector of its parts of the weights and of all other latents, in the model's
+order. Samplers' kernels compute each element independently, so they move such a vector like any
+other. Sums over ranks (of gradients over rows of data, of log joints over elements) are computed by
+the density. The random numbers of an element are the same as in a chain that one process moves.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ _NO_ROWS = "the data have no rows that ranks could share out: pass tensors of ro
 def sharded_network(model: Any, arguments: Arguments) -> ShardedModule | None:
     """The first sharded network that a model calls; None if it calls none, or fails before.
 
-    The model is run with these arguments until it calls a network, which is not evaluated.
+    The model is run with these arguments until it calls a sharded network; that network is not
+    evaluated.
     """
     if not ShardedModule.alive:
         return None
@@ -177,7 +179,7 @@ def check_other_batches(problem: Problem) -> None:
 
 def noise_of(problem: Problem, purpose: Purpose, normals: int) -> ShardNoise:
     """A stream of standard normal numbers for this rank's latents, `[normals, latents]` at each
-    step: the same numbers as one process would draw for these latents.
+    step: the same numbers as a single process would draw for these latents.
 
     Args:
         problem: the chain's problem.
@@ -297,7 +299,8 @@ def run_chain(
 
 
 def part_of(rank_rows: Rows, batch: Arguments) -> Arguments:
-    """A rank's rows of a minibatch that all ranks have; possibly no rows.
+    """The model's arguments with one rank's rows of a minibatch that all ranks have; possibly with
+    no rows.
 
     Raises:
         DataError: the minibatch has no tensors of rows.
@@ -309,8 +312,8 @@ def part_of(rank_rows: Rows, batch: Arguments) -> Arguments:
 
 
 def _largest_batch(workers: Workers, batch: Arguments) -> Arguments:
-    """The largest of the minibatches that ranks pass, on all ranks; of equal ones, that of the
-    first rank.
+    """The largest of the minibatches that the ranks pass, returned on all ranks; among minibatches
+    of the same size, that of the lowest rank.
 
     Raises:
         DataError: a rank's minibatch has no tensors of rows, or no rank has a row.

@@ -66,8 +66,10 @@ class ShardedCheckpoints:
         self._number, self.last = latest
 
     def _open(self, resumes: bool) -> tuple[int, dict[str, Any] | None] | FileError:
-        """(A number that no checkpoint in the directory has yet; the state to continue from, None
-        for a new run). Returns an error instead of raising it, so that all ranks can raise it."""
+        """(A number for the next checkpoint, which no checkpoint in the directory has yet; the
+        contents of the file `facts` of the state to continue from, None for a new run). Returns an
+        error instead of raising it, so that all ranks can raise it.
+        """
         try:
             self.directory.mkdir(exist_ok=True)
             names = list(self._files())
@@ -212,7 +214,8 @@ class ShardedCheckpoints:
 
     def _hash_all(self, names: list[str]) -> None:
         """Computes SHA-256 hashes of all files in the named directories, and stores them on all
-        ranks. Files that were hashed before are skipped; ranks share out the others."""
+        ranks. Files that were hashed before are skipped; each rank hashes some of the others.
+        """
         written = sorted(
             str(file.relative_to(self.directory))
             for name in names
@@ -258,7 +261,8 @@ def _to_named(problem: Problem, tensors: list[Tensor]) -> dict[str, Any]:
     """A dict of tensors for `torch.distributed.checkpoint`, from a list of tensors.
 
     Names are indices in the list. Tensors of positions `[n, D]` are divided by site, with names
-    "index/site". Parts of weights become DTensors, which know their place in the whole weight.
+    "index/site". Parts of weights become DTensors, which know which part of the whole weight they
+    are.
     """
     layout, named = problem.engine.layout, {}
     for place, tensor in enumerate(tensors):
@@ -274,8 +278,9 @@ def _to_named(problem: Problem, tensors: list[Tensor]) -> dict[str, Any]:
 
 
 def _from_named(problem: Problem, named: Mapping[str, Any], place: str) -> Tensor:
-    """The tensor at index `place` of the list that was passed to `_to_named`, put together again
-    from the dict."""
+    """One tensor of the list that was passed to `_to_named`, put together again from the dict.
+    `place` is its index in the list, as text.
+    """
     if place in named:
         whole: Tensor = named[place]
         return whole

@@ -111,7 +111,8 @@ class ShardedDensity:
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over all elements of the chain, on all ranks, from a vector [D] of this rank's
-        elements. Elements that several ranks have count once."""
+        elements. Elements that several ranks have are counted once.
+        """
         return self.rows.sum((values.double() * self.counts.to(values.device)).sum())
 
     def _log_prior(self, sites: Mapping[str, Any], log_prior: Tensor) -> Tensor:
