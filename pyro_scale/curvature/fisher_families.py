@@ -123,7 +123,7 @@ def _negative_binomial_count(r: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 
 def _diagonal(values: Tensor, minus: Tensor) -> Tensor:
-    """diag(values) - minus, `[*batch, n, n]`."""
+    """The matrix diag(values) - minus, `[*batch, n, n]`, for `values` `[*batch, n]`."""
     return torch.diag_embed(values) - minus
 
 
@@ -212,7 +212,8 @@ def _scale_tril(a: Any) -> Tensor:
 
 
 def _square(block: Tensor) -> Tensor:
-    """`[*batch, n, n, n, n]` -> `[*batch, nn, nn]`."""
+    """A tensor `[*batch, n, n, n, n]` of derivatives by pairs of matrix elements, reshaped to a
+    matrix `[*batch, nn, nn]`."""
     return block.flatten(-4, -3).flatten(-2, -1)
 
 

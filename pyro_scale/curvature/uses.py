@@ -24,7 +24,7 @@ _BLOCK_NUMBERS = 2**22
 
 
 class Rows(NamedTuple):
-    """Where the rows of data are in an operation's output.
+    """The dimension of an operation's output that holds the rows of data.
 
     Attributes:
         axis: the dimension of the output that holds the rows, of size B * T for T positions a row.
@@ -179,7 +179,7 @@ class Elementwise:
     Attributes:
         slope: the derivative of the output with respect to the param, element by element; a
             tensor that broadcasts to the output's shape, or a number.
-        rows: where the rows of data are in the output.
+        rows: the dimension of the output that holds the rows of data.
         shape: the param's shape with as many dimensions as the output (ones in front).
         as_used: the param's shape as the operation takes it.
         is_bias: whether the param is a layer's bias, for which `by_row` keeps the T positions
