@@ -1,4 +1,5 @@
-"""Whether an objective still rises, judged from its noisy trace."""
+"""Tells from the noisy trace of an objective (the log joint at each step of training) whether it
+still rises."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ class Groups(Protocol):
 
     @property
     def learns(self) -> bool:
-        """Whether windows update the geometry and the step size."""
+        """Whether geometry and step size are updated after each window of warm-up; False if the
+        user set them."""
 
     @property
     def num_latents(self) -> int:
@@ -73,9 +74,11 @@ class Groups(Protocol):
 
         Args:
             steps: how many steps to take, and which draws to keep.
-            purpose: window or pilot; seeds depend on it.
-            number: number of the window or pilot; seeds depend on it.
-            halved: whether to take twice as many steps of half the size, on the same noise path.
+            purpose: `Purpose.WINDOW` for a window of warm-up, or `Purpose.PILOT` for a short run
+                that measures the step size's error; seeds depend on it.
+            number: number of the window or pilot, from 0; seeds depend on it.
+            halved: whether to take twice as many steps of half the size, driven by the same
+                Brownian path.
 
         Raises:
             Exception: the error that ended the steps early.
@@ -123,7 +126,7 @@ class Lengths:
 
     Attributes:
         windows: number of warm-up windows.
-        pilots: number of pilots.
+        pilots: number of pilots (short runs that measure the step size's error).
         pilot: steps of one pilot.
         thinning: steps from one draw to the next.
     """
@@ -136,7 +139,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Limit:
-    """Limits of windows and pilots.
+    """Limits of a stage of warm-up: its windows, or its pilots (short runs that measure the step
+    size's error).
 
     Attributes:
         steps: most steps of each chain.

@@ -1,5 +1,6 @@
-"""How much minibatches heat chains, and how to prevent it: a shorter step, control variates of
-second order, or larger batches, whichever takes the fewest gradients of rows."""
+"""How much the noise of minibatches raises the temperature of chains ("heats" them), and how to
+prevent it: a shorter step, control variates of second order, or larger batches, whichever takes the
+fewest gradients of rows."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class RowNoise(NamedTuple):
     """Noise of minibatch gradients in whitened coordinates.
 
     Attributes:
-        variance: variance of the minibatch gradient over N, in the direction where it is largest.
+        variance: variance of (minibatch gradient / N), in the direction where it is
+            largest.
         largest: norm of the largest gradient of a single row, in nats, at one sd from the center
             along that gradient.
     """
@@ -40,11 +42,12 @@ class RowNoise(NamedTuple):
 
 
 class Heat(NamedTuple):
-    """Effects of minibatches on chains at a step size.
+    """Effects of minibatch noise on chains at one step size and batch size.
 
     Attributes:
         added: relative rise of the temperature, in the direction where it is largest.
-        kick: the largest kick that a row gives a chain far from the center, in sds of the momentum.
+        kick: the largest change of a chain's momentum, in sds of the momentum, that the gradient of
+            a single row of a batch causes far from the center.
     """
 
     added: float

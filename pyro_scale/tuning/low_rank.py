@@ -121,8 +121,8 @@ def _with_furthest(center: Tensor, scale: Tensor, axes: Tensor, sds: Tensor) -> 
 def steepest_by_products(
     density: FullDataDensity, whitening: Whitening | None, position: Tensor
 ) -> float:
-    """The largest curvature of the negative log density over N at a point, in whitened coordinates
-    if there are any. A lower bound, by the power method on products with the Hessian.
+    """The largest curvature of the negative log density divided by N at a point, in whitened
+    coordinates if there are any. A lower bound, by the power method on products with the Hessian.
 
     Args:
         density: log density of all rows, or of rows that represent them.

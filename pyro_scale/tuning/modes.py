@@ -100,12 +100,13 @@ class Mode(NamedTuple):
 
 @dataclass(frozen=True)
 class Modes:
-    """Results of the searches from all starts.
+    """The modes of a posterior, found by searches from several starts.
 
     Attributes:
         modes: modes, the one with the most evidence first; if there is none, Gaussians that stand
             for the posterior.
-        are_modes: whether `modes` are modes.
+        are_modes: whether `modes` are modes; False if they are Gaussians that stand for the
+            posterior.
         searches: number of searches.
         gap: Kullback-Leibler divergence of the best mode's Gaussian from the posterior, in nats,
             estimated from the Gaussian's draws; NaN if it was not estimated.
@@ -422,7 +423,7 @@ def best_on_the_way(
         places: points on the search paths, `[places, D]`.
         temperature: temperature of the posterior.
         seed: seed of the draws that estimate the bounds.
-        map: function that computes the Gaussians, in this process or shared out.
+        map: function that computes the Gaussians, in this process or shared out among several.
     """
 
     def fit(place: Tensor, limits: SearchLimits) -> tuple[StandIn | None, float]:

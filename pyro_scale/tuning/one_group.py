@@ -157,8 +157,8 @@ class OneGroup:
         return dataclasses.replace(self, problem=problem, density=density)
 
     def _steepest(self, position: Tensor) -> float:
-        """The largest curvature of the negative log density over N at unconstrained params `[D]`,
-        in whitened coordinates; NaN if the Hessian is not finite."""
+        """The largest curvature of the negative log density divided by N at unconstrained params
+        `[D]`, in whitened coordinates; NaN if the Hessian is not finite."""
         density, whitening = self.density, self.problem.engine.whitening
         assert density is not None
         if not isinstance(whitening, DenseWhitening):

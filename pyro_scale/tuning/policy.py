@@ -1,8 +1,8 @@
-"""The thresholds and limits of tuning and calibration, grouped by purpose, with a reason for each.
+"""Thresholds and limits of tuning and calibration, grouped by purpose, with a reason for each.
 
 Modules read the instances below each class.  A test passes a smaller one where a function takes it,
 or replaces the instance in the module that reads it.  The `SINGLE_*` instances are for calibration,
-where a data set has one chain, and thousands of chains share one program.
+where a data set has one chain, and thousands of chains are moved by one compiled step.
 """
 
 from __future__ import annotations

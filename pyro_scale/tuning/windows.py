@@ -1,4 +1,4 @@
-"""Warm-up in windows: after each window, chains get the geometry of its draws.
+"""Warm-up in windows (stretches of steps): after each window, chains get the geometry of its draws.
 
 As in Stan's warm-up, but for all chains of a group together, the covariance of a window's draws
 becomes the geometry of the next window, until a window's draws have the geometry that it was run
@@ -80,7 +80,7 @@ def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
     Args:
         groups: chains at their starts, with a first geometry and the longest step size.
         limit: most steps and time, and the number of windows if it is set.
-        policy: the numbers of warm-up.
+        policy: lengths and thresholds of windows.
 
     Raises:
         NoStableStep: all chains break at any step.
@@ -140,7 +140,7 @@ def _stable_lr(curvatures: Tensor, steepest: float) -> Tensor:
     finite curvature.
 
     Args:
-        curvatures: largest curvature over N at each of some draws, `[groups, places]`.
+        curvatures: largest curvature divided by N at each of some draws, `[groups, places]`.
         steepest: quantile of these curvatures that must be stable.
     """
     finite = torch.where(curvatures.isfinite(), curvatures, math.nan)
@@ -170,8 +170,8 @@ def learn(old: Whitening, z: Tensor, num_data: int, count: Tensor) -> tuple[Tens
 
 
 def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whitening]:
-    """Updates one group's geometry except for its center, from draws of variance 1 if the geometry
-    is right.  Arguments and results are those of `learn`."""
+    """Updates one group's geometry except for its center.  Arguments and results are those of
+    `learn`, but `z` has variance 1, not 1/N, if the geometry is right."""
     flat = z.flatten(0, 1)
     size, new = flat.shape[1], old
     share, chance = count / (count + 2), torch.ones_like(count)
