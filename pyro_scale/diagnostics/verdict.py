@@ -1,4 +1,4 @@
-"""The checks behind `report()`: from the evidence of a run to findings by site."""
+"""The checks whose results, findings on sites or on the whole run, make up `report()`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def report_on_exact(result: PosteriorDraws, num_samples: int) -> Report:
 
 
 def _with_advice(result: PosteriorDraws, findings: list[Finding]) -> list[Finding]:
-    """The findings; those that a centered latent explains have the advice to non-center it."""
+    """The same findings, where each that has not passed has the advice to non-center a latent site,
+    if the model has a centered one; unchanged otherwise."""
     if result.data is None or all(finding.verdict == "yes" for finding in findings):
         return findings
     params = result.layout.unflatten(result.positions[0, -1])
