@@ -114,8 +114,8 @@ class Bound(NamedTuple):
         return gaussian
 
     def offset(self, gaussian: Dense | Diagonal, eps: Tensor) -> Offset:
-        """An estimate of how far a Gaussian is from the one of largest evidence lower bound;
-        arguments as for `improved`."""
+        """An estimate of how far a Gaussian is from the one of largest evidence lower bound, from
+        standard normal numbers `eps`, `[draws, d]`; infinite if it cannot be estimated."""
         regression = self._regress(gaussian, eps)
         if regression is None or not regression.is_positive:
             return Offset(torch.inf, torch.inf, 0.0)

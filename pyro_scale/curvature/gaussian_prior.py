@@ -70,8 +70,8 @@ def gaussian_prior(
 def exact_moments(
     log_posterior: LogPosterior, arguments: Arguments
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """A dict from each site with a Gaussian prior to (its mean, its covariance [d, d] or that one's
-    diagonal [d]), in unconstrained space.
+    """A dict from each site with a Gaussian prior to (its mean, its covariance [d, d] or the
+    covariance's diagonal [d]), in unconstrained space.
 
     The prior is Gaussian in unconstrained space, with constant parameters; other sites are left
     out.

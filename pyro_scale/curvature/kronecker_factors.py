@@ -160,7 +160,13 @@ def eigenvalues_of(
     """The diagonal of a batch's curvature in bases of its blocks: a dict from param to a tensor
     `[m, n]` for each of the param's bases.
 
-    Other arguments as for `factors_of`.
+    Args:
+        graph: the autograd graph of the K outputs of each of a batch's B rows.
+        columns: function (start, stop) -> weights of the outputs, `[stop - start, B, K]`; each
+            weighted sum of a row's outputs is one result of the row, whose gradient is taken.
+        count: number of results of a row.
+        keep: the rows of the batch that are summed over.
+        bases: a dict from param to the bases of its blocks.
     """
     entries = {name: graph.entries[name] for name in bases}
     graph = RowWise(graph.outputs, entries, graph.leaves)

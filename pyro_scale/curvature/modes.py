@@ -121,7 +121,8 @@ def lbfgs(
 def find_mode(
     density: FullDataDensity, start: Tensor, advice: str = "start nearer (init_strategy=)"
 ) -> Tensor:
-    """The mode that L-BFGS reaches from `start`, [D]; arguments as for `lbfgs`.
+    """The mode of the log joint that L-BFGS reaches from `start`, both vectors [D] of all
+    unconstrained params; `advice` says in the error message what to try.
 
     Raises:
         ArgumentError: L-BFGS stalled elsewhere, or the log joint has no mode.

@@ -38,7 +38,7 @@ class RowSums(NamedTuple):
     everywhere: set[str]
 
     def plus(self, others: RowSums) -> RowSums:
-        """The sums of these rows and others."""
+        """The sums over these rows of data and over those of `others`."""
         factors = {name: list(parts) for name, parts in self.factors.items()}
         for name, parts in others.factors.items():
             for part in parts:
