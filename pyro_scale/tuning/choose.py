@@ -197,7 +197,8 @@ def _for_whitened(problem: Problem, settings: Settings) -> Problem:
 
 
 def _steps_of_pilots(chooses_lr: bool) -> int:
-    """The least number of steps of each chain in pilots; 0 if the step size is not chosen."""
+    """The least number of steps that each chain takes in pilots (short runs that measure the step
+    size's error); 0 if the step size is not chosen."""
     return 3 * PILOTS.least if chooses_lr else 0
 
 
@@ -233,7 +234,8 @@ def _no_warm_up(
     site that breaks, or says what to try.
 
     Args:
-        problem: problem of the last window, with the chains' positions.
+        problem: model and chains, with their params at the start of the last window (stretch of
+            warm-up).
         density: log density whose curvature warm-up evaluates; None if the user set lr.
         chooses_lr: whether the step size is chosen.
         draws: draws of the last window.

@@ -24,8 +24,8 @@ class EarlyStopping:
         self.window, self._size = window, size
 
     def reached(self, draws: Draws) -> bool:
-        """Whether the objective of every chain that finished has converged; False before four
-        windows of steps."""
+        """Whether the log joint of every chain that finished has stopped rising; False before
+        4 * `window` steps."""
         if draws.num_steps < 4 * self.window:
             return False
         traces = draws.log_joint[draws.finished, : draws.num_steps]

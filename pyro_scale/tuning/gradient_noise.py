@@ -253,7 +253,7 @@ def gradient_noise(
         finished: numbers of these chains among all chains of the run.
         batches: batches of the run.
         step: the first step after the run, whose batch is used first.
-        values: hyperparameters of the kernel by name, averaged over the draws.
+        values: hyperparameters of the sampler's kernel by name, averaged over the draws.
         sampling: how the rows of batches are drawn.
     """
     log_posterior, engine = problem.log_posterior, problem.engine
@@ -327,7 +327,7 @@ def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -
 
     Args:
         engine: the engine of the run, with its kernel.
-        values: hyperparameters of the kernel by name.
+        values: hyperparameters of the sampler's kernel by name.
         variance: variance of (minibatch gradient / N), `[latents]`.
     """
     theory = engine.kernel.theory

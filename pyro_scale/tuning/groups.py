@@ -26,7 +26,8 @@ _SLOW_GROUP = 0.95
 
 
 class WindowDraws(NamedTuple):
-    """Draws of a window of warm-up, with their autocorrelation times and R-hat.
+    """Draws of a window of warm-up (the steps between two updates of the geometry, the whitened
+    coordinates), with their autocorrelation times and R-hat.
 
     Attributes:
         places: a few of the draws as unconstrained params, at which the curvature is evaluated,
@@ -34,7 +35,8 @@ class WindowDraws(NamedTuple):
         z: the draws in whitened coordinates, `[groups, chains, draws, d]`.
         times: autocorrelation times, in draws, `[groups, d]`.
         r_hat: the largest R-hat of each group, `[groups]`.
-        usable: whether a group's chains are sound, so that its geometry is updated, `[groups]`.
+        usable: whether a group's chains are finite and have not left the posterior, `[groups]`;
+            only then is its geometry updated.
     """
 
     places: Tensor
@@ -50,8 +52,8 @@ class WindowDraws(NamedTuple):
 
 
 class Groups(Protocol):
-    """Groups of chains, with their current params, geometries and step sizes. The chains of a group
-    sample one posterior."""
+    """Groups of chains, with their current params, geometries (whitened coordinates) and step
+    sizes. The chains of a group sample one posterior."""
 
     @property
     def learns(self) -> bool:
@@ -110,7 +112,8 @@ class Groups(Protocol):
         """
 
     def learn(self, draws: WindowDraws) -> tuple[Self, Tensor, Tensor]:
-        """Updates the geometry to that of the draws.
+        """Updates each group's geometry (the whitened coordinates in which chains move) to the
+        spread of a window's draws.
 
         Returns:
             The groups with the new geometry; the largest factor by which the sd of a direction

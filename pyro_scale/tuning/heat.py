@@ -142,7 +142,7 @@ def stays_cool(cooled: Cooled, problem: Problem) -> bool:
 
     Args:
         cooled: problem and effects before warm-up.
-        problem: the problem after warm-up, with another geometry and step size.
+        problem: the problem after warm-up, with other whitened coordinates and step size.
     """
     before, after = cooled.problem.engine, problem.engine
     density, old, new = before.density, before.whitening, after.whitening

@@ -214,8 +214,8 @@ def run_searches(
 ) -> tuple[list[Result], float]:
     """Runs a search from every item, in this process or shared out among several (`limits.map`).
 
-    Their passes are checked during each search, counted from the first one in the same process; and
-    after the last search, counted from the first one of all.
+    The limit on passes is checked during the searches, where each process counts its own, and after
+    the last search, on the count of all processes.
 
     Args:
         search: (item, limits of one search) -> a pytree of tensors, and the passes through the data

@@ -70,7 +70,7 @@ class Bias(NamedTuple):
 
 
 class Pilot(NamedTuple):
-    """Measurements of the pilots of a step size.
+    """Measurements of the pilots, short runs that measure the error of a step size.
 
     Attributes:
         number: number of pilots.

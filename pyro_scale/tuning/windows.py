@@ -71,7 +71,8 @@ class NoStableStep(Exception):
 
 
 def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
-    """Runs windows until most groups agree, and returns the groups after the last window.
+    """Runs windows of warm-up until, in most groups, chains mix and the geometry (the whitened
+    coordinates) no longer changes. Returns the groups after the last window, and its measurements.
 
     After each window, a group gets the geometry of its draws and a stable step size.  A group with
     a broken chain restarts at half its step size.  If all groups break, the window is repeated,
@@ -150,7 +151,8 @@ def _stable_lr(curvatures: Tensor, steepest: float) -> Tensor:
 
 
 def learn(old: Whitening, z: Tensor, num_data: int, count: Tensor) -> tuple[Tensor, Whitening]:
-    """Updates one group's geometry to that of its draws.
+    """Updates one group's geometry (the whitened coordinates in which its chains move) to the
+    spread and the mean of its draws.
 
     `torch.vmap` updates many groups at once, for diagonal maps and for matrices of at most
     `WARM_UP.matrix` dimensions. The rank of other maps depends on the draws: one group only.
@@ -203,8 +205,8 @@ def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whit
 def _learn_directions(
     old: DenseWhitening, z: Tensor, count: float
 ) -> tuple[Tensor, DenseWhitening]:
-    """Updates a matrix of many dimensions by scales and a few directions only, as the covariance of
-    few draws is mostly chance.
+    """Updates whitened coordinates of many dimensions, given by a matrix, by scales and a few
+    directions only, as the covariance of few draws is mostly chance.
 
     Args:
         old: geometry in which the window was run.
@@ -212,8 +214,8 @@ def _learn_directions(
         count: effective number of draws.
 
     Returns:
-        Variances of the draws in the old geometry, of elements and along directions; the new
-        geometry.
+        (Variances of the draws in the old geometry, of elements and along directions, in one
+        vector; the new geometry).
     """
     eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
     plain = LowRankWhitening(torch.zeros_like(z[0]), torch.ones_like(z[0]), eye[:, :1], eye[0, :1])
