@@ -80,7 +80,7 @@ def _stationary_variance(
 
     Args:
         kernel: the sampler's kernel, whose theory is known.
-        values: hyperparameters of the kernel by name.
+        values: hyperparameters of the sampler's kernel by name.
         precision: precision of the Gaussian divided by N, `[latents]`.
         noise: variance of (minibatch gradient / N), `[latents]`.
         epoch: number of batches of an epoch; None if batches are drawn with replacement, or are all
@@ -98,7 +98,7 @@ def choose_orders(ratio: Tensor, law: Law | None, plan: RunPlan) -> tuple[Tensor
     the variance is linear in that power of lr, False if the precision is).
 
     The law's power if the law explains the observed ratio, to within a factor of 2. Otherwise the
-    kernel's, or 1 if minibatches heat and it is not known how much.
+    kernel's, or 1 if minibatch noise raises the temperature by an unknown amount.
 
     Args:
         ratio: (variance at lr) / (variance at lr/2), of each element of a site.

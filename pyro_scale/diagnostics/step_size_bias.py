@@ -194,7 +194,7 @@ def _gaussian_laws(
     plan: RunPlan, result: PosteriorDraws, short: PosteriorDraws, coupled: PosteriorDraws
 ) -> dict[str, Law]:
     """A dict from each latent site to the law by which the variances of its unconstrained elements
-    depend on lr; empty if minibatches do not heat the chains, or their noise is not known.
+    depend on lr; empty if minibatch noise does not raise the temperature, or is not known.
 
     Args:
         plan: plan of the run.

@@ -1,4 +1,4 @@
-"""The table of `diagnostics()`: mixing, temperatures, and the heat of minibatches."""
+"""The table of `diagnostics()`: mixing, temperatures, and the effect of minibatch noise."""
 
 from __future__ import annotations
 

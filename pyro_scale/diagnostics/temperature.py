@@ -283,7 +283,7 @@ def kinetic(
     Args:
         problem: model and engine of the run.
         draws: draws of the run, with recorded momenta.
-        values: hyperparameters of the kernel by name, averaged over the draws.
+        values: hyperparameters of the sampler's kernel by name, averaged over the draws.
         noise: noise of minibatch gradients; None if it was not measured.
         virial: temperature of the draws; None if it was not measured.
     """
@@ -334,7 +334,7 @@ def _expected_kinetic(engine: Engine, values: Mapping[str, Tensor], precision: T
 
     Args:
         engine: engine of the run.
-        values: hyperparameters of the kernel by name.
+        values: hyperparameters of the sampler's kernel by name.
         precision: precision of each element divided by N, `[latents]`.
     """
     kernel, values, temperatures = engine.kernel, engine.latent_values(values), []
