@@ -103,8 +103,8 @@ def _chunks_with(
 def _chunk_size(
     log_posterior: LogPosterior, data: Data, num_rows: int | None, share: Share
 ) -> int | None:
-    """The number of rows in a chunk; None if the model needs all rows together. Arguments as for
-    `chunks_of`."""
+    """The number of rows in a chunk, about `num_rows` (None for `CHUNK_ROWS`); None if the model
+    needs all rows together. If several processes divide the chunks, `share` says how."""
     size = (num_rows or CHUNK_ROWS) if is_row_wise(log_posterior) else None
     if size is None or share == WHOLE or not isinstance(data, TensorData | IndexedData):
         return size

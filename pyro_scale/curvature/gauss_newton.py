@@ -65,7 +65,8 @@ class AnchoredDensity(FullDataDensity):
     shift: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(()))
 
     def hessian(self, position: Tensor) -> Tensor:
-        """The sample's Hessian at a position [D], corrected, divided by N: [D, D]."""
+        """The sample's Hessian at a position [D], divided by N, [D, D], plus the correction `shift`
+        by which it is that of all rows at one point."""
         return super().hessian(position) + self.shift
 
     def hessian_times(self, position: Tensor, vector: Tensor) -> Tensor:

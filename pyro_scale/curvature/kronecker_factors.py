@@ -243,8 +243,9 @@ def _places(
     Args:
         entry: the operation's use of the param as a weight (a matrix product, a convolution, ...).
         leaf: the param.
-        shape: `[groups, m, n]`: groups of a convolution (else 1), outputs, inputs.
-        as_used: function that reshapes this to the weight as the operation takes it.
+        shape: `[groups, m, n]`: groups of a convolution (else 1), inputs, outputs.
+        as_used: function that reshapes a tensor of this shape to the weight's shape in the
+            operation.
     """
     slope = _slope(entry)
     assert slope is not None

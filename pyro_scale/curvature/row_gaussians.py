@@ -151,7 +151,8 @@ class _Block(NamedTuple):
 
     @property
     def precision(self) -> Tensor:
-        """Eigenvalues of the precision, [m, n]."""
+        """The block's precision, likelihood plus prior, which is diagonal in the basis: its
+        eigenvalues, [m, n]."""
         return self.curvature + self.prior
 
     def shifted(self, start: int) -> Block:

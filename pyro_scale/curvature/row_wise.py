@@ -220,8 +220,8 @@ def _rows_of(
 
     Returns:
         (A dict from operation to the gradient, at its output, of a sum over rows of randomly
-        weighted outputs (weight 1 if rows have a single output); a dict from operation to where the
-        rows are in its output, None if they are in no single dimension).
+        weighted outputs (weight 1 if rows have a single output); a dict from operation to the
+        dimension of its output that holds the rows, None if no single dimension does).
 
     Rows are found by how gradients change with weights of rows.  Weights are powers of two, which
     multiply rounding errors, too, so gradients that are small differences of large numbers still
