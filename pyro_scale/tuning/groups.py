@@ -101,11 +101,12 @@ class Groups(Protocol):
         """
 
     def sound_draws(self, draws: Draws, sound: Tensor) -> Tensor:
-        """Draws of the sound chains, `[groups, chains, draws, D]`."""
+        """Draws of the sound chains (finite, and not outside of the posterior; `sound` is what
+        `are_sound` returned), `[groups, chains, draws, D]`."""
 
     def to_whitened(self, kept: Tensor) -> Tensor:
-        """The latents of some draws in whitened coordinates, in float64; params as they are if the
-        groups have no geometry.
+        """The latents of some draws in whitened coordinates, in float64; unconstrained params as
+        they are if chains are not whitened.
 
         Args:
             kept: draws as unconstrained params, `[groups, chains, draws, D]`.

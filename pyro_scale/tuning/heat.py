@@ -236,7 +236,7 @@ def _measure_heat(problem: Problem, sampling: Sampling, far: float) -> Heat | No
 
 
 def typical_places(problem: Problem) -> Tensor:
-    """Points as far from the center as draws are, along every axis of the geometry, as
+    """Points as far from the center of the whitened coordinates as draws are, along every axis, as
     unconstrained params `[places, D]`.
 
     They are not draws: the noise of a row with a direction of its own would depend on one random

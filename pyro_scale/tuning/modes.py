@@ -36,7 +36,7 @@ class Map(Protocol):
     def __call__(
         self, function: Callable[[Item], Result], items: Sequence[Item], /
     ) -> list[Result]:
-        """The function's values, in the items' order."""
+        """A list of the function's results for each item, in the order of the items."""
         ...
 
 

@@ -174,7 +174,7 @@ def bias_between(full: Tensor, half: Tensor, order: int) -> Bias:
 
     Args:
         full: draws at the step size, `[chains, draws, d]`.
-        half: draws at half the step size, on the same noise path, `[chains, draws, d]`.
+        half: draws at half the step size, driven by the same Brownian path, `[chains, draws, d]`.
         order: power of lr with which the bias falls.
     """
     center = (full + half).mean((0, 1)) / 2

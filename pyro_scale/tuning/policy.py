@@ -138,7 +138,8 @@ class WarmUp:
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """Tolerated errors of a run, by which it is tuned and judged."""
+    """Tolerated errors of a run's posterior means (in posterior sds) and sds (relative), by which
+    the run is tuned and judged."""
 
     #: Of a mean, in posterior sds.
     mean: float = 0.1

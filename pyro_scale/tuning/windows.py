@@ -43,7 +43,8 @@ G = TypeVar("G", bound=Groups)
 
 @dataclass(frozen=True)
 class Window:
-    """Measurements of the last window of a warm-up.
+    """Measurements of the last window of a warm-up (the steps between two updates of the geometry,
+    the whitened coordinates).
 
     Attributes:
         number: number of windows.
@@ -67,7 +68,8 @@ class Window:
 
 
 class NoStableStep(Exception):
-    """All chains break at any step size.  The arguments are the groups and their last draws."""
+    """Raised if all chains break at every step size that warm-up tries, with (the groups of chains,
+    their last draws) as its arguments."""
 
 
 def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
