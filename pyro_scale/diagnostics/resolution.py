@@ -84,7 +84,7 @@ def _finding(name: str, verdict: Verdict, text: str, severity: float) -> Finding
 
 def frozen_latents(result: PosteriorDraws) -> list[str]:
     """The names of latent sites with an unconstrained element that is the same in all draws of a
-    chain; empty if there are none."""
+    chain; empty if there are none, draws are few, or the temperature is 0."""
     is_short = result.positions.shape[1] < MIXING.fewest_per_chain
     if is_short or result.attrs.get("temperature") == 0:
         return []

@@ -165,8 +165,8 @@ def run_coupled(
 
 
 def _run_at_half_step(plan: RunPlan, count: int) -> Draws:
-    """Runs all chains of the plan again with half the step size, twice as many steps and the same
-    noise path, and returns `count` draws of each."""
+    """Runs all chains of the plan again with half the step size and twice as many steps, driven by
+    the same Brownian path as the run, and returns `count` draws of each."""
     problem, kernel, positions = plan.problem, plan.kernel, plan.problem.positions
     steps = Steps(count, 2 * plan.steps.warmup_steps, 2 * plan.steps.thinning)
     columns = {

@@ -111,18 +111,21 @@ class _Temperatures(NamedTuple):
 
     @property
     def is_hot(self) -> Tensor:
-        """Whether a temperature is significantly too high, a boolean for each, `[sites, 2]`."""
+        """Booleans `[sites, 2]`: whether the temperature of a site's elements on average, and that
+        of its steepest element, is significantly too high."""
         return self.values - self.errors * self.mcses > TEMPERATURE.hot
 
     @property
     def is_cold(self) -> Tensor:
-        """Whether a temperature is significantly too low, a boolean for each, `[sites, 2]`."""
+        """Booleans `[sites, 2]`: whether the temperature of a site's elements on average, and that
+        of its steepest element, is significantly too low."""
         return self.values + self.errors * self.mcses < 2 - TEMPERATURE.hot
 
     @property
     def is_right(self) -> Tensor:
-        """Whether a temperature is within tolerance, standard errors included, a boolean for each,
-        `[sites, 2]`."""
+        """Booleans `[sites, 2]`: whether the temperature of a site's elements on average, and that
+        of its steepest element, is surely within 10% of the requested one (3 standard errors
+        included)."""
         gap = (self.values - 1).abs() + TEMPERATURE.errors * self.mcses
         return gap < TEMPERATURE.hot - 1
 
