@@ -188,7 +188,7 @@ def _log_beta(a: Tensor, b: Tensor) -> Tensor:
 
 def _precision(a: Any) -> Tensor:
     """A multivariate normal's precision matrix, `[*batch, n, n]`, from whichever matrix the user
-    gave, an attribute of `a`: the precision, the covariance, or the covariance's Cholesky factor."""
+    gave, an attribute of `a`: the precision, the covariance, or the latter's Cholesky factor."""
     if hasattr(a, "precision_matrix"):
         return a.precision_matrix
     tril = a.scale_tril if hasattr(a, "scale_tril") else torch.linalg.cholesky(a.covariance_matrix)
