@@ -247,7 +247,7 @@ def climb_to_mode(
         advice: what to try if there is no mode, for the error message.
 
     Raises:
-        ArgumentError: no mode was found; the message reports what the search saw.
+        ArgumentError: no mode was found; the message reports where the search ended.
         DataError: the log joint is not finite at the start.
     """
     num_data, near = density.log_posterior.num_data, NEAR * len(places)

@@ -54,7 +54,8 @@ class ModelInputs:
 
 @dataclass(frozen=True)
 class Block:
-    """The terms J^T F J of a curvature for b rows of data.
+    """The terms J^T F J of a curvature for b rows of data, where F is a matrix [K, K] of each row,
+    such as the Fisher information in the row's K outputs.
 
     Attributes:
         jacobian: the Jacobian J of a row's K outputs with respect to D params, `[b, K, D]`.

@@ -175,7 +175,8 @@ def _candidates(edge: Edge, takers: Takers) -> set[Node]:
 def _entries(
     root: Edge, leaf: Tensor, takers: Takers, rows: Mapping[Node, Rows | None]
 ) -> list[Entry] | None:
-    """A param's entries; None if it is used in a way that is not supported.
+    """A param's entries: the operations that take the param, or a tensor made from it, and have
+    rows of data in their output. None if the param is used in a way that is not supported.
 
     Args:
         root: the param in the graph.

@@ -110,8 +110,8 @@ def _with_advice(result: PosteriorDraws, findings: list[Finding]) -> list[Findin
 
 
 def _check_length(result: PosteriorDraws, num_samples: int) -> list[Finding]:
-    """A finding if the run ended before `num_samples` draws of each chain; empty if it reached its
-    end."""
+    """A finding (the result of a check, for the report) if the run ended before `num_samples` draws
+    of each chain; empty if it reached its end."""
     kept = result.sample_stats["lp"].shape[1]
     if kept == num_samples:
         return []

@@ -238,7 +238,7 @@ def _no_warm_up(
             warm-up).
         density: log density whose curvature warm-up evaluates; None if the user set lr.
         chooses_lr: whether the step size is chosen.
-        draws: draws of the last window.
+        draws: draws of the last window of warm-up.
     """
     for chain, broken in broken_sites(problem, draws).items():
         if broken.is_far:

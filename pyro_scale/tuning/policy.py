@@ -301,7 +301,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulations:
-    """Draws from the posterior of each simulated data set."""
+    """Limits, in a calibration, on the draws from the posterior of each simulated data set."""
 
     #: Draws that a rank is taken among.
     ranked: int = 100

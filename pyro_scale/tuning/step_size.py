@@ -131,8 +131,8 @@ def tune(
 def choose_step_size(
     problem: Problem, density: FullDataDensity, mode: Tensor, steps: Steps, sampling: Sampling
 ) -> StepSize:
-    """The step size with the least predicted error, among step sizes below the stable range's end,
-    with the reason in words.
+    """The step size with the least predicted error of posterior means and sds, among step sizes at
+    which the sampler's kernel is stable, with that error in posterior sds and the reason in words.
 
     Args:
         problem: the model, the chains' starts, and the kernel, whose lr is not used.
