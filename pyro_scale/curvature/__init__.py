@@ -1,1 +1,1 @@
-"""The log density of all rows, its modes, and the curvature of likelihoods, priors and modes."""
+"""The log joint density of all rows of the data, the search for its modes, and its curvature."""

@@ -79,7 +79,7 @@ class Bound(NamedTuple):
     Attributes:
         density: the log joint density of all rows.
         center: a vector [D] with the values of the params that the Gaussians are not over.
-        places: indices of the Gaussians' d elements in it.
+        places: indices, in `center`, of the d params that the Gaussians are over.
         temperature: temperature of the posterior that is approximated.
     """
 
@@ -90,7 +90,7 @@ class Bound(NamedTuple):
 
     def improved(self, gaussian: Dense | Diagonal, eps: Tensor) -> Dense | Diagonal:
         """The Gaussian of the same structure (diagonal or dense) with the largest evidence lower
-        bound, where expectations are means over fixed standard normal numbers.
+        bound, in which an expectation is a mean over fixed standard normal numbers.
 
         Args:
             gaussian: the Gaussian to begin with; returned if no better one is found.
@@ -114,16 +114,17 @@ class Bound(NamedTuple):
         return gaussian
 
     def offset(self, gaussian: Dense | Diagonal, eps: Tensor) -> Offset:
-        """An estimate of how far a Gaussian is from the one of largest evidence lower bound;
-        arguments as for `improved`."""
+        """An estimate of how far a Gaussian is from the one of largest evidence lower bound, from
+        standard normal numbers `eps`, `[draws, d]`; infinite if it cannot be estimated."""
         regression = self._regress(gaussian, eps)
         if regression is None or not regression.is_positive:
             return Offset(torch.inf, torch.inf, 0.0)
         return _offset(gaussian, regression)
 
     def _regress(self, gaussian: Dense | Diagonal, eps: Tensor) -> _Regression | None:
-        """The bound and the regression at a Gaussian's draws; None if the log joint or its gradient
-        is not finite at some draw. Arguments as for `improved`."""
+        """The evidence lower bound at a Gaussian, and the linear regression of its draws' gradients
+        on their standard normal numbers; None if the log joint or its gradient is not finite at
+        some draw. Arguments as for `improved`."""
         factor = _factor(gaussian)
         draws = self.center.double().repeat(len(eps), 1)
         draws[:, self.places] = gaussian.mean.double() + eps @ factor.mT

@@ -26,9 +26,9 @@ class Chunk(NamedTuple):
         arguments: the model's arguments.
         indices: numbers of the chunk's rows in the arguments, for a model that subsamples by
             itself; None for any other model.
-        keep: the chunk's rows that no earlier chunk had: chunks of a model that subsamples may
-            overlap.
-        num_rows: the number of rows in the chunk, those of earlier chunks included.
+        keep: slice of the chunk's rows that no earlier chunk had; chunks of a model that subsamples
+            may overlap.
+        num_rows: the number of rows in the chunk, including those that an earlier chunk had.
     """
 
     arguments: Arguments
@@ -51,9 +51,10 @@ def chunks_of(
     Args:
         log_posterior: the model's log posterior; if the model needs all rows together, there is a
             single chunk.
-        data: the rows.
+        data: all rows of the data.
         num_rows: the approximate number of rows in a chunk; None for `CHUNK_ROWS`.
-        share: the chunks to return; by default all.
+        share: which of the chunks this process takes, if several processes divide them among
+            themselves; by default all.
     """
     size = _chunk_size(log_posterior, data, num_rows, share)
     if isinstance(data, IndexedData) and share != WHOLE and size:  # do not read others' rows
@@ -68,14 +69,16 @@ def chunks_of(
 def chunks_with(
     log_posterior: LogPosterior, data: Data, chosen: Tensor, share: Share = WHOLE
 ) -> Iterator[tuple[Chunk, Tensor]]:
-    """Yields the chunks that contain selected rows, as (chunk, indices of the selected rows among
-    the chunk's new rows). Chunks are cut down to the selected rows if the model allows that.
+    """Yields (chunk, indices of the selected rows among the chunk's new rows) for every chunk of
+    the data that contains a selected row. A chunk is cut down to the selected rows if the model
+    can be run on a part of the data.
 
     Args:
         log_posterior: the model's log posterior.
         data: all rows.
         chosen: numbers of the selected rows in the data, sorted.
-        share: the chunks to return among these; by default all.
+        share: which of these chunks this process takes, if several processes divide them among
+            themselves; by default all.
     """
     return share.of(_chunks_with(log_posterior, data, chosen, share))
 
@@ -100,8 +103,8 @@ def _chunks_with(
 def _chunk_size(
     log_posterior: LogPosterior, data: Data, num_rows: int | None, share: Share
 ) -> int | None:
-    """The number of rows in a chunk; None if the model needs all rows together. Arguments as for
-    `chunks_of`."""
+    """The number of rows in a chunk, about `num_rows` (None for `CHUNK_ROWS`); None if the model
+    needs all rows together. If several processes divide the chunks, `share` says how."""
     size = (num_rows or CHUNK_ROWS) if is_row_wise(log_posterior) else None
     if size is None or share == WHOLE or not isinstance(data, TensorData | IndexedData):
         return size
@@ -109,7 +112,7 @@ def _chunk_size(
 
 
 def num_rows_in(data: TensorData | IndexedData) -> int:
-    """The number of rows in data that are indexed or tensors; 0 without tensors of rows."""
+    """The number of rows of the data; 0 if no argument of the model is a tensor of rows."""
     if isinstance(data, IndexedData):
         return len(data.subset)
     return rows.count(data.arguments) or 0
@@ -123,8 +126,9 @@ def is_row_wise(log_posterior: LogPosterior) -> bool:
 
 
 def split(log_posterior: LogPosterior, batches: Iterable[Arguments]) -> Iterator[Chunk]:
-    """Yields batches of rows as chunks: one chunk for each batch; for a model that subsamples by
-    itself, several chunks that differ in their indices, of its own batch size each."""
+    """Yields a chunk for each batch of rows. For a model that subsamples by itself (in
+    `pyro.plate`), yields several chunks for each batch: all have the batch's arguments, and differ
+    in the indices of rows, as many as the model's own batch size."""
     info = log_posterior.model_info
     for arguments in batches:
         total = rows.count(arguments)

@@ -84,7 +84,8 @@ class ControlVariates:
     def grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[Params, Evaluation]:
-        """(The corrected gradient of the log joint by site, the model's evaluation on the batch).
+        """(The corrected gradient of the log joint, a dict by site, in nats and not divided by N;
+        the model's evaluation on the batch: log likelihoods of its rows and the log prior).
 
         Args:
             params: unconstrained values of all latent sites.

@@ -184,8 +184,8 @@ class FullDataDensity:
     def _gradients(
         self, position: Tensor, history: bool = True
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields for each chunk of rows (its part of the log joint over N, detached; that part's
-        gradient, [D]; the position as the leaf that the gradient was computed from).
+        """Yields for each chunk of rows (its part of the log joint divided by N, detached; that
+        part's gradient, [D]; the position as the leaf that the gradient was computed from).
 
         Args:
             position: the params, [D].
@@ -200,7 +200,7 @@ class FullDataDensity:
 
     def _part(self, chunk: Chunk, position: Tensor) -> Tensor:
         """A chunk's part of the log joint divided by N at a position [D], with an autograd graph.
-        The parts of all chunks add up to the log joint over N."""
+        The parts of all chunks add up to the log joint divided by N."""
         params = self.layout.unflatten(position)
         evaluation = self.log_posterior(params, chunk.arguments, chunk.indices)
         zero = 0 * position.square().sum()  # gives second derivatives to flat and linear densities

@@ -55,8 +55,10 @@ class Search:
     Attributes:
         density: the log joint density of all rows.
         sites: names of the sites that the Gaussian is over.
-        kind: the kind of curvature that the Gaussian's precision is computed from.
-        structure: the structure of the Gaussian's covariance.
+        kind: the curvature that the Gaussian's precision is computed from: "hessian", "ggn",
+            "empirical_fisher" or "monte_carlo".
+        structure: the structure of the Gaussian's covariance: "diag", "dense", "kron" or
+            "low_rank".
         seed: seed of drawn observations, for curvature by Monte Carlo.
         notes: remarks for users about parts of the curvature that are estimates.
         num_rows: number of rows that the model is run on at a time; None for the default.
@@ -81,8 +83,9 @@ class Search:
     corrected: bool = False
 
     def best(self, start: Tensor) -> Candidate:
-        """The mode that a search from `start` reaches, with the Gaussian and the log evidence
-        there; tuned params are at their values of largest log evidence.
+        """The mode that a search from `start` reaches, with the Gaussian (the Laplace
+        approximation) and the log evidence there. Params in `tuned` have the values of largest log
+        evidence.
 
         Args:
             start: the position where the search begins, [D].
@@ -183,7 +186,7 @@ class Search:
 
         Args:
             start: the position where the search begins, [D].
-            tuned: indices of the tuned params' elements in it.
+            tuned: indices, in `start`, of the tuned params' elements.
 
         Raises:
             ArgumentError: the log joint does not depend on some; the message names them.

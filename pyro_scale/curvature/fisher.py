@@ -37,7 +37,8 @@ _ALTERNATIVES = (
 
 
 class NoInformation(Exception):
-    """No Fisher information for the named family; callers catch it, so users do not see it."""
+    """Raised with a distribution's class name if its Fisher information cannot be computed. Callers
+    catch it, so users do not see it."""
 
 
 def base_of(fn: Any) -> Any:

@@ -36,7 +36,7 @@ def _trigamma(x: Tensor) -> Tensor:
 
 
 def _student_df(df: Tensor) -> Tensor:
-    """A Student's information in its degrees of freedom n.
+    """The Fisher information of a Student's t in its degrees of freedom n, `[*batch]`.
 
     It is (trigamma(n/2) - trigamma((n+1)/2)) / 4 - (n + 5) / (2n (n+1) (n+3)).  The terms are of
     order n^-2 and their difference of order n^-4, so for large n a form without that difference is
@@ -56,7 +56,8 @@ def _bessel_ratio(k: Tensor) -> Tensor:
 
 
 def _von_mises_concentration(k: Tensor) -> Tensor:
-    """The derivative of the ratio A of Bessel functions, 1 - A/k - A^2.
+    """The Fisher information of a von Mises in its concentration k: the derivative of the ratio
+    A = I1(k) / I0(k) of Bessel functions, 1 - A/k - A^2.
 
     For large k its expansion, because the difference is of order k^-2 and loses digits.
     """
@@ -67,7 +68,8 @@ def _von_mises_concentration(k: Tensor) -> Tensor:
 
 
 def _continuous_bernoulli(logits: Tensor) -> Tensor:
-    """A continuous Bernoulli's variance, 1/x^2 - 1/(4 sinh(x/2)^2) for a logit x.
+    """A continuous Bernoulli's variance, 1/x^2 - 1/(4 sinh(x/2)^2) for a logit x, which is its
+    Fisher information in the logit.
 
     Near 0, where the difference cancels, it is the Taylor series.
     """
@@ -77,8 +79,8 @@ def _continuous_bernoulli(logits: Tensor) -> Tensor:
 
 
 def _chances(a: Any) -> tuple[Tensor, Tensor]:
-    """(p, 1 - p) of a Bernoulli, binomial or geometric distribution, from its logits or probs, each
-    without cancellation."""
+    """(p, 1 - p) of a Bernoulli, binomial or geometric distribution, each without cancellation; `a`
+    has the distribution's argument, logits or probs, as an attribute."""
     if hasattr(a, "logits"):
         return torch.sigmoid(a.logits), torch.sigmoid(-a.logits)
     probs = clamp_probs(a.probs)  # log_prob does so too
@@ -86,7 +88,8 @@ def _chances(a: Any) -> tuple[Tensor, Tensor]:
 
 
 def _odd(a: Any) -> Tensor:
-    """(d logit / d prob)^2, which converts information in a logit into that in the probability."""
+    """(d logit / d prob)^2, the factor from the Fisher information in a logit to that in the
+    probability; `a` has one of the two, logits or probs, as an attribute."""
     p, q = _chances(a)
     return (p * q) ** -2
 
@@ -98,12 +101,14 @@ def _variance(a: Any) -> Tensor:
 
 
 def _gamma_poisson(a: Any) -> tuple[Tensor, Tensor]:
-    """(p, 1 - p) of the negative binomial that equals a gamma-Poisson."""
+    """(p, 1 - p) of the negative binomial that equals a gamma-Poisson; `a` has the latter's rate as
+    an attribute."""
     return 1 / (1 + a.rate), a.rate / (1 + a.rate)
 
 
 def _negative_binomial_count(r: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """A negative binomial's information in its (real) total count r, `[*batch]`.
+    """The Fisher information of a negative binomial in its (real) total count r, `[*batch]`, for
+    the probabilities p and q = 1 - p.
 
     It is the sum over j >= 0 of P(Y > j) / (r + j)^2, which needs as many terms as counts are
     large.  With trigamma(x) as the integral of t exp(-xt) / (1 - exp(-t)), and with the generating
@@ -123,7 +128,7 @@ def _negative_binomial_count(r: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 
 def _diagonal(values: Tensor, minus: Tensor) -> Tensor:
-    """diag(values) - minus, `[*batch, n, n]`."""
+    """The matrix diag(values) - minus, `[*batch, n, n]`, for `values` `[*batch, n]`."""
     return torch.diag_embed(values) - minus
 
 
@@ -134,8 +139,8 @@ def _classes(a: Any) -> Tensor:
 
 
 def _class_probs(a: Any) -> Tensor:
-    """The information in probabilities that the family normalizes: zero along p, because only their
-    ratios matter."""
+    """The Fisher information of a categorical or multinomial in its probabilities, which the family
+    normalizes, `[*batch, n, n]`: zero along p, because only ratios of probabilities matter."""
     ones = torch.ones(a.probs.shape[-1:] * 2, dtype=a.probs.dtype, device=a.probs.device)
     return _totals(a) * _diagonal(1 / clamp_probs(a.probs), ones)
 
@@ -152,7 +157,10 @@ def _dirichlet(a: Any) -> Tensor:
 
 
 def _dirichlet_multinomial(a: Any) -> Tensor:
-    """diag(trigamma(alpha) - E trigamma(alpha + x)) - (trigamma(A) - trigamma(A + n)).
+    """The Fisher information of a Dirichlet-multinomial in its concentration alpha,
+    `[*batch, classes, classes]`:
+
+        diag(trigamma(alpha) - E trigamma(alpha + x)) - (trigamma(A) - trigamma(A + n))
 
     A is the sum of alpha.  The count x of one class is beta-binomial, so the mean is a sum of n + 1
     terms.
@@ -179,7 +187,8 @@ def _log_beta(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _precision(a: Any) -> Tensor:
-    """A multivariate normal's precision matrix, from whichever matrix the user gave."""
+    """A multivariate normal's precision matrix, `[*batch, n, n]`, from whichever matrix the user
+    gave, an attribute of `a`: the precision, the covariance, or the latter's Cholesky factor."""
     if hasattr(a, "precision_matrix"):
         return a.precision_matrix
     tril = a.scale_tril if hasattr(a, "scale_tril") else torch.linalg.cholesky(a.covariance_matrix)
@@ -187,7 +196,8 @@ def _precision(a: Any) -> Tensor:
 
 
 def _symmetric_matrix(inverse: Tensor) -> Tensor:
-    """The information in a covariance or precision matrix with this inverse, `[*, nn, nn]`.
+    """The Fisher information of a multivariate normal in its covariance or precision matrix, which
+    has this inverse, `[*batch, nn, nn]`.
 
     It is tr(S dC S dC) / 2, with S the inverse and dC the symmetric part of n x n free numbers.
     """
@@ -197,7 +207,8 @@ def _symmetric_matrix(inverse: Tensor) -> Tensor:
 
 
 def _scale_tril(a: Any) -> Tensor:
-    """The information in a Cholesky factor, `[*, nn, nn]`; zero for elements above the diagonal.
+    """The Fisher information of a multivariate normal in the Cholesky factor of its covariance,
+    `[*batch, nn, nn]`; zero for elements above the diagonal.
 
     With A = L^-1 dL it is tr((A + A') (A + A')') / 2 = tr(A A') + tr(A A).  A is lower triangular,
     so the last term is the sum of its squared diagonal.
@@ -212,7 +223,8 @@ def _scale_tril(a: Any) -> Tensor:
 
 
 def _square(block: Tensor) -> Tensor:
-    """`[*batch, n, n, n, n]` -> `[*batch, nn, nn]`."""
+    """A tensor `[*batch, n, n, n, n]` of derivatives by pairs of matrix elements, reshaped to a
+    matrix `[*batch, nn, nn]`."""
     return block.flatten(-4, -3).flatten(-2, -1)
 
 

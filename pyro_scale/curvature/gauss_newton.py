@@ -1,4 +1,4 @@
-"""Densities of all rows whose Hessian is replaced, so that it takes few passes through the data."""
+"""Log joint densities whose Hessian is an approximation that takes few passes through the data."""
 
 from __future__ import annotations
 
@@ -54,18 +54,19 @@ def with_gauss_newton(density: FullDataDensity) -> FullDataDensity:
 class AnchoredDensity(FullDataDensity):
     """The log joint of a sample of the rows, whose Hessian at one point is that of all rows.
 
-    Elsewhere, the sample says by how much the Hessian differs from the one at that point (a control
-    variate).  Without it, the curvature of a group would be a thousand times too large if one of
-    its thousand rows was drawn.
+    At any other point, the difference between the sample's Hessians at the two points is added (a
+    control variate).  Without it, the curvature of a group would be a thousand times too large if
+    one of its thousand rows was drawn.
 
     Attributes:
-        shift: the Hessian of all rows minus that of the sample at the point, over N, [D, D].
+        shift: the Hessian of all rows minus that of the sample at the point, divided by N, [D, D].
     """
 
     shift: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(()))
 
     def hessian(self, position: Tensor) -> Tensor:
-        """The sample's Hessian at a position [D], corrected, divided by N: [D, D]."""
+        """The sample's Hessian at a position [D], divided by N, [D, D], plus the correction `shift`
+        by which it is that of all rows at one point."""
         return super().hessian(position) + self.shift
 
     def hessian_times(self, position: Tensor, vector: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The prior as a Gaussian in unconstrained space."""
+"""A Gaussian over the unconstrained params with the prior's mean and covariance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _LEAST_VARIANCE = 1e-12
 def gaussian_prior(
     log_posterior: LogPosterior, arguments: Arguments, dense: bool, seed: int = 0
 ) -> Gaussian:
-    """A Gaussian with the prior's mean and covariance over all latents, in their order.
+    """A Gaussian over all D unconstrained params, in the model's order, with the prior's mean and
+    covariance.
 
     Moments are exact for normal and log-normal sites with constant parameters, and those of prior
     draws for all other sites.  If one of the others depends on another site, the whole of a dense
@@ -69,8 +70,8 @@ def gaussian_prior(
 def exact_moments(
     log_posterior: LogPosterior, arguments: Arguments
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """A dict from each site with a Gaussian prior to (its mean, its covariance [d, d] or that one's
-    diagonal [d]), in unconstrained space.
+    """A dict from each site with a Gaussian prior to (its mean, its covariance [d, d] or the
+    covariance's diagonal [d]), in unconstrained space.
 
     The prior is Gaussian in unconstrained space, with constant parameters; other sites are left
     out.
@@ -114,7 +115,8 @@ def _may_depend(site: Site) -> bool:
 
 
 def _sites_with_graph(log_posterior: LogPosterior, arguments: Arguments) -> list[Site]:
-    """The latents of a run that is differentiable in them, to see what depends on what."""
+    """The latent sites of a run of the model whose latent values require grad: arguments of a
+    site's distribution that depend on another latent site then require grad, too."""
     leaves = {}
     for name in log_posterior.latents:
         value = log_posterior.model_info.sites[name].unconstrained
@@ -144,7 +146,8 @@ def _is_weighted(site: Site) -> bool:
 
 
 def _exact(sites: list[Site]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Moments by site, as `exact_moments` returns them."""
+    """A dict from each of the sites whose prior is Gaussian in unconstrained space, with constant
+    parameters, to (its mean, its covariance [d, d] or the covariance's diagonal [d])."""
     moments = {}
     for site in sites:
         fn = None if _is_weighted(site) else _constant_normal(site.fn)
@@ -171,7 +174,8 @@ def _constant_normal(fn: Any) -> td.Normal | td.MultivariateNormal | None:
 
 
 def _covariance(fn: td.Normal | td.MultivariateNormal) -> Tensor:
-    """The covariance of all elements, [d, d], or its diagonal, [d]."""
+    """The covariance of all d elements of a batch of distributions: the diagonal [d] for `Normal`,
+    the matrix [d, d], block by block, for `MultivariateNormal`."""
     if isinstance(fn, td.Normal):
         return fn.variance.expand(fn.batch_shape).reshape(-1)
     size = fn.event_shape[0]

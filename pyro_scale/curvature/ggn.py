@@ -278,7 +278,8 @@ class Curvature:
         return self._observe(self._inputs(params, batch, indices, held, keep))
 
     def diagonal_of(self, run: ObservedBatch) -> dict[str, Tensor]:
-        """As `diagonal`, from a run of the model that `observe` returned."""
+        """The diagonal of the curvature of a batch, by site, in each site's shape, from a run of
+        the model on the batch that `observe` returned."""
         params, diagonal = run.inputs.params, dict[str, Tensor]()
         with suppress(CannotRepeat):
             if (graph := self._graph(run)) is not None:

@@ -35,8 +35,9 @@ class Part(NamedTuple):
 
     Attributes:
         places: indices of these elements in the flat param, [m, n].
-        inputs: a, for B rows of data with T positions each, `[B, T, m]`.
-        outputs: g, for C results a row, `[C, B, T, n]`.
+        inputs: a, for B rows of data, each with T positions of a sequence or image, `[B, T, m]`.
+        outputs: g, for each of C scalar results of a row (weighted sums of the row's outputs),
+            `[C, B, T, n]`.
     """
 
     places: Tensor
@@ -45,7 +46,8 @@ class Part(NamedTuple):
 
     @property
     def factors(self) -> Factors:
-        """The sums of a a^T and of g g^T over rows, positions and results."""
+        """The Kronecker factors of these elements: the sum of a a^T over rows and positions, the
+        sum of g g^T over rows, positions and results."""
         a, g = self.inputs.flatten(0, 1), self.outputs.flatten(0, 2)
         return Factors(self.places, a.mT @ a, g.mT @ g, len(a))
 
@@ -65,10 +67,10 @@ class Basis(NamedTuple):
     right: Tensor
 
     def squares(self, parts: Sequence[Part]) -> Tensor:
-        """The sum over rows and results of the squares of a row's gradient's coordinates in the
-        basis, [m, n].
+        """The coordinates of rows' gradients in the basis, squared and summed over rows of data and
+        results, [m, n].
 
-        A row's gradient is the sum over all parts and positions.
+        A row's gradient of one result is the sum of a g^T over all parts and positions.
         """
         with torch.no_grad():
             inputs = torch.cat([part.inputs for part in parts], 1)
@@ -95,8 +97,8 @@ class Factors:
     count: int
 
     def add_to_each(self, others: list[Factors]) -> None:
-        """Adds these factors in place to those of the same elements in `others`; appends them to
-        the list if there are none."""
+        """Adds these factors in place to the item of `others` that is for the same elements of the
+        param; appends these factors to the list if there is no such item."""
         for other in others:
             if torch.equal(other.places, self.places):
                 other.inputs = other.inputs + self.inputs
@@ -122,8 +124,11 @@ def factors_of(
     (whose inputs are 1).
 
     Args:
-        graph: the graph of the rows' outputs.
-        columns, count, keep: as for `RowWise.squares`.
+        graph: the autograd graph of the K outputs of each of a batch's B rows.
+        columns: function (start, stop) -> weights of the outputs, `[stop - start, B, K]`; each
+            weighted sum of a row's outputs is one result of the row, whose gradient is taken.
+        count: number of results of a row.
+        keep: the rows of the batch that are summed over.
         among: names of the params that may have factors.
 
     Returns:
@@ -155,7 +160,13 @@ def eigenvalues_of(
     """The diagonal of a batch's curvature in bases of its blocks: a dict from param to a tensor
     `[m, n]` for each of the param's bases.
 
-    Other arguments as for `factors_of`.
+    Args:
+        graph: the autograd graph of the K outputs of each of a batch's B rows.
+        columns: function (start, stop) -> weights of the outputs, `[stop - start, B, K]`; each
+            weighted sum of a row's outputs is one result of the row, whose gradient is taken.
+        count: number of results of a row.
+        keep: the rows of the batch that are summed over.
+        bases: a dict from param to the bases of its blocks.
     """
     entries = {name: graph.entries[name] for name in bases}
     graph = RowWise(graph.outputs, entries, graph.leaves)
@@ -200,7 +211,8 @@ def _covers(factors: list[Factors], leaf: Tensor) -> bool:
 def _parts(
     entries: Sequence[Entry], gradients: Mapping[Node, Gradients], leaf: Tensor, keep: slice
 ) -> Iterator[Part]:
-    """The parts of rows' gradients of one param: of every use, and of every group of a product."""
+    """Yields the factors of rows' gradients of one param (`leaf`): a part for each operation that
+    uses the param, and for each group of a grouped convolution."""
     dtype = torch.promote_types(leaf.dtype, torch.float32)
     for entry in entries:
         use, slope = entry.use, _slope(entry)
@@ -225,14 +237,15 @@ def _parts(
 def _places(
     entry: Entry, leaf: Tensor, shape: torch.Size, as_used: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Where an operation's weight comes from: for each element of the weight `[groups, m, n]`, the
-    index of its param's element, flat; -1 for elements that are not from the param.
+    """The index, in the flattened param, of each element of an operation's weight,
+    `[groups, m, n]`; -1 for elements of the weight that are not from the param.
 
     Args:
         entry: the operation's use of the param as a weight (a matrix product, a convolution, ...).
         leaf: the param.
-        shape: `[groups, m, n]`: groups of a convolution (else 1), outputs, inputs.
-        as_used: function that reshapes this to the weight as the operation takes it.
+        shape: `[groups, m, n]`: groups of a convolution (else 1), inputs, outputs.
+        as_used: function that reshapes a tensor of this shape to the weight's shape in the
+            operation.
     """
     slope = _slope(entry)
     assert slope is not None

@@ -49,8 +49,8 @@ class LbfgsRun(NamedTuple):
 
     Attributes:
         position: where the run ended.
-        first: the gradient of the log joint over N at the start.
-        slope: the gradient of the log joint over N at the end.
+        first: the gradient of the log joint divided by N at the start.
+        slope: the gradient of the log joint divided by N at the end.
     """
 
     position: Tensor
@@ -121,7 +121,8 @@ def lbfgs(
 def find_mode(
     density: FullDataDensity, start: Tensor, advice: str = "start nearer (init_strategy=)"
 ) -> Tensor:
-    """The mode that L-BFGS reaches from `start`, [D]; arguments as for `lbfgs`.
+    """The mode of the log joint that L-BFGS reaches from `start`, both vectors [D] of all
+    unconstrained params; `advice` says in the error message what to try.
 
     Raises:
         ArgumentError: L-BFGS stalled elsewhere, or the log joint has no mode.
@@ -139,8 +140,8 @@ def find_mode(
 
 
 def _is_flat(slope: Tensor, first: Tensor) -> bool:
-    """Whether the gradient `slope` at the end of a search is small: its norm over N is at most
-    1e-3, or a tenth of the norm of `first`, the gradient at the start."""
+    """Whether the gradient `slope` at the end of a search is small: its norm divided by N is at
+    most 1e-3, or a tenth of the norm of `first`, the gradient at the start."""
     return bool(slope.norm() <= max(_GRAD_FACTOR * float(first.norm()), _GRAD_TOL))
 
 
@@ -151,7 +152,7 @@ class Refined(NamedTuple):
         position: where the method ended, [D].
         distance: the position's squared distance from the mode, in posterior sds; infinite if
             unknown.
-        value: the log joint over N there.
+        value: the log joint divided by N there.
     """
 
     position: Tensor
@@ -174,7 +175,7 @@ def newton_refine(
     Args:
         density: the log joint of all rows.
         position: where to start, [D].
-        precision: position -> minus the Hessian over N, or an approximation of it, [d, d].
+        precision: position -> minus the Hessian divided by N, or an approximation of it, [d, d].
         places: indices, in a position, of the d elements that move.
         near: the squared distance from the mode, in posterior sds, at which to stop.
     """
@@ -246,7 +247,7 @@ def climb_to_mode(
         advice: what to try if there is no mode, for the error message.
 
     Raises:
-        ArgumentError: no mode was found; the message reports what the search saw.
+        ArgumentError: no mode was found; the message reports where the search ended.
         DataError: the log joint is not finite at the start.
     """
     num_data, near = density.log_posterior.num_data, NEAR * len(places)

@@ -54,7 +54,8 @@ class ModelInputs:
 
 @dataclass(frozen=True)
 class Block:
-    """The terms J^T F J of a curvature for b rows of data.
+    """The terms J^T F J of a curvature for b rows of data, where F is a matrix [K, K] of each row,
+    such as the Fisher information in the row's K outputs.
 
     Attributes:
         jacobian: the Jacobian J of a row's K outputs with respect to D params, `[b, K, D]`.
@@ -196,8 +197,9 @@ class ObservedBatch:
             return self._flat(each_row(dict(self.inputs.params), single, list(row_values)))
 
     def _joint_jacobian(self, arguments: Arguments, row_values: Sequence[Tensor]) -> Tensor:
-        """As `_jacobian_by_row`, by running the model on all these rows together: for models that
-        fail on one row or under vmap."""
+        """The Jacobian of b rows' outputs with respect to the params, `[b, K, D]`, by running the
+        model on all these rows together: for models that fail on one row or under vmap. Arguments
+        as for `_jacobian_by_row`."""
         params = self.inputs.params
         return self._flat(
             row_gradients(lambda p: self._outputs_at(p, arguments, row_values), params)

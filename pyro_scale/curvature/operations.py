@@ -1,4 +1,5 @@
-"""Operations of autograd's graph as uses of their operands.
+"""Functions that read from autograd's graph how an operation uses an operand (the `Use`): as the
+weight of a product, as a table of which entries are read, or element by element.
 
 Each function below reads one kind of node. The use follows from what the node has saved of its
 operands, in attributes `node._saved_*` (see PyTorch's notes on autograd mechanics).
@@ -24,7 +25,7 @@ class Operand(NamedTuple):
         number: the operand's number among the operation's operands, from 0.
         shape: the operand's shape.
         output: the shape of the operation's output.
-        rows: where the rows of data are in the output.
+        rows: the dimension of the output that holds the rows of data.
     """
 
     node: Node

@@ -77,8 +77,8 @@ class Expansion(NamedTuple):
 def expand(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expansion:
     """The log joint, its gradient and its curvature at the spec's position.
 
-    It goes through the data once, runs the model once on each chunk, and holds no more than the sum
-    and a block of rows.  If the density has a share of the chunks, the results are that share's
+    The data are read once, and the model runs once on each chunk of rows.  If the density sums over
+    a share of the chunks only (as several processes divide them), the results are that share's
     terms, which have to be added to those of the other shares.
 
     Args:

@@ -44,7 +44,8 @@ def prior_precision(
     log_posterior: LogPosterior, params: Params, batch: Any, held: Params | None, dense: bool
 ) -> Tensor:
     """The prior's precision: minus the Hessian of the log prior with respect to `params`, in their
-    order, [D, D]; or its diagonal, [D], if not `dense`. Arguments as for `prior_product`."""
+    order, [D, D]; or its diagonal, [D], if not `dense`. `held` has the unconstrained values of the
+    other latent sites, None if there are none; the model is run on `batch`."""
     return precision_of_prior(log_posterior, *_log_prior(log_posterior, params, batch, held), dense)
 
 
@@ -74,7 +75,8 @@ def correlated_sites(
     log_posterior: LogPosterior, params: Params, batch: Any, held: Params | None
 ) -> set[str]:
     """Names of the sites among `params` whose prior correlates elements of the same site: their
-    block of the prior's precision is not diagonal. Arguments as for `prior_product`."""
+    block of the prior's precision is not diagonal. `held` has the unconstrained values of the other
+    latent sites, None if there are none; the model is run on `batch`."""
     if log_posterior.gaussian_prior is not None:  # its elements are independent
         return set()
     log_prior, leaves = _log_prior(log_posterior, params, batch, held)

@@ -38,7 +38,7 @@ class RowSums(NamedTuple):
     everywhere: set[str]
 
     def plus(self, others: RowSums) -> RowSums:
-        """The sums of these rows and others."""
+        """The sums over these rows of data and over those of `others`."""
         factors = {name: list(parts) for name, parts in self.factors.items()}
         for name, parts in others.factors.items():
             for part in parts:
@@ -59,7 +59,7 @@ def kronecker_at(
 
     Args:
         density: the log joint of all rows.
-        spec: where, and which curvature of the rows.
+        spec: the point, the sites and the kind of curvature.
         corrected: whether blocks have the curvature's own diagonal in their bases (EKFAC), which
             takes a second pass through the rows.
 
@@ -151,7 +151,8 @@ class _Block(NamedTuple):
 
     @property
     def precision(self) -> Tensor:
-        """Eigenvalues of the precision, [m, n]."""
+        """The block's precision, likelihood plus prior, which is diagonal in the basis: its
+        eigenvalues, [m, n]."""
         return self.curvature + self.prior
 
     def shifted(self, start: int) -> Block:
@@ -164,8 +165,8 @@ class _Block(NamedTuple):
 def _add_up(
     density: FullDataDensity, spec: CurvatureSpec, among: Sequence[str] | set[str]
 ) -> RowSums:
-    """Sums over all rows, from all processes that share them; only the sites in `among` may have
-    factors."""
+    """The Kronecker factors and the diagonal of the likelihood's curvature, summed over all rows of
+    the data, also those of other processes; only the sites in `among` may have factors."""
     total, *others = density.of_each(_row_sums, spec, set(among))
     for sums in others:
         total = total.plus(sums)
@@ -173,7 +174,8 @@ def _add_up(
 
 
 def _row_sums(density: FullDataDensity, spec: CurvatureSpec, among: Container[str]) -> RowSums:
-    """Sums over this density's rows; only the sites in `among` may have factors."""
+    """The Kronecker factors and the diagonal of the likelihood's curvature, summed over this
+    density's rows of the data; only the sites in `among` may have factors."""
     free, held = spec.split(density.layout)
     layout = Layout.from_tensors(free)
     total = RowSums({}, spec.position.new_zeros(layout.size), set(free))
@@ -219,8 +221,17 @@ def _check_is_vector(name: str, factors: Sequence[Factors]) -> None:
 
 
 def _block(name: str, factors: Factors, prior: Tensor, scale: float) -> _Block:
-    """The block of these factors, with the prior's precision of the site's elements, [d] or
-    [d, d]."""
+    """The block of a Gaussian's precision from the Kronecker factors of some of a site's elements.
+
+    Args:
+        name: the site's name.
+        factors: the Kronecker factors.
+        prior: the prior's precision of all the site's elements: a diagonal [d] or a matrix [d, d].
+        scale: N divided by the number of rows that the factors were summed over.
+
+    Raises:
+        ModelError: the prior's precision differs among the elements of a matrix.
+    """
     inputs, outputs = scale * factors.mean_inputs.to(prior), factors.outputs.to(prior)
     where = factors.places.flatten()
     of_block = prior[where] if prior.dim() == 1 else prior[where][:, where]
@@ -241,9 +252,14 @@ def _block(name: str, factors: Factors, prior: Tensor, scale: float) -> _Block:
 
 
 def _block_of_vector(name: str, places: Tensor, curvature: Tensor, prior: Tensor) -> _Block:
-    """A block of elements [1, n] or [m, 1], with any prior.
+    """The block of a site's elements that form a vector, [1, n] or [m, 1], with any prior.
 
-    The curvature is positive semi-definite but for rounding.
+    Args:
+        name: the site's name.
+        places: indices of the elements in the flattened site, [1, n] or [m, 1].
+        curvature: the likelihood's curvature of these elements, positive semi-definite but for
+            rounding.
+        prior: the prior's precision of these elements, a diagonal or a matrix.
     """
     prior = prior.diag() if prior.dim() == 1 else prior
     eigenvalues, axes = torch.linalg.eigh(curvature.double())
@@ -268,7 +284,7 @@ def low_rank_at(density: FullDataDensity, spec: CurvatureSpec, rank: int) -> Low
 
     Args:
         density: the log joint of all rows.
-        spec: where, and which curvature of the rows.
+        spec: the point, the sites and the kind of curvature.
         rank: the number of directions.
 
     Raises:

@@ -41,8 +41,8 @@ _MOST_ENTRIES = 64
 
 
 class Entry(NamedTuple):
-    """One place where a param meets rows of data in the graph: an operation that takes the param
-    and of whose output each row has its own part.
+    """An operation of the graph that takes a param (or a tensor made from it), and of whose output
+    each row of data has its own part.
 
     Attributes:
         node: the operation's node in autograd's graph.
@@ -68,9 +68,9 @@ class RowWise:
         entries: a dict from param to its entries; empty tuple for a param that no row depends on.
             A param is missing if it is used in a way that is not supported.
         leaves: the params by name, as leaves of the graph.
-        slopes: only if K = 1: a dict from an operation to the gradient of all rows' outputs at the
-            operation's output, and where the rows are in that. Gradients of other results are
-            multiples of it. Empty otherwise.
+        slopes: a dict from an operation to (the gradient of the sum of all rows' outputs with
+            respect to the operation's output, the dimension of that gradient that holds the rows),
+            if K = 1, where gradients of other results are multiples of it; empty if K > 1.
     """
 
     outputs: Tensor
@@ -80,7 +80,7 @@ class RowWise:
 
     @classmethod
     def from_outputs(cls, outputs: Tensor, leaves: Mapping[str, Tensor]) -> RowWise:
-        """Reads the graph of outputs.
+        """Reads autograd's graph of rows' outputs: finds how each param is used there.
 
         Args:
             outputs: K outputs of each row of data, `[B, K]`, with an autograd graph.
@@ -175,14 +175,15 @@ def _candidates(edge: Edge, takers: Takers) -> set[Node]:
 def _entries(
     root: Edge, leaf: Tensor, takers: Takers, rows: Mapping[Node, Rows | None]
 ) -> list[Entry] | None:
-    """A param's entries; None if it is used in a way that is not supported.
+    """A param's entries: the operations that take the param, or a tensor made from it, and have
+    rows of data in their output. None if the param is used in a way that is not supported.
 
     Args:
         root: the param in the graph.
         leaf: the param.
         takers: the operations that take each tensor of the graph.
-        rows: where the rows of data are in each operation's output; None for operations without
-            rows.
+        rows: a dict from an operation to the dimension of its output that holds the rows of data;
+            None for an output without rows.
     """
     waiting, entries, followed = [root], list[Entry](), 0
     while waiting:
@@ -220,8 +221,8 @@ def _rows_of(
 
     Returns:
         (A dict from operation to the gradient, at its output, of a sum over rows of randomly
-        weighted outputs (weight 1 if rows have a single output); a dict from operation to where the
-        rows are in its output, None if they are in no single dimension).
+        weighted outputs (weight 1 if rows have a single output); a dict from operation to the
+        dimension of its output that holds the rows, None if no single dimension does).
 
     Rows are found by how gradients change with weights of rows.  Weights are powers of two, which
     multiply rounding errors, too, so gradients that are small differences of large numbers still

@@ -24,10 +24,11 @@ _BLOCK_NUMBERS = 2**22
 
 
 class Rows(NamedTuple):
-    """Where the rows of data are in an operation's output.
+    """The dimension of an operation's output that holds the rows of data.
 
     Attributes:
-        axis: the dimension of the output that holds the rows, of size B * T for T positions a row.
+        axis: the dimension of the output that holds the rows, of size B * T for T positions (of a
+            sequence or an image) in each row.
         num_rows: B, the number of rows of data.
         outer: whether a row's T positions are contiguous along the axis, as in a flattened
             `[B, T]`; False for a flattened `[T, B]`.
@@ -70,7 +71,8 @@ def find_rows(plain: Tensor, weighted: Tensor, weights: Tensor) -> Rows | None:
     Args:
         plain: the gradient, at the operation's output, of the sum of all rows' outputs.
         weighted: the gradients of P weighted sums of all rows' outputs, `[P, *shape of plain]`.
-        weights: the weight of each row in these P sums, `[P, B]`; no two rows have the same P.
+        weights: the weight of each row in these P sums, `[P, B]`; no two rows have the same P
+            weights.
     """
     count, numbers = weights.shape[1], torch.finfo(plain.dtype)
     rounding = numbers.tiny * weights  # of gradients so small that they have few digits
@@ -97,7 +99,8 @@ class Gradients:
 
     @cached_property
     def squares(self) -> Tensor:
-        """The sum of the gradients' squares over the C results, in the output's shape."""
+        """The squares of the gradients, summed over the C results, in the shape of the operation's
+        output."""
         total = torch.zeros_like(self.values[0])
         for result in self.values:
             total.addcmul_(result, result)
@@ -111,7 +114,7 @@ class Product:
 
     Attributes:
         inputs: the inputs, `[G, B, T, in]`: G products side by side, such as a convolution's
-            groups, B rows of data, T positions a row.
+            groups, B rows of data, T positions of a sequence or an image in each row.
         by_row: function that reshapes gradients at the operation's output, `[C, ...]`, to
             `[C, G, B, T, out]`.
         num_outputs: the size of `out`.
@@ -179,7 +182,7 @@ class Elementwise:
     Attributes:
         slope: the derivative of the output with respect to the param, element by element; a
             tensor that broadcasts to the output's shape, or a number.
-        rows: where the rows of data are in the output.
+        rows: the dimension of the output that holds the rows of data.
         shape: the param's shape with as many dimensions as the output (ones in front).
         as_used: the param's shape as the operation takes it.
         is_bias: whether the param is a layer's bias, for which `by_row` keeps the T positions

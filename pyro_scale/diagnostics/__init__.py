@@ -1,1 +1,1 @@
-"""Whether draws can be trusted: convergence, temperature, bias, crashes."""
+"""Checks of whether draws can be trusted: convergence, temperature, bias, crashes."""

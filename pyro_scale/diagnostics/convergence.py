@@ -1,4 +1,5 @@
-"""Whether chains agree: R-hat, nested R-hat and ESS of latent sites and of predictions."""
+"""Checks of whether chains agree: R-hat, nested R-hat and effective sample size (ESS) of latent
+sites and of predictions."""
 
 from __future__ import annotations
 
@@ -153,8 +154,8 @@ def standard_error(series: Tensor, least: int = TEMPERATURE.fewest_draws) -> flo
 def warn_of_unmixed(
     result: PosteriorDraws, table: Any, of_predictions: bool, is_long_step: bool
 ) -> bool:
-    """Warns if R-hat shows that chains do not agree, and returns whether it does. There is no
-    warning with one chain, too few draws, or temperature 0, where chains end in different places.
+    """Warns if R-hat shows that chains do not agree; returns True if it warned. There is no warning
+    with one chain, too few draws, or temperature 0, where chains end in different modes.
 
     Args:
         result: draws of a run.
@@ -267,9 +268,9 @@ def warn_of_remembered_starts(result: PosteriorDraws, is_long_step: bool = False
     of their chains explains, and returns whether they do.
 
     If the starts were forgotten, the variance between superchains would be the variance between the
-    M chains of a superchain, over M. With one draw a chain that is the variance of all draws over
-    M, the 1/M of Margossian et al. (2024); with longer chains it is less. What exceeds it is due to
-    the starts, unless an F test says that chance explains it.
+    M chains of a superchain, divided by M. With one draw a chain that is the variance of all draws
+    divided by M, the 1/M of Margossian et al. (2024); with longer chains it is less. What exceeds
+    it is due to the starts, unless an F test says that chance explains it.
 
     Args:
         result: draws of a run with two or more complete superchains.
@@ -307,8 +308,8 @@ def warn_of_remembered_starts(result: PosteriorDraws, is_long_step: bool = False
 
 
 def _complete_superchains(result: PosteriorDraws) -> tuple[int, list[int]]:
-    """The number of superchains (groups of chains with a common start) whose chains all finished,
-    and the places of these superchains' chains among the finished ones."""
+    """(The number of superchains, groups of chains with a common start, whose chains all finished;
+    the indices, among the finished chains, of these superchains' chains)."""
     started = result.attrs["num_chains"]
     size = started // result.attrs["superchains"]
     finished = range(started) if result.chains is None else result.chains

@@ -94,7 +94,8 @@ def _how_to_replay(path: Path, chain: int, count: int) -> str:
 def _write_files(
     problem: Problem, method: str, failures: list[Failure], draws: Draws, directory: Path | None
 ) -> Iterator[Path]:
-    """Writes a file for each failure, as long as there is room, and yields their paths."""
+    """Writes a file for each broken chain, until all files together would exceed 1 GiB, and yields
+    their paths. Arguments as for `write`; `failures` are those whose steps were recorded."""
     engine, density = problem.engine, problem.engine.density
     corrected = density if isinstance(density, ControlVariates) else None
     left = _MOST_BYTES
@@ -146,12 +147,13 @@ class Rerun:
         arguments: the model's arguments of that step.
         indices: indices of the batch's rows, `[B]`, for a model that subsamples by itself.
         position: unconstrained params at which the kernel took the gradient, `[D]`.
-        gradient: gradient of the log joint over N at `position`, `[D]`; NaN if the model raised an
-            error.
-        log_joint: estimate from the batch at `position`, in nats; NaN if the model raised an error.
+        gradient: gradient of the log joint divided by N at `position`, `[D]`; NaN if the model
+            raised an error.
+        log_joint: the log joint at `position`, estimated from the batch, in nats; NaN if the model
+            raised an error.
         error: the exception that the model raised; None if it raised none.
         is_sound: whether position, gradient, log joint and next position are finite.
-        agrees: whether log joint and next state are those of the run.
+        agrees: whether log joint and next state equal those recorded in the run, up to rounding.
     """
 
     number: int
@@ -172,8 +174,8 @@ def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[
     them in order.
 
     Args:
-        contents: contents of the file.
-        log_posterior: the model after its preflight.
+        contents: contents of the crash dump's file, by name.
+        log_posterior: the log posterior of the run's model, which has run once.
 
     Raises:
         FileError: there is no kernel of the file's name.

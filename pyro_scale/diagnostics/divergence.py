@@ -188,8 +188,9 @@ def explosion(result: PosteriorDraws) -> str | None:
 
 
 def _runaway(result: PosteriorDraws) -> tuple[str, float] | None:
-    """The site that becomes hottest, and its relative temperature in the last quarter of the draws,
-    if a step above the stable range explains it.
+    """(The latent site whose virial temperature rises most, that temperature in the last quarter of
+    the draws, relative to the requested one), if a step above the stable range explains the rise;
+    None if no temperature rises so much, or if they were not measured.
 
     The virial temperature of chains that run away grows until the end.  Chains that come from a bad
     start are hot at first, but not at the end.

@@ -32,8 +32,8 @@ class Law(NamedTuple):
     at lr and lr/2.
 
     Attributes:
-        gap: 1 - variance at lr/2 over variance at lr.
-        order: p, where 2^p is the bias at lr over the bias at lr/2; NaN if there is no bias.
+        gap: 1 - (variance at lr/2) / (variance at lr), `[elements]`.
+        order: p, where 2^p = (bias at lr) / (bias at lr/2), `[elements]`; NaN without bias.
     """
 
     gap: Tensor
@@ -41,12 +41,13 @@ class Law(NamedTuple):
 
 
 def gaussian_law(plan: RunPlan, noise: Tensor, at_lr: Tensor, at_half: Tensor) -> Law:
-    """How variances depend on the step size for the Gaussian whose exact variances the draws
-    extrapolate to, by the theory of the sampler's kernel.
+    """How the variance of each latent element depends on the step size, by the theory of the
+    sampler's kernel for Gaussians: for the Gaussian whose variances are those of the draws,
+    extrapolated to lr = 0.
 
     Args:
         plan: plan of the run.
-        noise: variance of the minibatch gradient of the log joint over N, `[latents]`.
+        noise: variance of the minibatch gradient of log joint / N, `[latents]`.
         at_lr: unconstrained variances of the draws at lr, `[latents]`.
         at_half: unconstrained variances of the draws at lr/2, `[latents]`.
     """
@@ -79,9 +80,9 @@ def _stationary_variance(
 
     Args:
         kernel: the sampler's kernel, whose theory is known.
-        values: hyperparameters of the kernel by name.
-        precision: precision of the Gaussian over N, `[latents]`.
-        noise: variance of the minibatch gradient over N, `[latents]`.
+        values: hyperparameters of the sampler's kernel by name.
+        precision: precision of the Gaussian divided by N, `[latents]`.
+        noise: variance of (minibatch gradient / N), `[latents]`.
         epoch: number of batches of an epoch; None if batches are drawn with replacement, or are all
             rows.
     """
@@ -93,14 +94,14 @@ def _stationary_variance(
 
 
 def choose_orders(ratio: Tensor, law: Law | None, plan: RunPlan) -> tuple[Tensor, Tensor]:
-    """The power of lr with which each element's bias falls; and a boolean for each element, whether
-    the variance (otherwise the precision) is linear in that power of lr.
+    """(The power of lr with which each element's bias falls; a boolean for each element, True if
+    the variance is linear in that power of lr, False if the precision is).
 
     The law's power if the law explains the observed ratio, to within a factor of 2. Otherwise the
-    kernel's, or 1 if minibatches heat and it is not known how much.
+    kernel's, or 1 if minibatch noise raises the temperature by an unknown amount.
 
     Args:
-        ratio: variance at lr over that at lr/2, of each element of a site.
+        ratio: (variance at lr) / (variance at lr/2), of each element of a site.
         law: how variances of the site's unconstrained elements depend on lr; None if it is not
             known.
         plan: plan of the run.
@@ -125,10 +126,10 @@ def bias_factor(order: Tensor) -> Tensor:
 
 
 def extrapolate_sd(ratio: Tensor, order: Tensor, in_variance: Tensor) -> Tensor:
-    """The sd at lr over the sd at lr = 0, of each element.
+    """The ratio (sd at lr) / (sd at lr = 0) of each element.
 
     Args:
-        ratio: variance at lr over that at lr/2.
+        ratio: (variance at lr) / (variance at lr/2).
         order: power of lr with which the bias falls.
         in_variance: whether the variance is linear in lr^order; otherwise the precision is.
     """

@@ -27,7 +27,20 @@ _COMPARED_DRAWS = 1000
 
 
 def ksd(result: PosteriorDraws, data: Data, num_samples: int | None, num_rows: int | None) -> float:
-    """See `Posterior.ksd`."""
+    """The squared kernel Stein discrepancy between a run's draws and the posterior, after elements
+    are scaled to sd 1: about 2 d / n for n independent draws of a normal posterior of d dimensions,
+    and larger if draws are not those of the posterior.
+
+    Args:
+        result: draws of a run.
+        data: all rows.
+        num_samples: number of draws to compare; None for all, but at most 1000.
+        num_rows: number of rows, drawn at random, from which to estimate gradients; None for all.
+
+    Raises:
+        ArgumentError: chains have exploded, an element is constant, or the temperature is 0 or
+            differs among draws.
+    """
     temperature = _temperature(result)
     if message := explosion(result):
         raise ArgumentError(f"ksd: {message}")

@@ -135,7 +135,7 @@ def _leave_out(result: PosteriorDraws, parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _relative_ess(result: PosteriorDraws) -> float:
-    """The number of effective draws over the number of draws, at most 1: the mean over evenly
+    """The number of effective draws divided by the number of draws, at most 1, averaged over evenly
     spread elements; 1 with very few draws."""
     chains, draws, size = result.positions.shape
     if draws < 4 or chains * draws < 8:

@@ -1,4 +1,4 @@
-"""Whether draws cover every mode of the posterior that was found."""
+"""The check that draws cover every mode of the posterior that the searches found."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def check_modes(result: PosteriorDraws, modes: Modes) -> list[Finding]:
 
 
 def _where_they_differ(result: PosteriorDraws, modes: tuple[Mode, ...]) -> tuple[str, int]:
-    """The name of the site, and the place among its unconstrained elements, of the element at which
-    some mode is furthest from the best one, in sds of the best mode's Gaussian."""
+    """(The name of a site, the index of one of the site's unconstrained elements): the element at
+    which some mode is furthest from the best one, in sds of the best mode's Gaussian."""
     best = modes[0].gaussian
     means = torch.stack([mode.gaussian.mean for mode in modes])
     distance = (means - best.mean).abs().amax(0) / best.variance.sqrt()

@@ -55,7 +55,8 @@ class Mixing:
 
 @dataclass(frozen=True, kw_only=True)
 class Temperature:
-    """Thresholds of checks on the heat of minibatches and long steps, and on Monte Carlo errors."""
+    """Thresholds of checks on temperatures, which minibatch noise and long steps raise, and on
+    Monte Carlo errors."""
 
     #: Factor on the temperature that is reported: 5% in sds.
     hot: float = 1.1

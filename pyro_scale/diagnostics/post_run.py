@@ -25,7 +25,7 @@ def measure(
     Args:
         trajectory: plan, batches and draws of the run.
         result: draws of the run, to which the measurements are added.
-        values: hyperparameters of the kernel by name, averaged over the draws.
+        values: hyperparameters of the sampler's kernel by name, averaged over the draws.
     """
     plan, problem, batches, draws = trajectory
     noise = heat = temperature = error = None

@@ -41,8 +41,8 @@ class Psis(NamedTuple):
         shift: how far the weights move the mean of the draws, at the element that they move most,
             in the draws' sds; 0 within four standard errors.  If k is small, it is the distance of
             the fit's mean from the posterior's.
-        spread: sd of the posterior over that of the fit, at the element where it is largest, if the
-            posterior is Gaussian.  It shows fits that are too narrow, whose draws do not reach
+        spread: (sd of the posterior) / (sd of the fit), at the element where this is largest, if
+            the posterior is Gaussian.  It shows fits that are too narrow, whose draws do not reach
             where their weights would be large.  Infinite if the log ratios grow faster than the
             fit's density falls; NaN if it is not known (several starts, too many dimensions).
     """
@@ -189,9 +189,9 @@ def _smooth(log_ratios: Tensor) -> tuple[Tensor, float]:
 
 
 def _spread(fit: Fit, positions: Tensor, log_ratios: Tensor) -> float:
-    """The largest sd of the posterior over that of the fit (see `Psis.spread`), from the Gaussian
+    """The largest ratio, among elements, of the posterior's sd to the fit's sd, from the Gaussian
     whose log density is the fit's plus the quadratic function that is closest to the log ratios.
-    NaN with several starts or too few draws.
+    NaN with several starts or too few draws; infinite if there is no such Gaussian.
 
     Args:
         fit: the approximation.
@@ -267,8 +267,8 @@ class _Terms:
         return total, count
 
     def gap(self, chosen: Tensor) -> Tensor:
-        """The log likelihood of some rows at every draw minus its linearization at the mean of the
-        draws, `[draws]`, in nats.
+        """The summed log likelihood of some rows at every draw minus its linearization at the mean
+        of the draws, `[draws]`, in nats.
 
         Args:
             chosen: numbers of the rows among all N.

@@ -38,7 +38,7 @@ class Replay:
         reason: why it broke, in words.
         steps: DataFrame with a row for each step: its number, the largest lr, the batch's estimate
             of the log joint in nats, and for each site the norm of its unconstrained value before
-            the step and of the gradient of the log joint over N, where the step took it.
+            the step and of the gradient of the log joint divided by N, where the step took it.
         params: unconstrained tensors by site at which the first number that is not finite came up:
             `LogPosterior(model, N)(params, batch)` evaluates it again.
         batch: the model's arguments of that step.
@@ -247,7 +247,8 @@ def _norm(values: Tensor) -> float:
 
 
 def _table(steps: Sequence[Rerun], layout: Layout) -> pandas.DataFrame:
-    """A row for each step; see `Replay.steps`."""
+    """A DataFrame with a row for each step: its number, the largest lr, the log joint, and for each
+    site the norms of its unconstrained value and of its gradient (`Replay.steps`)."""
     import pandas
 
     table = []

@@ -1,4 +1,4 @@
-"""Whether a dtype's spacing is fine enough for the draws.
+"""The check that a dtype's spacing is fine enough for the draws.
 
 Rounding to multiples of u adds u^2 / 12 to a variance: the error is uniform between -u / 2 and
 u / 2, and nearly independent of the rounded value if u is no longer than the sd (Widrow, Kollar and
@@ -84,7 +84,7 @@ def _finding(name: str, verdict: Verdict, text: str, severity: float) -> Finding
 
 def frozen_latents(result: PosteriorDraws) -> list[str]:
     """The names of latent sites with an unconstrained element that is the same in all draws of a
-    chain; empty if there are none."""
+    chain; empty if there are none, draws are few, or the temperature is 0."""
     is_short = result.positions.shape[1] < MIXING.fewest_per_chain
     if is_short or result.attrs.get("temperature") == 0:
         return []
@@ -100,7 +100,8 @@ def _unconstrained(result: PosteriorDraws, name: str) -> Tensor:
 
 
 def _columns(result: PosteriorDraws, name: str) -> Tensor:
-    """The places among the D params of up to 200 elements of a latent site, evenly spread."""
+    """Indices, among the D unconstrained params, of up to 200 evenly spread elements of a latent
+    site."""
     place = result.layout.slices()[name]
     return place.start + evenly(place.stop - place.start, MIXING.elements)
 
@@ -128,8 +129,9 @@ def spacing(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _loses_moves(result: PosteriorDraws, name: str) -> bool:
-    """Whether a sampler's moves of a latent site, which may be much smaller than its draws, may be
-    lost by rounding."""
+    """Whether single steps of the sampler may move some element of a latent site by so little that
+    rounding to the dtype loses the moves. False for whitened runs, or if step numbers are not
+    recorded."""
     step = result.sample_stats.get("step")
     if step is None or result.attrs.get("whitened") or step.shape[1] < 2:
         return False

@@ -52,11 +52,11 @@ class _SiteBias(NamedTuple):
     Attributes:
         mean: bias of the mean, in posterior sds.
         mean_mcse: standard error of `mean`.
-        sd: sd at the run's lr over the sd at lr = 0.
+        sd: (sd at the run's lr) / (sd at lr = 0).
         sd_mcse: standard error of `sd`.
         sd_order: power of lr with which `sd` - 1 falls.
-        excess: the larger of the two biases over its tolerance; 0 if neither is significantly above
-            it.
+        excess: the larger of the two biases, each divided by its tolerance; 0 if neither is
+            significantly above its tolerance.
         excess_order: power of lr with which that bias falls.
     """
 
@@ -70,7 +70,18 @@ class _SiteBias(NamedTuple):
 
 
 def step_size_bias(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -> Any:
-    """A DataFrame with a row for each latent site; see `Sampler.step_size_bias`."""
+    """A DataFrame with a row for each latent site: the bias of its mean, in posterior sds, and the
+    ratio of its sd to the sd at lr = 0, at the worst elements, each with a standard error. Warns if
+    a bias is significantly above its tolerance.
+
+    Args:
+        plan: plan of the run, by which a coupled run at half the step size is made.
+        result: draws of the run.
+        num_samples: draws of each chain to use, the first ones; None for all.
+
+    Raises:
+        ArgumentError: a coupled run cannot show the bias of this run.
+    """
     import pandas
 
     _check_run(plan, result, num_samples)
@@ -101,8 +112,8 @@ def _check_run(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -
     """Checks that a coupled run can show the step-size bias of this run. Returns nothing.
 
     Raises:
-        ArgumentError: a Cyclical lr, temperature 0, chains that have exploded, draws that fall at
-            too few places of an epoch, or more draws than the run has.
+        ArgumentError: a Cyclical lr, temperature 0, chains that have exploded, draws that fall on
+            too few different batches of an epoch, or more draws than the run has.
     """
     if isinstance(plan.kernel.lr, Cyclical):
         raise ArgumentError(
@@ -136,8 +147,8 @@ def _check_run(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -
 def run_coupled(
     plan: RunPlan, result: PosteriorDraws, count: int
 ) -> tuple[PosteriorDraws, PosteriorDraws]:
-    """The first `count` draws of the run, and as many of a coupled run (half the step size, the
-    same noise path), of the chains that finished in both.
+    """(The first `count` draws of each chain of the run, as many draws of a coupled run at half the
+    step size that is driven by the same Brownian path), of the chains that finished in both.
 
     Raises:
         NonFiniteError: all chains of the coupled run became NaN or infinite.
@@ -154,8 +165,8 @@ def run_coupled(
 
 
 def _run_at_half_step(plan: RunPlan, count: int) -> Draws:
-    """Runs all chains of the plan again with half the step size, twice as many steps and the same
-    noise path, and returns `count` draws of each."""
+    """Runs all chains of the plan again with half the step size and twice as many steps, driven by
+    the same Brownian path as the run, and returns `count` draws of each."""
     problem, kernel, positions = plan.problem, plan.kernel, plan.problem.positions
     steps = Steps(count, 2 * plan.steps.warmup_steps, 2 * plan.steps.thinning)
     columns = {
@@ -183,7 +194,7 @@ def _gaussian_laws(
     plan: RunPlan, result: PosteriorDraws, short: PosteriorDraws, coupled: PosteriorDraws
 ) -> dict[str, Law]:
     """A dict from each latent site to the law by which the variances of its unconstrained elements
-    depend on lr; empty if minibatches do not heat the chains, or their noise is not known.
+    depend on lr; empty if minibatch noise does not raise the temperature, or is not known.
 
     Args:
         plan: plan of the run.

@@ -24,8 +24,8 @@ _LEVELS = 0.05, 0.5, 0.95
 
 
 def summary(result: PosteriorDraws, var_names: list[str] | None) -> Any:
-    """ArviZ's summary as a DataFrame with a row for each element, and the verdict of a run that
-    chose something in the last column.
+    """ArviZ's summary as a DataFrame with a row for each element: mean, sd, quantiles, R-hat, ESS;
+    and, if tuning chose settings of the run, the report's verdict on the site.
 
     A large site has one row, with its worst R-hat and ESS.  If draws have weights, means and sds
     are weighted, and other columns use draws that are repeated or left out in proportion.

@@ -1,4 +1,4 @@
-"""The table of `diagnostics()`: mixing, temperatures, and the heat of minibatches."""
+"""The table of `diagnostics()`: mixing, temperatures, and the effect of minibatch noise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,15 @@ from pyro_scale.posterior.draws import PosteriorDraws
 
 
 def diagnostics(result: PosteriorDraws, predict_at: Any = None) -> Any:
-    """A DataFrame with a row for each latent site; see `Posterior.diagnostics`."""
+    """A DataFrame with a row for each latent site: R-hat and ESS, and where they were measured,
+    temperatures of draws and momenta (relative to the requested one) and the effect of minibatch
+    noise. Warns of each problem that it shows.
+
+    Args:
+        result: draws of a run.
+        predict_at: the model's arguments at rows to predict for; the table then also has a row for
+            each data site, with R-hat and ESS of its predictive means. None for none.
+    """
     import pandas
 
     if result.tables is not None and predict_at is None:
@@ -103,18 +111,21 @@ class _Temperatures(NamedTuple):
 
     @property
     def is_hot(self) -> Tensor:
-        """Whether a temperature is significantly too high, a boolean for each, `[sites, 2]`."""
+        """Booleans `[sites, 2]`: whether the temperature of a site's elements on average, and that
+        of its steepest element, is significantly too high."""
         return self.values - self.errors * self.mcses > TEMPERATURE.hot
 
     @property
     def is_cold(self) -> Tensor:
-        """Whether a temperature is significantly too low, a boolean for each, `[sites, 2]`."""
+        """Booleans `[sites, 2]`: whether the temperature of a site's elements on average, and that
+        of its steepest element, is significantly too low."""
         return self.values + self.errors * self.mcses < 2 - TEMPERATURE.hot
 
     @property
     def is_right(self) -> Tensor:
-        """Whether a temperature is within tolerance, standard errors included, a boolean for each,
-        `[sites, 2]`."""
+        """Booleans `[sites, 2]`: whether the temperature of a site's elements on average, and that
+        of its steepest element, is surely within 10% of the requested one (3 standard errors
+        included)."""
         gap = (self.values - 1).abs() + TEMPERATURE.errors * self.mcses
         return gap < TEMPERATURE.hot - 1
 
@@ -153,8 +164,8 @@ def _warn(
     frozen: list[str],
     predicted: Any,
 ) -> None:
-    """Warns of each problem that the table of diagnostics shows; of several with one
-    cause, once.
+    """Warns of each problem that the table of diagnostics shows; once for several problems with the
+    same cause.
 
     Args:
         result: draws of a run.
@@ -230,7 +241,7 @@ def _warn_of_temperatures(
 
 
 def _warn_of_heating(result: PosteriorDraws, factor: float) -> None:
-    """Warns, without a threshold of its own, that minibatches make the posterior too wide.
+    """Warns that minibatches make the posterior too wide; the caller has checked that they do.
 
     Args:
         result: draws of a run.

@@ -23,8 +23,8 @@ steepest, is reported by itself.
 
 Momenta have a temperature by their variance: N p^2 / (m T) is 1 on average in continuous time.  A
 finite step may keep it at another value although positions are nearly right: for SGHMC it is
-4 / (4 - 2 e f - e^2 L / m) on a Gaussian of precision L over N.  The expected value comes from the
-kernel's own update.  An excess is heat, from minibatches or from a step that is too long.
+4 / (4 - 2 e f - e^2 L / m) on a Gaussian of precision L divided by N.  The expected value comes
+from the kernel's own update.  An excess is heat, from minibatches or from a step that is too long.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Virial(NamedTuple):
             the temperature.
         of_elements: temperature of each element, `[D]`.
         errors: standard errors of `of_elements` if draws are independent, `[D]`.
-        mean_square: mean squared gradient of the log joint over N, `[D]`.
+        mean_square: mean squared gradient of the log joint divided by N, `[D]`.
         is_exact: whether gradients are of all rows, without noise.
     """
 
@@ -171,7 +171,8 @@ def virial(
 def _choose(
     problem: Problem, positions: Positions, size: int, step: int, work: GradientWork
 ) -> Tensor:
-    """The numbers of those draws of each chain at which gradients are taken, evenly spread.
+    """Indices, among the draws of a chain, of the draws at which gradients are taken, evenly
+    spread; the same for every chain.
 
     Args:
         problem: model and engine of the run.
@@ -195,8 +196,9 @@ def _by_site(parts: Tensor, slices: Sequence[slice], steepest: Tensor) -> Tensor
 
     Args:
         parts: a number for each element, `[draws, D]`.
-        slices: place of each site's elements among the D.
-        steepest: place of each site's steepest element, `[sites]`.
+        slices: indices of each site's elements among the D.
+        steepest: index, among the D, of each site's steepest element (that of the largest mean
+            squared gradient), `[sites]`.
     """
     means = torch.stack([parts[:, place].mean(-1, dtype=torch.float64) for place in slices], -1)
     return torch.stack([means, parts[:, steepest].double()], -1)
@@ -223,8 +225,9 @@ def _regress(moments: Tensor, count: int, more: int) -> tuple[Tensor, Tensor]:
 
 
 def _along(engine: Engine, gradient: Tensor) -> Tensor:
-    """The gradient in the run's geometry: C g over the diagonal of C, `[draws, D]`, where C is the
-    covariance of the geometry; g itself without a geometry, and for point-estimated sites.
+    """The preconditioned gradient C g divided by the diagonal of C, `[draws, D]`, where C is the
+    covariance by which the run's chains are whitened; g itself if they are not, and for
+    point-estimated sites.
 
     Args:
         engine: engine of the run.
@@ -239,16 +242,16 @@ def _along(engine: Engine, gradient: Tensor) -> Tensor:
 
 
 def _largest(numbers: Tensor, slices: Sequence[slice]) -> Tensor:
-    """The place among the D elements of each site's largest number, `[sites]`; `numbers` is `[D]`,
-    `slices` has the place of each site's elements."""
+    """The index, among all D elements, of each site's largest number, `[sites]`; `numbers` is
+    `[D]`, `slices` has the indices of each site's elements."""
     return torch.tensor([place.start + int(numbers[place].argmax()) for place in slices])
 
 
 def _for_gradients(
     problem: Problem, batches: Batches, work: GradientWork
 ) -> tuple[Engine, Batches, int]:
-    """The engine that computes gradients for the temperature, the batches that it uses, and the
-    number of rows of each batch.
+    """(The engine that computes gradients for the temperature, the batches that it uses, the number
+    of rows of each batch).
 
     All rows if they are few enough for `work.enough` draws, so that gradients have no noise;
     control variates cancel there and are left out. Otherwise further batches of the run. Batches
@@ -281,7 +284,7 @@ def kinetic(
     Args:
         problem: model and engine of the run.
         draws: draws of the run, with recorded momenta.
-        values: hyperparameters of the kernel by name, averaged over the draws.
+        values: hyperparameters of the sampler's kernel by name, averaged over the draws.
         noise: noise of minibatch gradients; None if it was not measured.
         virial: temperature of the draws; None if it was not measured.
     """
@@ -306,11 +309,11 @@ def kinetic(
 
 
 def _precision(engine: Engine, temperature: Tensor, virial: Virial, noise: Tensor) -> Tensor:
-    """The precision L_ii over N of each latent element, `[latents]`, from the mean squared
+    """The precision L_ii of each latent element divided by N, `[latents]`, from the mean squared
     gradient.
 
-    Under the law exp(log joint / T) the gradient of the log joint over N has variance T L_ii / N. T
-    is the temperature of the draws, which is not quite the requested one.
+    Under the law exp(log joint / T) the gradient of the log joint divided by N has variance T L_ii
+    / N. T is the temperature of the draws, which is not quite the requested one.
 
     Args:
         engine: engine of the run.
@@ -332,8 +335,8 @@ def _expected_kinetic(engine: Engine, values: Mapping[str, Tensor], precision: T
 
     Args:
         engine: engine of the run.
-        values: hyperparameters of the kernel by name.
-        precision: precision of each element over N, `[latents]`.
+        values: hyperparameters of the sampler's kernel by name.
+        precision: precision of each element divided by N, `[latents]`.
     """
     kernel, values, temperatures = engine.kernel, engine.latent_values(values), []
     assert kernel.theory is not None

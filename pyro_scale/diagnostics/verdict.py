@@ -1,4 +1,4 @@
-"""The checks behind `report()`: from the evidence of a run to findings by site."""
+"""The checks whose results, findings on sites or on the whole run, make up `report()`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def report_on_exact(result: PosteriorDraws, num_samples: int) -> Report:
 
 
 def _with_advice(result: PosteriorDraws, findings: list[Finding]) -> list[Finding]:
-    """The findings; those that a centered latent explains have the advice to non-center it."""
+    """The same findings, where each that has not passed has the advice to non-center a latent site,
+    if the model has a centered one; unchanged otherwise."""
     if result.data is None or all(finding.verdict == "yes" for finding in findings):
         return findings
     params = result.layout.unflatten(result.positions[0, -1])
@@ -109,8 +110,8 @@ def _with_advice(result: PosteriorDraws, findings: list[Finding]) -> list[Findin
 
 
 def _check_length(result: PosteriorDraws, num_samples: int) -> list[Finding]:
-    """A finding if the run ended before `num_samples` draws of each chain; empty if it reached its
-    end."""
+    """A finding (the result of a check, for the report) if the run ended before `num_samples` draws
+    of each chain; empty if it reached its end."""
     kept = result.sample_stats["lp"].shape[1]
     if kept == num_samples:
         return []
@@ -320,8 +321,9 @@ def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
 
 
 def _check_warm_up(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
-    """Findings on whether warm-up settled, and whether draws cover all modes that the searches
-    found; empty without a warm-up in windows."""
+    """Findings on whether warm-up settled (chains agreed and the whitened coordinates no longer
+    changed), and whether draws cover all modes that the searches found; empty without such a
+    warm-up."""
     if choice is None or choice.window is None:
         return []
     window = choice.window

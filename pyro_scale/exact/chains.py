@@ -100,7 +100,8 @@ def sample_each(
     seeds: Sequence[int],
     bar: Progress,
 ) -> Draws:
-    """Runs one chain of each density, which is the first chain of a separate run with that seed.
+    """Runs one chain of each density, the same chain that a run of this density alone with its seed
+    would have as its first.
 
     Args:
         densities: log density for each chain.

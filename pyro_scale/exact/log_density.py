@@ -45,11 +45,11 @@ class EagerFunction:
         temperature: number that divides the log joint.
 
     Attributes:
-        layout: sites, shapes and offsets of a position `[D]`.
-        device: device of the model; positions are on the CPU.
-        examples: a position and the tensors of rows: arguments of `function`.
-        not_finite_at: the latest position at which the log joint or its gradient was not finite, as
-            compiled code has it; NaN if there was none.
+        layout: sites, shapes and offsets of a vector `[D]` of all unconstrained latents.
+        device: device of the model; vectors of latents are on the CPU.
+        examples: arguments of `function`: the latents at the start, `[D]`, and the tensors of rows.
+        not_finite_at: the latest latents `[D]` at which the log joint or its gradient was not
+            finite; NaN if there were none. Compiled code has the same attribute.
     """
 
     def __init__(
@@ -65,8 +65,9 @@ class EagerFunction:
         self.not_finite_at = torch.full((self.layout.size,), torch.nan, dtype=torch.float64)
 
     def function(self, position: Tensor, *leaves: Tensor) -> tuple[Tensor, Tensor]:
-        """(The log joint over the temperature, 0-d; its gradient, `[D]`), in nats and float64, as a
-        function of tensors only, which can be traced.  Call it inside of the context `literals`.
+        """(The log joint divided by the temperature, 0-d; its gradient, `[D]`), in nats and
+        float64, as a function of tensors only, which can be traced.  Call it inside of the context
+        `literals`.
 
         Args:
             position: unconstrained latents, float64 `[D]`.
@@ -84,8 +85,8 @@ class EagerFunction:
         return value / self._temperature, slope / self._temperature
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(The log joint over the temperature, 0-d; its gradient, `[D]`), in nats, at unconstrained
-        latents `[D]`; NaN where a matrix cannot be factorized."""
+        """(The log joint divided by the temperature, 0-d; its gradient, `[D]`), in nats, at
+        unconstrained latents `[D]`; both NaN where a matrix cannot be factorized."""
         try:
             with self.literals():
                 value, gradient = self.function(x, *self.examples[1:])
@@ -106,15 +107,15 @@ class EagerFunction:
         return other
 
     def literals(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which tensors that the model creates from Python numbers have the position's
-        dtype."""
+        """Context in which tensors that the model creates from Python numbers have the dtype of the
+        latents."""
         in_float64 = self.layout.dtype == torch.float64
         return _float64_by_default() if in_float64 else contextlib.nullcontext()
 
     def agrees_with(self, native: NativeFunction, tolerance: float) -> bool:
         """Whether machine code gives the same log joint and gradient as the model's Python, to a
-        relative tolerance.  They are compared away from the position of the trace, if the log joint
-        is finite there.
+        relative tolerance.  The two are compared at a distance of 0.1, in every latent, from the
+        start, or at the start if the log joint is not finite there.
 
         Args:
             native: machine code of the same function.
@@ -171,8 +172,8 @@ class EarlierFunction:
 
 
 def _facts(eager: EagerFunction, arguments: Arguments) -> Any:
-    """The layout and the data tensors' identities and versions, which must be equal for machine
-    code to be used again."""
+    """(The layout of the latents: sites, shapes and offsets; the identity and version of each data
+    tensor): machine code is used again only if these are equal."""
     return eager.layout, [mark(tensor) for tensor in rows.leaves(arguments)]
 
 
@@ -182,8 +183,8 @@ class LogDensity:
     alone.
 
     Attributes:
-        function: function from x `[D]`, in float64, to (log joint over the temperature, in nats,
-            0-d; its gradient, `[D]`); machine code if it could be compiled.
+        function: function from x `[D]`, in float64, to (log joint divided by the temperature, in
+            nats, 0-d; its gradient, `[D]`); machine code if it could be compiled.
         layout: sites, shapes and offsets of x.
         program: phrase for progress bars and `attrs` that says whether the function is compiled.
     """

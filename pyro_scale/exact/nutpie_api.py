@@ -213,12 +213,12 @@ class Chain:
 
 
 class _Model:
-    """The object that nutpie takes for a model, and asks for a sampler.
+    """The model as nutpie's interface wants it: an object that nutpie asks for a sampler.
 
     Args:
         density: log density to sample.
         native: machine code to hand over; None to hand over a Python function.
-        start: position at which the chain starts, a NumPy array `[D]`.
+        start: unconstrained latents at which the chain starts, a NumPy array `[D]`.
 
     Attributes:
         progress: the chain's latest report, by the template `_PROGRESS`.
@@ -289,8 +289,8 @@ class _Model:
         self.progress = progress
 
     def _begin(self, _: int) -> Any:
-        """The position at which the chain starts, `[D]`; nutpie passes a seed, which is not
-        used."""
+        """The unconstrained latents at which the chain starts, a new array `[D]`; nutpie passes a
+        seed, which is not used."""
         return self._start.copy()
 
 

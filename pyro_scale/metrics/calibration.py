@@ -110,15 +110,15 @@ def central(draws: Tensor, levels: Tensor) -> Interval:
 
 
 def _position(levels: Tensor, count: int) -> Tensor:
-    """Places of the lower ends of central intervals among `count` sorted draws, counted from 1 and
+    """Ranks of the lower ends of central intervals among `count` sorted draws, counted from 1 and
     with fractions for interpolation, in the shape of `levels`."""
     levels = levels.round(decimals=6)  # the digits of a float32, so that 0.9 is 0.9
     return ((1 - levels) / 2 * (count + 1)).round(decimals=9)
 
 
 def _at(ordered: Tensor, position: Tensor) -> Tensor:
-    """Sorted draws `[draws, ...]`, interpolated linearly at places `[levels]` that count from 1:
-    `[levels, ...]`."""
+    """Sorted draws `[draws, ...]`, interpolated linearly at fractional ranks `[levels]` that count
+    from 1: a tensor `[levels, ...]`."""
     before = position.long()
     weight = (position - before).to(ordered.dtype).reshape(-1, *[1] * (ordered.dim() - 1))
     return torch.lerp(ordered[before - 1], ordered[before.clamp(max=len(ordered) - 1)], weight)

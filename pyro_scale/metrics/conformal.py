@@ -38,7 +38,8 @@ def conformal(scores: Tensor, alpha: float) -> Tensor:
 
     Args:
         scores: scores of the calibration rows, `[n]`: how badly an observation agrees with its
-            prediction, such as the absolute residual over the predictive sd.  They may be infinite.
+            prediction, such as the absolute residual divided by the predictive sd.  They may be
+            infinite.
         alpha: the probability of a miss, in (0, 1).
 
     Returns:

@@ -1,4 +1,4 @@
-"""Nested R-hat: whether many short chains have forgotten their starts."""
+"""Nested R-hat, which tells whether many short chains have forgotten their starts."""
 
 from __future__ import annotations
 

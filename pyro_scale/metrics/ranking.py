@@ -1,4 +1,5 @@
-"""How well uncertainty ranks rows: out-of-distribution rows and wrong predictions."""
+"""Scores of how well uncertainty ranks rows: out-of-distribution rows above others, and wrong
+predictions above right ones."""
 
 from __future__ import annotations
 

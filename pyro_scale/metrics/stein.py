@@ -27,7 +27,8 @@ def ksd(draws: Tensor, scores: Tensor) -> Tensor:
 
     Args:
         draws: draws, `[n, d]`.
-        scores: gradient of the log density of all rows (not over N) at each draw, `[n, d]`.
+        scores: gradient of the log density of all rows (not divided by N, the number of rows) at
+            each draw, `[n, d]`.
 
     Returns:
         A scalar.

@@ -1,1 +1,1 @@
-"""The step size, and the gradient noise that it is chosen by."""
+"""Tuning: chooses starts, coordinates, step size and lengths of a run, before its draws."""

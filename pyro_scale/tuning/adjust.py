@@ -27,9 +27,9 @@ G = TypeVar("G", bound=Groups)
 
 
 def without_adjustment(kernel: Kernel) -> BAOA:
-    """The sampler's kernel for windows of warm-up in place of one that accepts or rejects
-    proposals: BAOA at the same temperature, which accepts every step and so cannot get stuck. Its
-    lr is 1, to be replaced by the caller."""
+    """A BAOA kernel at the same temperature, which replaces a sampler's kernel that accepts or
+    rejects proposals during warm-up: BAOA accepts every step, so chains cannot get stuck. Its lr is
+    1, a placeholder that the caller replaces."""
     return BAOA(lr=1.0, temperature=kernel.temperature)
 
 

@@ -1,4 +1,4 @@
-"""The settings that tuning may choose, and the choices that it made."""
+"""The settings of a run that tuning may choose, and the settings that it chose."""
 
 from __future__ import annotations
 
@@ -66,17 +66,21 @@ class Choice:
     """The settings that tuning chose for a run, with the reasons and the measurements behind them.
 
     Attributes:
-        problem: the chains in their stationary distribution, with kernel and geometry.
+        problem: model, data and chains after warm-up, with the sampler's kernel and the geometry
+            (the whitened coordinates in which chains move).
         steps: number of draws, warm-up and thinning of the run that follows; without warm-up if
             tuning chose its length, as it is over.
         passes: passes through the data that tuning took, by stage.
-        reasons: the reason of each choice, in words for the user, by setting.
+        reasons: a dict from setting ("start", "step size", ...) to the reason of the choice, in
+            words for the user.
         chooses_lr: whether tuning chose the step size.
         warmup_steps: steps of each chain in the warm-up that tuning ran; None if the user set their
             number.
         modes: modes of the posterior; None if they were not searched for.
-        window: measurements of the last window of warm-up; None if chains were trained.
-        pilot: measurements of the pilots of the step size; None if the user set it.
+        window: measurements of the last window (stretch of warm-up, after which the geometry is
+            updated); None if chains were trained.
+        pilot: measurements of the pilots (short runs that measure a step size's bias or acceptance
+            rate); None if the user set the step size.
         trained: steps of the optimizer; None if chains were not trained.
         heat: relative rise of the temperature by minibatches, in the direction where it is largest;
             None if it is not known.

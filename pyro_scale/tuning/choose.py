@@ -1,4 +1,4 @@
-"""Chooses starts, geometry, step size and lengths of a run in a warm-up.
+"""Chooses starts, geometry (coordinates of chains), step size and lengths of a run in a warm-up.
 
 modes of the posterior  ->  a Gaussian, in whose coordinates the posterior is about isotropic
 windows of warm-up      ->  the geometry of the draws, and a stable step size
@@ -64,10 +64,10 @@ def choose(
     thinning), and warms the chains up.
 
     Args:
-        problem: chains at the user's or the library's starts.
+        problem: model, data, sampler's kernel, and chains at the user's or the library's starts.
         settings: settings of the sampler, which say what is to be chosen.
-        anchor: anchor of control variates as unconstrained params `[D]`; True for the center of the
-            geometry; False for no control variates.
+        anchor: params `[D]`, unconstrained, at which control variates have the gradient of all
+            rows; True for the center of the geometry; False for no control variates.
         config: arguments of the run.
         simulate: function that runs the chains.
         budget: gradients of rows and seconds that the whole run may take.
@@ -189,14 +189,16 @@ def _cool_again(
 
 
 def _for_whitened(problem: Problem, settings: Settings) -> Problem:
-    """The problem with the kernel for the first steps in whitened coordinates: with the longest
-    step size and the best friction there, where the user has not set them."""
+    """The problem (model, data, chains, kernel) with the sampler's kernel for the first steps in
+    whitened coordinates: the longest step size and the best friction there, unless the user set
+    them."""
     chosen = settings.chooses_lr, settings.chooses_friction
     return problem.with_engine(kernel=kernel_for_whitened(problem.engine.kernel, *chosen))
 
 
 def _steps_of_pilots(chooses_lr: bool) -> int:
-    """The least number of steps of each chain in pilots; 0 if the step size is not chosen."""
+    """The least number of steps that each chain takes in pilots (short runs that measure the step
+    size's error); 0 if the step size is not chosen."""
     return 3 * PILOTS.least if chooses_lr else 0
 
 
@@ -232,10 +234,11 @@ def _no_warm_up(
     site that breaks, or says what to try.
 
     Args:
-        problem: problem of the last window, with the chains' positions.
-        density: log density whose curvature is evaluated often; None if lr is set.
+        problem: model and chains, with their params at the start of the last window (stretch of
+            warm-up).
+        density: log density whose curvature warm-up evaluates; None if the user set lr.
         chooses_lr: whether the step size is chosen.
-        draws: draws of the last window.
+        draws: draws of the last window of warm-up.
     """
     for chain, broken in broken_sites(problem, draws).items():
         if broken.is_far:

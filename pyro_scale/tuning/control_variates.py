@@ -17,8 +17,9 @@ from pyro_scale.run.problem import Problem
 
 
 def with_anchor(problem: Problem, anchor: bool | Tensor, full_data: FullDataDensity) -> Problem:
-    """The problem with control variates at an anchor; unchanged if there are no minibatches. If the
-    problem's control variates are of second order, so are the new ones, where that is possible.
+    """The problem with control variates at an anchor: minibatch gradients are corrected by the
+    gradient of all rows there. Unchanged if there are no minibatches. If the problem's control
+    variates are of second order, so are the new ones, where that is possible.
 
     Args:
         problem: model and chains, in whitened coordinates.
@@ -36,8 +37,9 @@ def with_anchor(problem: Problem, anchor: bool | Tensor, full_data: FullDataDens
 
 
 def center_of(problem: Problem) -> Tensor:
-    """The center of the problem's geometry, as unconstrained params `[D]`. The problem must have
-    whitened coordinates."""
+    """The center of the whitened coordinates in which the problem's chains move, as unconstrained
+    params `[D]`: at first a mode, later the mean of warm-up's draws. The problem must have whitened
+    coordinates."""
     whitening = problem.engine.whitening
     assert whitening is not None
     return whitening.tensors[0]

@@ -1,4 +1,5 @@
-"""Whether an objective still rises, judged from its noisy trace."""
+"""Tells from the noisy trace of an objective (the log joint at each step of training) whether it
+still rises."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class EarlyStopping:
         self.window, self._size = window, size
 
     def reached(self, draws: Draws) -> bool:
-        """Whether the objective of every chain that finished has converged; False before four
-        windows of steps."""
+        """Whether the log joint of every chain that finished has stopped rising; False before
+        4 * `window` steps."""
         if draws.num_steps < 4 * self.window:
             return False
         traces = draws.log_joint[draws.finished, : draws.num_steps]

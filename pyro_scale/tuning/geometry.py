@@ -1,4 +1,4 @@
-"""Coordinates of chains, and their starts in these coordinates."""
+"""The whitened coordinates in which chains move (their geometry), and the chains' starts."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _find_modes(
 
     Args:
         problem: chains at their starts.
-        chooses_starts: whether searches begin at further places than the chains' starts.
+        chooses_starts: whether searches also begin at other points than the chains' starts.
         form: how the coordinates are whitened; "dense" searches by Newton's method, others by
             L-BFGS.
         full_data: log density of all rows.

@@ -39,8 +39,8 @@ ChainBatch = tuple[Arguments, Tensor | None]
 
 
 def first_batches(problem: Problem, num_rows: int, sampling: Sampling) -> list[ChainBatch]:
-    """The first batches that a run with a single chain would have, as many as hold `num_rows` rows
-    or more."""
+    """The first batches of a run with a single chain, as many as are needed for `num_rows` rows: a
+    list of (the model's arguments, indices of rows or None)."""
     count = -(-num_rows // problem.batch_size)
     batches = batches_from(problem.batches(1, sampling), 0, count)
     return [batch.of_chain(0) for batch in batches]
@@ -242,17 +242,18 @@ def gradient_noise(
     values: Mapping[str, Tensor],
     sampling: Sampling,
 ) -> GradientNoise | None:
-    """Measures the noise of minibatch gradients at a few draws of a run, from a few batches at
-    each. None if the temperature is 0, vmap does not support the model, or there are no gradients
-    of single rows.
+    """The noise of minibatch gradients, measured at a few draws of a run, from a few batches at
+    each: by which factor it raises the temperature, its variance, and by which factor control
+    variates reduce the variance. None if the temperature is 0, vmap does not support the model, or
+    there are no gradients of single rows.
 
     Args:
         problem: the model and its engine.
-        positions: draws of the finished chains.
-        finished: numbers of these chains.
+        positions: draws of the finished chains, unconstrained params `[chains, draws, D]`.
+        finished: numbers of these chains among all chains of the run.
         batches: batches of the run.
         step: the first step after the run, whose batch is used first.
-        values: hyperparameters of the kernel by name, averaged over the draws.
+        values: hyperparameters of the sampler's kernel by name, averaged over the draws.
         sampling: how the rows of batches are drawn.
     """
     log_posterior, engine = problem.log_posterior, problem.engine
@@ -281,8 +282,8 @@ def gradient_noise(
     together = max(1, NUMBERS_AT_ONCE // numbers)  # draws whose gradients are in memory
 
     def variance_of(density: Density, heats: bool = False) -> Tensor | None:
-        """Variance of the minibatch gradient over N, averaged over the draws, `[latents]`; None if
-        there are no gradients of single rows.
+        """Variance of (minibatch gradient / N), averaged over the draws, `[latents]`;
+        None if there are no gradients of single rows.
 
         Args:
             density: the log posterior, or control variates.
@@ -320,13 +321,14 @@ def gradient_noise(
 
 
 def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -> Tensor | None:
-    """The factor by which minibatches multiply the temperature of each latent element, net of
-    subtracted noise, `[latents]`; None if the effect on this kernel is not known.
+    """The factor by which minibatch noise multiplies the temperature of each latent element, after
+    the subtraction of known noise, `[latents]`; 1 for no effect, None if the effect on this kernel
+    is not known.
 
     Args:
         engine: the engine of the run, with its kernel.
-        values: hyperparameters of the kernel by name.
-        variance: variance of the minibatch gradient over N, `[latents]`.
+        values: hyperparameters of the sampler's kernel by name.
+        variance: variance of (minibatch gradient / N), `[latents]`.
     """
     theory = engine.kernel.theory
     if theory is None:

@@ -26,7 +26,8 @@ _SLOW_GROUP = 0.95
 
 
 class WindowDraws(NamedTuple):
-    """Draws of a window of warm-up, with their autocorrelation times and R-hat.
+    """Draws of a window of warm-up (the steps between two updates of the geometry, the whitened
+    coordinates), with their autocorrelation times and R-hat.
 
     Attributes:
         places: a few of the draws as unconstrained params, at which the curvature is evaluated,
@@ -34,7 +35,8 @@ class WindowDraws(NamedTuple):
         z: the draws in whitened coordinates, `[groups, chains, draws, d]`.
         times: autocorrelation times, in draws, `[groups, d]`.
         r_hat: the largest R-hat of each group, `[groups]`.
-        usable: whether a group's chains are sound, so that its geometry is updated, `[groups]`.
+        usable: whether a group's chains are finite and have not left the posterior, `[groups]`;
+            only then is its geometry updated.
     """
 
     places: Tensor
@@ -50,12 +52,13 @@ class WindowDraws(NamedTuple):
 
 
 class Groups(Protocol):
-    """Groups of chains, with their current params, geometries and step sizes. The chains of a group
-    sample one posterior."""
+    """Groups of chains, with their current params, geometries (whitened coordinates) and step
+    sizes. The chains of a group sample one posterior."""
 
     @property
     def learns(self) -> bool:
-        """Whether windows update the geometry and the step size."""
+        """Whether geometry and step size are updated after each window of warm-up; False if the
+        user set them."""
 
     @property
     def num_latents(self) -> int:
@@ -73,9 +76,11 @@ class Groups(Protocol):
 
         Args:
             steps: how many steps to take, and which draws to keep.
-            purpose: window or pilot; seeds depend on it.
-            number: number of the window or pilot; seeds depend on it.
-            halved: whether to take twice as many steps of half the size, on the same noise path.
+            purpose: `Purpose.WINDOW` for a window of warm-up, or `Purpose.PILOT` for a short run
+                that measures the step size's error; seeds depend on it.
+            number: number of the window or pilot, from 0; seeds depend on it.
+            halved: whether to take twice as many steps of half the size, driven by the same
+                Brownian path.
 
         Raises:
             Exception: the error that ended the steps early.
@@ -96,18 +101,20 @@ class Groups(Protocol):
         """
 
     def sound_draws(self, draws: Draws, sound: Tensor) -> Tensor:
-        """Draws of the sound chains, `[groups, chains, draws, D]`."""
+        """Draws of the sound chains (finite, and not outside of the posterior; `sound` is what
+        `are_sound` returned), `[groups, chains, draws, D]`."""
 
     def to_whitened(self, kept: Tensor) -> Tensor:
-        """The latents of some draws in whitened coordinates, in float64; params as they are if the
-        groups have no geometry.
+        """The latents of some draws in whitened coordinates, in float64; unconstrained params as
+        they are if chains are not whitened.
 
         Args:
             kept: draws as unconstrained params, `[groups, chains, draws, D]`.
         """
 
     def learn(self, draws: WindowDraws) -> tuple[Self, Tensor, Tensor]:
-        """Updates the geometry to that of the draws.
+        """Updates each group's geometry (the whitened coordinates in which chains move) to the
+        spread of a window's draws.
 
         Returns:
             The groups with the new geometry; the largest factor by which the sd of a direction
@@ -123,7 +130,7 @@ class Lengths:
 
     Attributes:
         windows: number of warm-up windows.
-        pilots: number of pilots.
+        pilots: number of pilots (short runs that measure the step size's error).
         pilot: steps of one pilot.
         thinning: steps from one draw to the next.
     """
@@ -136,7 +143,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Limit:
-    """Limits of windows and pilots.
+    """Limits of a stage of warm-up: its windows, or its pilots (short runs that measure the step
+    size's error).
 
     Attributes:
         steps: most steps of each chain.

@@ -1,5 +1,6 @@
-"""How much minibatches heat chains, and how to prevent it: a shorter step, control variates of
-second order, or larger batches, whichever takes the fewest gradients of rows."""
+"""How much the noise of minibatches raises the temperature of chains ("heats" them), and how to
+prevent it: a shorter step, control variates of second order, or larger batches, whichever takes the
+fewest gradients of rows."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class RowNoise(NamedTuple):
     """Noise of minibatch gradients in whitened coordinates.
 
     Attributes:
-        variance: variance of the minibatch gradient over N, in the direction where it is largest.
+        variance: variance of (minibatch gradient / N), in the direction where it is
+            largest.
         largest: norm of the largest gradient of a single row, in nats, at one sd from the center
             along that gradient.
     """
@@ -40,11 +42,12 @@ class RowNoise(NamedTuple):
 
 
 class Heat(NamedTuple):
-    """Effects of minibatches on chains at a step size.
+    """Effects of minibatch noise on chains at one step size and batch size.
 
     Attributes:
         added: relative rise of the temperature, in the direction where it is largest.
-        kick: the largest kick that a row gives a chain far from the center, in sds of the momentum.
+        kick: the largest change of a chain's momentum, in sds of the momentum, that the gradient of
+            a single row of a batch causes far from the center.
     """
 
     added: float
@@ -139,7 +142,7 @@ def stays_cool(cooled: Cooled, problem: Problem) -> bool:
 
     Args:
         cooled: problem and effects before warm-up.
-        problem: the problem after warm-up, with another geometry and step size.
+        problem: the problem after warm-up, with other whitened coordinates and step size.
     """
     before, after = cooled.problem.engine, problem.engine
     density, old, new = before.density, before.whitening, after.whitening
@@ -233,7 +236,7 @@ def _measure_heat(problem: Problem, sampling: Sampling, far: float) -> Heat | No
 
 
 def typical_places(problem: Problem) -> Tensor:
-    """Points as far from the center as draws are, along every axis of the geometry, as
+    """Points as far from the center of the whitened coordinates as draws are, along every axis, as
     unconstrained params `[places, D]`.
 
     They are not draws: the noise of a row with a direction of its own would depend on one random

@@ -1,5 +1,5 @@
-"""Geometries of many dimensions: a scale for each element, and a few directions with scales that
-differ from those of their elements."""
+"""Geometries (whitened coordinates) of many dimensions: a scale for each element, and a few
+directions with scales that differ from those of their elements."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def with_axes(
 def learn(
     old: LowRankWhitening, z: Tensor, count: float, largest: float
 ) -> tuple[Tensor, LowRankWhitening]:
-    """Updates scales and directions to those of draws.
+    """Updates a geometry (whitened coordinates: scales of elements, and a few directions) to the
+    spread of draws.
 
     The new directions are the old ones, and those in which the draws vary more than independent
     elements do by chance (above twice Marchenko and Pastur's edge).
@@ -74,8 +75,8 @@ def learn(
         largest: largest factor by which an sd may change.
 
     Returns:
-        Variances of the draws in the old geometry, of elements and along its directions; the new
-        geometry with the old center.
+        (Variances of the draws in the old geometry, of elements and along its directions, in one
+        vector; the new geometry, with the old center).
     """
     size, share = z.shape[1], count / (count + 2)
     doubled = old.double()
@@ -100,7 +101,8 @@ def learn(
 
 
 def _with_furthest(center: Tensor, scale: Tensor, axes: Tensor, sds: Tensor) -> LowRankWhitening:
-    """The geometry with those directions, at most `MOST_AXES`, whose sds differ most from 1.
+    """The geometry (whitened coordinates) of a scale for each element and those directions, at most
+    `MOST_AXES`, whose sds differ most from 1.
     Directions that hardly differ are kept with sd 1, so that all windows have the same number of
     directions and reuse one compiled step.
 
@@ -121,8 +123,8 @@ def _with_furthest(center: Tensor, scale: Tensor, axes: Tensor, sds: Tensor) -> 
 def steepest_by_products(
     density: FullDataDensity, whitening: Whitening | None, position: Tensor
 ) -> float:
-    """The largest curvature of the negative log density over N at a point, in whitened coordinates
-    if there are any. A lower bound, by the power method on products with the Hessian.
+    """The largest curvature of the negative log density divided by N at a point, in whitened
+    coordinates if there are any. A lower bound, by the power method on products with the Hessian.
 
     Args:
         density: log density of all rows, or of rows that represent them.

@@ -36,7 +36,7 @@ class Map(Protocol):
     def __call__(
         self, function: Callable[[Item], Result], items: Sequence[Item], /
     ) -> list[Result]:
-        """The function's values, in the items' order."""
+        """A list of the function's results for each item, in the order of the items."""
         ...
 
 
@@ -100,12 +100,13 @@ class Mode(NamedTuple):
 
 @dataclass(frozen=True)
 class Modes:
-    """Results of the searches from all starts.
+    """The modes of a posterior, found by searches from several starts.
 
     Attributes:
         modes: modes, the one with the most evidence first; if there is none, Gaussians that stand
             for the posterior.
-        are_modes: whether `modes` are modes.
+        are_modes: whether `modes` are modes; False if they are Gaussians that stand for the
+            posterior.
         searches: number of searches.
         gap: Kullback-Leibler divergence of the best mode's Gaussian from the posterior, in nats,
             estimated from the Gaussian's draws; NaN if it was not estimated.
@@ -213,8 +214,8 @@ def run_searches(
 ) -> tuple[list[Result], float]:
     """Runs a search from every item, in this process or shared out among several (`limits.map`).
 
-    Their passes are checked during each search, counted from the first one in the same process; and
-    after the last search, counted from the first one of all.
+    The limit on passes is checked during the searches, where each process counts its own, and after
+    the last search, on the count of all processes.
 
     Args:
         search: (item, limits of one search) -> a pytree of tensors, and the passes through the data
@@ -422,7 +423,7 @@ def best_on_the_way(
         places: points on the search paths, `[places, D]`.
         temperature: temperature of the posterior.
         seed: seed of the draws that estimate the bounds.
-        map: function that computes the Gaussians, in this process or shared out.
+        map: function that computes the Gaussians, in this process or shared out among several.
     """
 
     def fit(place: Tensor, limits: SearchLimits) -> tuple[StandIn | None, float]:

@@ -31,13 +31,15 @@ from pyro_scale.tuning.windows import learn
 
 @dataclass(frozen=True)
 class OneGroup:
-    """All chains of a run as a single group, for warm-up and pilots; methods are those of `Groups`.
+    """All chains of a run as a single group, for warm-up and for pilots (short runs that measure
+    the step size's error); methods are those of `Groups`.
 
     Attributes:
         problem: problem with the chains' params, geometry and step size.
         simulate: function that runs the chains.
-        density: log density for frequent evaluations of the curvature; None if geometry and step
-            size are set and windows only measure mixing.
+        density: log density of all rows, or of rows that represent them, whose curvature is
+            evaluated after each window of warm-up; None if geometry and step size are set and
+            windows only measure mixing.
         full_data: log density of all rows.
     """
 
@@ -157,8 +159,8 @@ class OneGroup:
         return dataclasses.replace(self, problem=problem, density=density)
 
     def _steepest(self, position: Tensor) -> float:
-        """The largest curvature of the negative log density over N at unconstrained params `[D]`,
-        in whitened coordinates; NaN if the Hessian is not finite."""
+        """The largest curvature of the negative log density divided by N at unconstrained params
+        `[D]`, in whitened coordinates; NaN if the Hessian is not finite."""
         density, whitening = self.density, self.problem.engine.whitening
         assert density is not None
         if not isinstance(whitening, DenseWhitening):

@@ -1,4 +1,5 @@
-"""The step size, chosen by its bias: the difference to a coupled run at half the step size."""
+"""Chooses the step size by its bias, which is estimated from the difference between a run and a
+coupled run (the same Brownian path) at half the step size."""
 
 from __future__ import annotations
 
@@ -52,21 +53,24 @@ class Bias(NamedTuple):
 
     @property
     def is_vague(self) -> bool:
-        """Whether the coupled paths have parted, so that a bias at the tolerance would not be
-        significant."""
+        """Whether the estimated bias is too uncertain to be of use: some element's standard error
+        exceeds the tolerance (of means in posterior sds, of log sds), as the run and its coupled
+        run have diverged."""
         return bool(
             (self.mean_mcse > TOLERANCE.mean).any() | (self.log_sd_mcse > TOLERANCE.sd).any()
         )
 
     @property
     def is_known(self) -> Tensor:
-        """Whether mean and sd are within tolerance, standard errors included, `[d]`."""
+        """Whether each element's bias is surely within tolerance, `[d]`: the absolute bias of the
+        mean (in posterior sds) and of the log sd, plus 2 standard errors, are below
+        `TOLERANCE`."""
         means = self.mean.abs() + PILOTS.errors * self.mean_mcse < TOLERANCE.mean
         return means & (self.log_sd.abs() + PILOTS.errors * self.log_sd_mcse < TOLERANCE.sd)
 
 
 class Pilot(NamedTuple):
-    """Measurements of the pilots of a step size.
+    """Measurements of the pilots, short runs that measure the error of a step size.
 
     Attributes:
         number: number of pilots.
@@ -93,7 +97,7 @@ class Pilot(NamedTuple):
 
 
 def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> tuple[G, Pilot]:
-    """Shortens step sizes until the bias of most groups is small.
+    """Shortens step sizes until the step-size bias of most groups of chains is small.
 
     A pilot is a run and a coupled run at half the step size, whose difference shows the bias.
 
@@ -102,10 +106,11 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
         time: rough autocorrelation time in steps.
         order: power of lr with which the bias falls.
         limit: most steps and time, and number and length of pilots if they are set.
-        policy: the numbers of pilots.
+        policy: lengths and thresholds of pilots.
 
     Returns:
-        The groups with their step sizes, after the last pilot; its measurements.
+        The groups with their step sizes and the chains after the last pilot; the measurements of
+        the pilots.
     """
     fixed, total, lengthened, number = limit.lengths, 0, 0, 0
     length = min(policy.longest, max(policy.least, math.ceil(policy.times * time)))
@@ -169,7 +174,7 @@ def bias_between(full: Tensor, half: Tensor, order: int) -> Bias:
 
     Args:
         full: draws at the step size, `[chains, draws, d]`.
-        half: draws at half the step size, on the same noise path, `[chains, draws, d]`.
+        half: draws at half the step size, driven by the same Brownian path, `[chains, draws, d]`.
         order: power of lr with which the bias falls.
     """
     center = (full + half).mean((0, 1)) / 2

@@ -1,8 +1,8 @@
-"""The thresholds and limits of tuning and calibration, grouped by purpose, with a reason for each.
+"""Thresholds and limits of tuning and calibration, grouped by purpose, with a reason for each.
 
 Modules read the instances below each class.  A test passes a smaller one where a function takes it,
 or replaces the instance in the module that reads it.  The `SINGLE_*` instances are for calibration,
-where a data set has one chain, and thousands of chains share one program.
+where a data set has one chain, and thousands of chains are moved by one compiled step.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class WarmUp:
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """Tolerated errors of a run, by which it is tuned and judged."""
+    """Tolerated errors of a run's posterior means (in posterior sds) and sds (relative), by which
+    the run is tuned and judged."""
 
     #: Of a mean, in posterior sds.
     mean: float = 0.1
@@ -300,7 +301,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulations:
-    """Draws from the posterior of each simulated data set."""
+    """Limits, in a calibration, on the draws from the posterior of each simulated data set."""
 
     #: Draws that a rank is taken among.
     ranked: int = 100

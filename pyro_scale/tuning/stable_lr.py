@@ -32,7 +32,7 @@ def chain_at(kernel: Kernel, lr: float, precision: float = 1.0) -> GaussianChain
 
 def largest_stable_lr(kernel: Kernel, precision: float) -> float:
     """The largest step size at which the sampler's kernel is stable on a Gaussian with this
-    precision (curvature over N), within 10%; at most 10."""
+    precision (curvature divided by N), within 10%; at most 10."""
     lr = 10.0
     for _ in range(_MOST_REDUCTIONS):
         if bool(chain_at(kernel, lr, precision).stable.all()):

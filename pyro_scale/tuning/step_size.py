@@ -59,10 +59,11 @@ class Modes:
     coordinates in which the kernel's metric is 1.
 
     Attributes:
-        precision: of each normal mode, over N, `[modes]`.
-        steepest: the largest precision over N, at the mode and at draws around it, 0-d.
-        noise: variance of the minibatch gradient over N along each normal mode, `[modes]`.
-        starts: starts of the chains, relative to the mode, `[chains, modes]`.
+        precision: precision along each normal mode, divided by N, `[modes]`.
+        steepest: the largest precision divided by N, at the mode and at draws around it, 0-d.
+        noise: variance of (minibatch gradient / N) along each normal mode, `[modes]`.
+        starts: starts of the chains relative to the mode, along each normal mode,
+            `[chains, modes]`.
         loadings: squared change of each element with each normal mode, `[D, modes]`.
         scale: root mean square change of an element with a normal mode, 0-d.
     """
@@ -130,8 +131,8 @@ def tune(
 def choose_step_size(
     problem: Problem, density: FullDataDensity, mode: Tensor, steps: Steps, sampling: Sampling
 ) -> StepSize:
-    """The step size with the least predicted error, among step sizes below the stable range's end,
-    with the reason in words.
+    """The step size with the least predicted error of posterior means and sds, among step sizes at
+    which the sampler's kernel is stable, with that error in posterior sds and the reason in words.
 
     Args:
         problem: the model, the chains' starts, and the kernel, whose lr is not used.
@@ -223,7 +224,7 @@ def _laplace_draws(mode: Tensor, precision: Tensor, temperature: Tensor, seed: i
 
 def _scaled_gradients(problem: Problem, draws: Tensor, sampling: Sampling) -> Tensor:
     """Gradients of single rows minus their mean at each draw, `[rows of all draws, D]`, scaled so
-    that their mean square is the variance of the minibatch gradient over N; zero without
+    that their mean square is the variance of (minibatch gradient / N); zero without
     minibatches.
 
     Args:
@@ -249,7 +250,7 @@ def _scaled_gradients(problem: Problem, draws: Tensor, sampling: Sampling) -> Te
 
 def _largest_stable(problem: Problem, precision: Tensor) -> float:
     """The largest step size at which the sampler's kernel is stable on a Gaussian of this precision
-    over N (0-d), within 1%."""
+    divided by N (0-d), within 1%."""
     low, high = -8.0, 4.0  # powers of ten
     while high - low > 0.004:
         middle = (low + high) / 2
@@ -266,13 +267,14 @@ def _values_at(problem: Problem, lr: Tensor) -> Values:
 
 
 def _linearize(problem: Problem, lr: Tensor, noise: Tensor) -> Linearized:
-    """The kernel on a Gaussian at a step size and gradient noise: the stationary kernel, its
-    hyperparameters by name, and the noise that it sees.
+    """The sampler's kernel as it behaves on a Gaussian posterior at a step size, in units in which
+    its stationary preconditioner is 1: (a kernel that does not adapt, that kernel's hyperparameters
+    by name, the variance of the gradient noise in these units).
 
     Args:
         problem: model and kernel.
         lr: step size, 0-d.
-        noise: variance of the minibatch gradient over N along each normal mode, `[modes]`.
+        noise: variance of (minibatch gradient / N) along each normal mode, `[modes]`.
     """
     kernel = problem.engine.kernel
     linearized: Linearized = kernel.theory.linearize(kernel, _values_at(problem, lr), noise)

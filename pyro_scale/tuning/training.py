@@ -1,4 +1,4 @@
-"""Networks, and any model at temperature 0: chains start where an optimizer ends.
+"""Tuning for networks, and for any model at temperature 0: chains start where an optimizer ends.
 
 an optimizer from each chain's start  ->  a trained network for each chain
 the prior where it ended              ->  coordinates in which the prior is isotropic
@@ -67,8 +67,8 @@ def train(
     and there are `num_samples` draws.
 
     At other temperatures, a warm-up follows that is as long as training, or longer if steps are
-    cheap. The draws take three times as many steps, or fewer if the budget ends before. A given
-    start counts as trained, unless the temperature is 0.
+    cheap. The draws take three times as many steps, or fewer if the budget ends before. A start
+    that the user passed counts as trained, unless the temperature is 0.
 
     Args:
         problem: chains at the user's or the library's starts.
@@ -227,7 +227,8 @@ def _in_batches(problem: Problem) -> Problem:
 
 
 def _whitened_by_prior(problem: Problem) -> Problem:
-    """The problem in coordinates in which the prior over N has curvature 1.
+    """The problem in coordinates in which the log prior divided by N has curvature 1; unchanged if
+    the model has point-estimated params.
 
     There, directions that the data do not determine relax fastest at a friction of about 1.  In
     params, that would be a small friction, and minibatches heat by its inverse.  The curvature is
@@ -269,10 +270,10 @@ def prepare_in_batches(
     in_batches_of: Callable[[int], Data],
     tunes: bool,
 ) -> Problem:
-    """The problem of a model on its data, in minibatches if there are many rows.
+    """The problem (model, data and chains at their starts) in minibatches if there are many rows.
 
     Args:
-        prepare: function that runs the model's preflight on data.
+        prepare: function from data to the problem; it runs the model once, to check it.
         data: the data as the user passed them: all rows, or the batches of a loader.
         in_batches_of: (batch size) -> the data in batches.
         tunes: whether control variates and step size are chosen; if not, a step takes all rows of

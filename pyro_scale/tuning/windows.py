@@ -1,4 +1,4 @@
-"""Warm-up in windows: after each window, chains get the geometry of its draws.
+"""Warm-up in windows (stretches of steps): after each window, chains get the geometry of its draws.
 
 As in Stan's warm-up, but for all chains of a group together, the covariance of a window's draws
 becomes the geometry of the next window, until a window's draws have the geometry that it was run
@@ -43,7 +43,8 @@ G = TypeVar("G", bound=Groups)
 
 @dataclass(frozen=True)
 class Window:
-    """Measurements of the last window of a warm-up.
+    """Measurements of the last window of a warm-up (the steps between two updates of the geometry,
+    the whitened coordinates).
 
     Attributes:
         number: number of windows.
@@ -67,11 +68,13 @@ class Window:
 
 
 class NoStableStep(Exception):
-    """All chains break at any step size.  The arguments are the groups and their last draws."""
+    """Raised if all chains break at every step size that warm-up tries, with (the groups of chains,
+    their last draws) as its arguments."""
 
 
 def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
-    """Runs windows until most groups agree, and returns the groups after the last window.
+    """Runs windows of warm-up until, in most groups, chains mix and the geometry (the whitened
+    coordinates) no longer changes. Returns the groups after the last window, and its measurements.
 
     After each window, a group gets the geometry of its draws and a stable step size.  A group with
     a broken chain restarts at half its step size.  If all groups break, the window is repeated,
@@ -80,7 +83,7 @@ def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
     Args:
         groups: chains at their starts, with a first geometry and the longest step size.
         limit: most steps and time, and the number of windows if it is set.
-        policy: the numbers of warm-up.
+        policy: lengths and thresholds of windows.
 
     Raises:
         NoStableStep: all chains break at any step.
@@ -140,7 +143,7 @@ def _stable_lr(curvatures: Tensor, steepest: float) -> Tensor:
     finite curvature.
 
     Args:
-        curvatures: largest curvature over N at each of some draws, `[groups, places]`.
+        curvatures: largest curvature divided by N at each of some draws, `[groups, places]`.
         steepest: quantile of these curvatures that must be stable.
     """
     finite = torch.where(curvatures.isfinite(), curvatures, math.nan)
@@ -150,7 +153,8 @@ def _stable_lr(curvatures: Tensor, steepest: float) -> Tensor:
 
 
 def learn(old: Whitening, z: Tensor, num_data: int, count: Tensor) -> tuple[Tensor, Whitening]:
-    """Updates one group's geometry to that of its draws.
+    """Updates one group's geometry (the whitened coordinates in which its chains move) to the
+    spread and the mean of its draws.
 
     `torch.vmap` updates many groups at once, for diagonal maps and for matrices of at most
     `WARM_UP.matrix` dimensions. The rank of other maps depends on the draws: one group only.
@@ -170,8 +174,8 @@ def learn(old: Whitening, z: Tensor, num_data: int, count: Tensor) -> tuple[Tens
 
 
 def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whitening]:
-    """Updates one group's geometry except for its center, from draws of variance 1 if the geometry
-    is right.  Arguments and results are those of `learn`."""
+    """Updates one group's geometry except for its center.  Arguments and results are those of
+    `learn`, but `z` has variance 1, not 1/N, if the geometry is right."""
     flat = z.flatten(0, 1)
     size, new = flat.shape[1], old
     share, chance = count / (count + 2), torch.ones_like(count)
@@ -203,8 +207,8 @@ def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whit
 def _learn_directions(
     old: DenseWhitening, z: Tensor, count: float
 ) -> tuple[Tensor, DenseWhitening]:
-    """Updates a matrix of many dimensions by scales and a few directions only, as the covariance of
-    few draws is mostly chance.
+    """Updates whitened coordinates of many dimensions, given by a matrix, by scales and a few
+    directions only, as the covariance of few draws is mostly chance.
 
     Args:
         old: geometry in which the window was run.
@@ -212,8 +216,8 @@ def _learn_directions(
         count: effective number of draws.
 
     Returns:
-        Variances of the draws in the old geometry, of elements and along directions; the new
-        geometry.
+        (Variances of the draws in the old geometry, of elements and along directions, in one
+        vector; the new geometry).
     """
     eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
     plain = LowRankWhitening(torch.zeros_like(z[0]), torch.ones_like(z[0]), eye[:, :1], eye[0, :1])
