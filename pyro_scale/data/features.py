@@ -96,7 +96,7 @@ class FeatureBatches:
 
         Args:
             changing: indices or rows of a span of steps, `[chains, steps, ...]`.
-            place: which of these steps.
+            place: index of the step among the steps of the span.
         """
         drawn = pytree.tree_map(lambda leaf: leaf[:, place], changing)
         batch = self.batches.batch(self.batches.fixed, drawn)

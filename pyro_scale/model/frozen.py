@@ -53,7 +53,7 @@ class FrozenBase:
     head: fx.GraphModule
 
     def features(self, arguments: Arguments) -> tuple[Tensor, ...]:
-        """The features of a batch: one tensor `[B, ...]` for every place where the graph was
+        """The features of a batch: one tensor `[B, ...]` for every node at which the graph was
         cut.
         """
         with torch.no_grad():
@@ -304,7 +304,7 @@ def _check_gradients(log_posterior: LogPosterior, params: Params, arguments: Arg
 
 def _same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same shape and equal elements, up to the rounding of sums in
-    another order; infinities and NaN must be at the same places."""
+    another order; infinities and NaN must be at the same elements."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():

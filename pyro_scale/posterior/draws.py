@@ -28,7 +28,7 @@ class PosteriorDraws:
     Attributes:
         log_posterior: the model that was sampled.
         data: the data of the run; None for single steps and for draws from a file.
-        layout: place of each site's elements in a vector of all D unconstrained parameters.
+        layout: indices of each site's elements among all D unconstrained parameters.
         positions: unconstrained draws, `[chains, draws, D]`, in memory or in a store.  Where draws
             were not kept, a few of them and the chains' last states.
         sample_stats: statistics of each draw by name (log joint, step, hyperparameters), `[chains,
@@ -293,7 +293,7 @@ class OnlineSamples:
 
     Attributes:
         online: moments of all sites' elements in one vector.
-        layout: place of each site's elements in this vector.
+        layout: indices of each site's elements in this vector.
     """
 
     online: OnlineMoments
@@ -323,7 +323,7 @@ class SampleTotals:
 
     Attributes:
         totals: moments of all sites' elements in one vector.
-        layout: place of each site's elements in this vector.
+        layout: indices of each site's elements in this vector.
     """
 
     totals: Totals

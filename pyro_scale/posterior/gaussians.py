@@ -39,7 +39,7 @@ class Fit:
     Attributes:
         log_posterior: the model that was approximated.
         data: the data of the run; None for single steps and for fits from a file.
-        layout: place of each site's elements in a vector of all D unconstrained parameters.
+        layout: indices of each site's elements among all D unconstrained parameters.
         centers: means of the Gaussians, or modes, `[starts, D]`. Sites and params without a
             Gaussian have these values in all draws.
         sites: names of the sites with a Gaussian, in the layout's order.

@@ -225,9 +225,6 @@ def _axes_of_batches(
     Raises:
         _RowsDepend: a batch by itself has other values or distributions than as part of two
             batches.
-
-    Raises:
-        _RowsDepend: a batch by itself has other values than as part of two batches.
     """
     rules = result.log_posterior.model_info.scaling.rules
     last = (num_rows - 1) // size * size  # the start of the last batch

@@ -63,7 +63,7 @@ def model_contents(
 
     Args:
         log_posterior: the model, after its preflight.
-        layout: place of each site's elements in a vector of all D unconstrained parameters.
+        layout: indices of each site's elements among all D unconstrained parameters.
         arguments: the batch on which the model was analyzed.
     """
     start = _start(log_posterior)
@@ -80,7 +80,7 @@ def model_contents(
 
 
 def layout_of(contents: Mapping[str, Any]) -> Layout:
-    """The place of each site's elements in an unconstrained draw `[D]`, from a file's contents.
+    """The indices of each site's elements in an unconstrained draw `[D]`, from a file's contents.
 
     Raises:
         ValueError: the contents have unknown dtypes.
@@ -142,7 +142,8 @@ def _check_shapes(result: PosteriorDraws) -> None:
 
 
 def _plain_layout(layout: Layout) -> dict[str, list[Any]]:
-    """A layout as lists of plain values, by name: `layout_of` reads them."""
+    """The sites' names, shapes and dtypes, each a list in the order of the sites, as a dict with
+    the keys `names`, `shapes` and `dtypes`."""
     return {
         "names": list(layout.names),
         "shapes": [list(shape) for shape in layout.shapes],
@@ -172,7 +173,7 @@ def _positions(contents: Mapping[str, Any], layout: Layout) -> Positions:
 
     Args:
         contents: contents of the file, by name.
-        layout: place of each site's elements in a draw.
+        layout: indices of each site's elements in a draw `[D]`.
 
     Raises:
         FileError: the store is missing, or has draws of another run.

@@ -26,7 +26,7 @@ class StoredPositions:
 
     Attributes:
         store: the store that has the draws.
-        layout: place of each site's elements in a draw, a vector of all D unconstrained parameters.
+        layout: indices of each site's elements among all D unconstrained parameters of a draw.
         chains: indices of the chains in the store, `[chains]`.
         count: number of draws of each chain.
     """
