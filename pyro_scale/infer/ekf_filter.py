@@ -310,7 +310,7 @@ class Step:
         log_posterior: the analyzed model.
         layout: order and shapes of the latents in the state's vectors.
         curvature: kind of the likelihood's curvature: "ggn", "monte_carlo" or "empirical_fisher".
-        drifts: whether any param has a random walk between batches.
+        drifts: True if the covariance grows between batches, as some param does a random walk.
     """
 
     log_posterior: LogPosterior

@@ -380,8 +380,8 @@ class Stepwise(Method):
 class SteppedChain:
     """A chain, or particles, that a sampler's or optimizer's kernel moves step by step.
 
-    In the two functions, `draws` has the states after one step, `values` the hyperparameters of the
-    step by name.
+    In the two functions, `draws` has the states after one step, and `values` is a dict of the
+    step's hyperparameters (such as `lr`) by name.
 
     Args:
         problem: the analyzed model, with the start.

@@ -234,7 +234,7 @@ class NUTS(Method):
             problem: the analyzed model.
             draws: draws and statistics of all chains.
             settings: settings of the run, for `attrs`.
-            times: seconds and program of the run, for `attrs`.
+            times: seconds that the run took and how its steps ran (compiled or not), for `attrs`.
         """
         num_chains, layout = len(problem.positions), problem.engine.layout
         points = problem.positions[0, problem.engine.num_latents :].double()

@@ -108,7 +108,7 @@ class Sampler(Stepwise):
         cls, model: Any, *, lr: float | Schedule, momentum: float = 0.0, **others: Any
     ) -> Self:
         """A sampler whose steps at temperature 0 are exactly those of `torch.optim.SGD` on the
-        negative log joint over N (the mean loss over rows, plus the prior's over N).
+        negative log joint divided by N, the number of rows of the data.
 
         Args:
             model: model as for the constructor.

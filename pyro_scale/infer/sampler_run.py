@@ -125,7 +125,7 @@ def _collect(
         sampler: the sampler, which is given the posterior.
         trajectory: steps of the run, gathered from all processes.
         config: the checked arguments of the run.
-        choice: what tuning chose; None if the user set everything.
+        choice: step size, warm-up and thinning that tuning chose; None if the user set all of them.
         sink: where draws were written during the run; None for memory.
 
     Returns:
@@ -176,7 +176,7 @@ def _draws_of(
         name: name of the method.
         trajectory: steps of the run, gathered from all processes.
         config: the checked arguments of the run.
-        choice: what tuning chose; None if the user set everything.
+        choice: step size, warm-up and thinning that tuning chose; None if the user set all of them.
         sink: where draws were written during the run; None for memory.
     """
     plan, problem, _, draws = trajectory
@@ -254,7 +254,7 @@ def _warn_of_run(trajectory: Trajectory, result: PosteriorDraws, choice: Choice 
     Args:
         trajectory: steps of the run.
         result: draws of the run.
-        choice: what tuning chose; None if the user set everything.
+        choice: step size, warm-up and thinning that tuning chose; None if the user set all of them.
     """
     if explosion_message := explosion(result):
         warn(BiasWarning, explosion_message, code="exploded")

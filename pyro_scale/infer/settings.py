@@ -128,7 +128,8 @@ def _chosen_of(kernel_class: type[Kernel], hyperparameters: Mapping[str, Any]) -
 
 
 def _check_anchor(control_variates: Anchor) -> None:
-    """Raises unless `control_variates` is a flag, `"auto"` or a non-empty dict.
+    """Raises unless `control_variates` is a bool, `"auto"`, or a non-empty dict with the point
+    (values by site) at which control variates are expanded.
 
     Raises:
         ArgumentError: the value is of another kind.

@@ -211,7 +211,9 @@ def _signature_error(
 
 def argument_name(model: Callable[..., Any], arguments: Arguments, place: str) -> str:
     """The name in the model's signature of a tensor among its arguments, such as `x` or `x['age']`,
-    from its place as `rows.named_leaves` gives it; the place itself if there is no signature."""
+    from `place`, its path among the arguments as `rows.named_leaves` writes it; that path itself
+    if the model has no signature.
+    """
     if isinstance(arguments, dict):
         return place.replace("'", "", 2)
     number, bracket, tail = place.partition("[")
@@ -262,7 +264,7 @@ def _dtype_error(
 
 
 def _conversions(model: Callable[..., Any], leaves: list[Any]) -> Iterator[dict[int, torch.dtype]]:
-    """Yields conversions of dtype to try, as dicts from the place of a tensor in `leaves` to its
+    """Yields conversions of dtype to try, as dicts from the index of a tensor in `leaves` to its
     new dtype: first of single tensors, then of all floating-point tensors, then of all tensors.
 
     Args:

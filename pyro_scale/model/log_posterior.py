@@ -127,8 +127,8 @@ class LogPosterior:
         """A log posterior without Pyro, from a function in the manner of the paper's Figure 3.
 
         Args:
-            fn: `fn(params, batch)`, the log posterior per datum (mean log likelihood plus log
-                prior over N), a scalar; it is multiplied by N.
+            fn: `fn(params, batch)`, the log posterior per datum: the mean log likelihood of the
+                batch's rows plus the log prior divided by N, a scalar in nats.
                 The batch is a tuple by position or a dict by name, as for a model's arguments.
             params: unconstrained tensors, where every chain starts by default.
             num_data: N, the number of rows of the whole data set.
@@ -559,9 +559,7 @@ class LogPosterior:
 
     @property
     def layout(self) -> Layout:
-        """The place of every latent's elements in one flat vector of all D unconstrained
-        parameters.
-        """
+        """Indices of each latent's elements in one flat vector of all D unconstrained parameters."""
         return Layout.from_tensors(_unconstrained(self.model_info.sites))
 
     @property

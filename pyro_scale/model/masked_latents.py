@@ -25,7 +25,7 @@ class Kept(NamedTuple):
     """The elements of a latent that are params, where masks leave out the others.
 
     Attributes:
-        places: indices of the k elements among all elements, flattened, `[k]`.
+        places: indices of the k params among all elements of the latent, flattened, `[k]`.
         shape: shape of all elements: the batch shape, with `to_event` undone.
     """
 

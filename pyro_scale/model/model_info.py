@@ -78,7 +78,7 @@ def partition_error(
     Args:
         scaling: the scaling rules.
         terms: terms of the run on the batch, by name.
-        probes: runs on other rows.
+        probes: runs of the model on other rows, made to find what depends on the rows.
         batch_size: B, rows of the batch.
     """
     expected = scaling.rows(terms, batch_size)
@@ -100,7 +100,8 @@ def small_batch(arguments: Arguments, probes: Sequence[Probe], own_plate: str | 
 
     Args:
         arguments: the batch, as the model's arguments.
-        probes: runs on parts of the batch; empty if the model runs on the whole data only.
+        probes: runs of the model on parts of the batch, made to find what depends on the rows;
+            empty if the model runs on the whole data only.
         own_plate: the plate that the model subsamples by itself; None if there is none.
     """
     count = rows.count(arguments)
@@ -141,7 +142,7 @@ def row_axes(
 
     Args:
         sites: sites of the run on the batch.
-        probes: runs on other rows.
+        probes: runs of the model on other rows, made to find what depends on the rows.
         size: B, rows of the batch.
         own_plate: the plate that the model subsamples by itself; None if there is none.
     """

@@ -140,8 +140,8 @@ class _Part(NamedTuple):
     Attributes:
         arguments: the rows, as the model's arguments.
         indices: indices of the rows, for a model that subsamples by itself; None for others.
-        rows: places of these rows in the batch.
-        places: places of the same rows in `arguments`, which may have further rows.
+        rows: indices of these rows in the batch.
+        places: indices of the same rows in `arguments`, which may have further rows.
     """
 
     arguments: Arguments
@@ -246,7 +246,7 @@ def _exceeds(a: Tensor, b: Tensor, place: slice, rounding: Tensor) -> Tensor:
     Args:
         a: log densities of some rows in the batch, or a constant term.
         b: log densities of the same rows in another run.
-        place: places of these rows in the batch, to index `rounding`.
+        place: range of these rows in the batch, which selects their `rounding`.
         rounding: tolerance of each row of the batch, or one for all.
     """
     if a.shape != b.shape:
@@ -317,7 +317,7 @@ def _first_outside(rule: Rule | None, site: Site, begin: int) -> str:
     Args:
         rule: the site's scaling rule; None if there is none.
         site: the site in a run on a chunk of the data.
-        begin: place in the data of the chunk's first row.
+        begin: index in the data of the chunk's first row.
     """
     if rule is None or rule.role != "rows" or rule.depth or rule.dim is None:
         return ""

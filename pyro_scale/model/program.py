@@ -167,8 +167,8 @@ def call_with(
     """The output of a module called with other weights; like `torch.func.functional_call`, with
     tied weights tied. The module itself is not changed.
 
-    For a module that a network holds at two places, `functional_call` swaps both places, takes the
-    first new weight for the second place's own, and leaves it there after the call.
+    If a network has one module under two names, `functional_call` replaces its weight twice, takes
+    the first new weight for the old one, and leaves it in the module after the call.
 
     Args:
         module: the module.
@@ -192,8 +192,8 @@ def _named_ids(module: nn.Module, *, every_path: bool) -> Iterator[tuple[str, in
     """Yields (name, `id`) of every weight and buffer of a module, without reading a `PyroModule`'s
     attributes, which would draw.
 
-    A weight that several modules share is yielded once for each module. A module that is held at
-    several places is yielded once, or, with `every_path`, once for each place.
+    A weight that several modules share is yielded once for each module. A module with several names
+    in the network is yielded once, or, with `every_path`, once for each name.
     """
     for path, part in module.named_modules(remove_duplicate=not every_path):
         for name, value in [*part._parameters.items(), *part._buffers.items()]:

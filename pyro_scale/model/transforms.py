@@ -115,8 +115,9 @@ def _squares_before(y: Tensor) -> Tensor:
 
 
 def _place(values: Tensor, places: Tensor, n: int) -> Tensor:
-    """Matrices `[..., n, n]` with `values`, `[..., m]`, at m places (indices of the flattened
-    matrix) and zeros elsewhere. Computed as a matrix product, which works under vmap."""
+    """Matrices `[..., n, n]` that have `values`, `[..., m]`, at the m elements with the indices
+    `places` (of the flattened matrix), and zeros elsewhere. Computed as a
+    matrix product, which works under vmap."""
     columns = torch.zeros(n * n, len(places), dtype=values.dtype, device=values.device)
     columns[places, torch.arange(len(places), device=values.device)] = 1
     return (values @ columns.mT).reshape(*values.shape[:-1], n, n)

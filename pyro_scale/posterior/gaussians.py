@@ -269,8 +269,8 @@ class Guide(PyroModule):
         return values
 
     def _read_params(self) -> tuple[Any, Any]:
-        """(The mean `[d]`; the scale, or None for a mode), read so that Pyro registers them as
-        params.
+        """(The mean `[d]`; the scale, a matrix `[d, d]` or sds `[d]`, None for a mode), read so
+        that Pyro registers them as params.
         """
         return self.loc, self.scale if self._fit.gaussians else None
 

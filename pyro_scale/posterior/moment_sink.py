@@ -84,11 +84,11 @@ class ToMoments:
 
 
 class PartToMoments:
-    """Accumulates moments of the draws of some chains, in blocks of `chunk` draws, so that rounding
-    does not depend on when draws came.
+    """Accumulates moments of the draws of some chains (those that move together), in blocks of
+    `chunk` draws, so that rounding does not depend on when draws came.
 
     Args:
-        run: sink of all parts of the run.
+        run: sink of all chains of the run.
         chains: numbers of the chains.
 
     Attributes:

@@ -41,7 +41,7 @@ class Readers:
 
     @property
     def share(self) -> Share:
-        """Which of the chunks of rows this process reads."""
+        """Which chunks of rows of the data this process reads, in a pass that processes divide."""
         return self.workers.share
 
     def map(self, function: Callable[[Chunk], T], chunks: Iterable[Chunk]) -> list[tuple[T, Chunk]]:

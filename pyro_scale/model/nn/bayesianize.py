@@ -294,8 +294,8 @@ def _can_be_copied(module: nn.Module) -> bool:
 
 def _padding_of(net: nn.Module, names: list[str]) -> dict[str, int]:
     """The row at `padding_idx` of each chosen Embedding weight, by the weight's name; such a row
-    stays as it is. Tied weights are left out and their `padding_idx` is set to None: at their other
-    place, the row is an ordinary weight, so it has a gradient here, too."""
+    stays as it is. Tied weights are left out and their `padding_idx` is set to None: the other
+    module that shares the weight uses that row as an ordinary one, so it has a gradient."""
     count = Counter(id(weight) for _, weight in net.named_parameters(remove_duplicate=False))
     paddings = {}
     for path, module in net.named_modules():
