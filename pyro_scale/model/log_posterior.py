@@ -559,7 +559,7 @@ class LogPosterior:
 
     @property
     def layout(self) -> Layout:
-        """Indices of each latent's elements in one flat vector of all D unconstrained parameters."""
+        """Indices of each latent's elements in one vector of all D unconstrained parameters."""
         return Layout.from_tensors(_unconstrained(self.model_info.sites))
 
     @property
