@@ -13,16 +13,16 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+Result = TypeVar("Result")
 #: Arithmetic of one evaluation of a log density from which threads share its operations: about ten
 #: milliseconds for a gradient on one thread.  Below that, two threads gain nothing.
 _WORTH_THREADS = 2**22
@@ -48,6 +48,8 @@ class _Run(threading.local):
 
 
 _run = _Run()
+#: Held where torch's number for threads that begin later is changed for a moment.
+_changing = threading.Lock()
 
 
 @contextmanager
@@ -68,13 +70,18 @@ def available_threads() -> int:
     """Number of threads over which chains can be distributed: torch's number of threads, but no
     more than the cores that the process may use.
     """
-    cores = os.cpu_count() or 1
-    with contextlib.suppress(AttributeError):  # not on every system
-        cores = len(os.sched_getaffinity(0))
+    cores = _cores()
     with contextlib.suppress(OSError, ValueError):  # no container, or one without a quota
         used, period = _QUOTA.read_text().split()
         cores = min(cores, math.ceil(int(used) / int(period)))
     return min(_run.threads or torch.get_num_threads(), cores)
+
+
+def _cores() -> int:
+    """Number of cores on which the system may run the process."""
+    with contextlib.suppress(AttributeError):  # not on every system
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def choose_threads(arithmetic: Callable[[], float]) -> None:
@@ -104,19 +111,25 @@ def _sleeping_threads() -> Iterator[None]:
     begun, over = threading.Event(), threading.Event()
 
     def keep_a_team() -> None:
-        _set_threads((os.cpu_count() or 1) + 1)
-        torch.ones(_SHARED).sum()  # OpenMP's threads begin
+        # at the interpreter's end, or at a limit of the system, a run does without
+        with contextlib.suppress(RuntimeError), _changing:
+            of_others = torch.get_num_threads()
+            torch.set_num_threads(_cores() + 1)
+            torch.ones(_SHARED).sum()  # OpenMP's threads begin
+            torch.set_num_threads(of_others)
         begun.set()
         over.wait()
 
     team = threading.Thread(target=keep_a_team, daemon=True)
-    team.start()
     try:
-        begun.wait()
+        with contextlib.suppress(RuntimeError):
+            team.start()
+            begun.wait()
         yield
     finally:
         over.set()
-        team.join()
+        if team.is_alive():
+            team.join()
 
 
 def _set_threads(count: int) -> None:
@@ -125,10 +138,20 @@ def _set_threads(count: int) -> None:
     """
     if count == torch.get_num_threads():
         return
-    with ThreadPoolExecutor(1) as new, ThreadPoolExecutor(1) as newer:
-        of_others = new.submit(torch.get_num_threads).result()
+    with _changing:
+        of_others = _in_new_thread(torch.get_num_threads)
         torch.set_num_threads(count)
-        newer.submit(torch.set_num_threads, of_others).result()
+        _in_new_thread(lambda: torch.set_num_threads(of_others))
+
+
+def _in_new_thread(function: Callable[[], Result]) -> Result:
+    """The result of a function that is called in a new thread.  (An executor's threads cannot
+    begin once the main thread has ended.)"""
+    results: list[Result] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
 
 
 class Arithmetic(TorchDispatchMode):

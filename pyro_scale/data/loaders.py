@@ -98,10 +98,13 @@ def isolate(
                 if not getattr(loader, "num_workers", 0):
                     raise
                 dead = worker_error(error, loaded)
-                if dead or not getattr(loader, "persistent_workers", False):
+                is_kept = getattr(loader, "persistent_workers", False)
+                if dead or not is_kept:
                     _stop_workers(loaded)
                 if dead is None:
                     raise
+                if is_kept:
+                    loader._iterator = None  # type: ignore[attr-defined]  # its workers are gone
                 raise dead from error
             drawn = torch.random.get_rng_state()
         yield batch, before

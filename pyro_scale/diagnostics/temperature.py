@@ -42,7 +42,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core import rows
 from pyro_scale.core.online_moments import Sums
 from pyro_scale.core.thread_count import Arithmetic
-from pyro_scale.data.batches import Batches, WholeData
+from pyro_scale.data.batches import Batch, Batches, WholeData
 from pyro_scale.data.sources import OwnSubsamples, TensorData
 from pyro_scale.engine.draws import Draws
 from pyro_scale.engine.step import Engine
@@ -138,21 +138,22 @@ def virial(
     slices = [engine.layout.slices()[name] for name in problem.log_posterior.latents]
     steepest = _largest(noise, slices) if noise is not None and noise.any() else None
 
-    def gradients(places: Tensor, step: int) -> Tensor:
-        draws = positions[every, places].flatten(0, 1)
+    def draws_and_batch(places: Tensor, step: int) -> tuple[Tensor, Batch]:
         changing = batches.take(step, step + len(places))
         changing = pytree.tree_map(lambda leaf: leaf[chains].flatten(0, 1), changing)
-        batch = batches.batch(batches.fixed, changing)
-        return engine.gradient(draws.to(problem.positions.device), batch).cpu()
+        draws = positions[every, places].flatten(0, 1).to(problem.positions.device)
+        return draws, batches.batch(batches.fixed, changing)
 
+    first = draws_and_batch(chosen[:1], step)
     with Arithmetic() as counted:
-        gradients(chosen[:1], step)
+        engine.gradient(*first)
     # on all rows, one draw of each chain takes almost as long as two
     at_once = max(1 + is_exact, _NUMBERS_AT_ONCE // counted.numbers)
     step += 1
     of_sites, totals = [], torch.zeros(6, engine.layout.size, dtype=torch.float64)
     for places in chosen.split(at_once):
-        draws, gradient = positions[every, places].flatten(0, 1), gradients(places, step)
+        draws, batch = draws_and_batch(places, step)
+        draws, gradient = draws.cpu(), engine.gradient(draws, batch).cpu()
         step += len(places)
         away, squares = center - draws, gradient.square()
         parts = (away * _along(engine, gradient)).mul_(engine.density.num_data)

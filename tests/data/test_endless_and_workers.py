@@ -165,6 +165,30 @@ def test_a_worker_that_dies_is_an_error_with_its_reason(how, reason, left, data)
     assert raised.value.code == "workers"
 
 
+class EndsOnce(IterableDataset):
+    """A data set whose worker is killed once, and runs to its end from then on."""
+
+    def __init__(self, flag):
+        self.flag = flag
+
+    def __iter__(self):
+        if not self.flag.exists():
+            self.flag.touch()
+            killed()
+        return iter(ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_loader_that_keeps_its_workers_runs_again_after_one_died(tmp_path):
+    data = EndsOnce(tmp_path / "ended")
+    loader = DataLoader(data, batch_size=32, num_workers=1, persistent_workers=True)
+    sampler = ps.BAOA(normal, lr=0.001, compile=False, num_data=N)
+    with pytest.raises(DataError, match="a worker of the loader"):
+        sampler.run(loader, **BY_HAND)
+    assert sampler.run(loader, **BY_HAND).get_samples()["mean"].shape == (40,)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fails", [killed, lambda: 1 / 0], ids=["killed", "an error of its own"])
