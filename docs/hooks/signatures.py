@@ -8,37 +8,40 @@ from typing import Any
 
 import griffe
 
+_OPTIONS = re.compile(r"^    options: .*\n(?:     +\S.*\n)*", flags=re.MULTILINE)
+
 
 class Signatures(griffe.Extension):
     """Takes the parameters that `**options: Unpack[...]` stands for from the class itself, and what
     is said of them from the classes that they are passed on to."""
 
-    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
         """Replace `**options` by what Python knows of it, in the signature and in the docstring."""
-        options = [p for p in func.parameters if str(p.annotation).startswith("Unpack[")]
-        if not options:
+        function = cls.members.get("__init__")
+        parameters = function.parameters if isinstance(function, griffe.Function) else []
+        options = [p for p in parameters if str(p.annotation).startswith("Unpack[")]
+        text = cls.docstring.value if cls.docstring else ""
+        if not options and not _OPTIONS.search(text):  # a class may inherit the signature
             return
-        documented = griffe.dynamic_import(func.parent.path)
-        del func.parameters[options[0].name]
+        documented = griffe.dynamic_import(cls.path)
+        signature = inspect.signature(documented).parameters
+        if options:
+            del parameters[options[0].name]
+            for name in [name for name in signature if name not in parameters]:
+                annotation, default = str(signature[name].annotation), repr(signature[name].default)
+                kind = griffe.ParameterKind.keyword_only
+                parameters.add(
+                    griffe.Parameter(name, annotation=annotation, kind=kind, default=default)
+                )
+        if not _OPTIONS.search(text):
+            return
         said = {}
         for base in reversed(documented.__mro__[1:]):
             said |= _said_of_parameters(base)
         entries = []
-        for name, parameter in inspect.signature(documented).parameters.items():
-            if name not in func.parameters:
-                func.parameters.add(
-                    griffe.Parameter(
-                        name,
-                        annotation=str(parameter.annotation),
-                        kind=griffe.ParameterKind.keyword_only,
-                        default=repr(parameter.default),
-                    )
-                )
-                entries.append(f"    {name}: {said[name]}".replace("\n", "\n        ") + "\n")
-        docstring = func.parent.docstring
-        docstring.value = re.sub(
-            r"^    options: .*\n(?:     +\S.*\n)*", "".join(entries), docstring.value, flags=re.M
-        )
+        for name in [name for name in signature if name not in _said_of_parameters(documented)]:
+            entries.append(f"    {name}: {said[name]}".replace("\n", "\n        ") + "\n")
+        cls.docstring.value = _OPTIONS.sub(lambda _: "".join(entries), text)
 
 
 def _said_of_parameters(documented: type) -> dict[str, str]:

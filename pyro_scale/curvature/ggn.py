@@ -170,10 +170,9 @@ class Curvature:
         """The K-FAC approximation of the curvature of a batch.
 
         Weights of products, convolutions and projections have Kronecker factors, and so have
-        biases.
+        biases. Further arguments are those of `diagonal`.
 
         Args:
-            params, batch, indices, held, keep: as for `diagonal`.
             among: names of the sites that may have factors; all by default.
 
         Returns:
@@ -202,10 +201,10 @@ class Curvature:
         """The diagonal of the curvature of a batch in given bases: a dict from site to a tensor
         `[m, n]` for each of its blocks.
 
-        In the eigenvectors of the Kronecker factors this is EKFAC (George et al. 2018).
+        In the eigenvectors of the Kronecker factors this is EKFAC (George et al. 2018). Further
+        arguments are those of `diagonal`.
 
         Args:
-            params, batch, indices, held, keep: as for `diagonal`.
             bases: a dict from site to the bases of its blocks, for sites that have Kronecker
                 factors.
         """

@@ -202,6 +202,10 @@ class IVON(Variational):
         temperature: 1 is the posterior, below 1 a cold one; a float or a schedule.
         early_stopping: whether to stop once the bound no longer rises, as for `MAP`.
         options: `init_strategy`, where the mean starts; `num_data`; `compile`: as for `MAP`.
+
+    Raises:
+        ArgumentError: a hyperparameter is out of its range.
+        CallError: an unknown argument.
     """
 
     def __init__(
