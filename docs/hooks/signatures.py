@@ -16,32 +16,36 @@ class Signatures(griffe.Extension):
     is said of them from the classes that they are passed on to."""
 
     def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
-        """Replace `**options` by what Python knows of it, in the signature and in the docstring."""
-        function = cls.members.get("__init__")
-        parameters = function.parameters if isinstance(function, griffe.Function) else []
-        options = [p for p in parameters if str(p.annotation).startswith("Unpack[")]
-        text = cls.docstring.value if cls.docstring else ""
-        if not options and not _OPTIONS.search(text):  # a class may inherit the signature
+        """Replace `**options` by what Python knows of it, in the signature and in the docstring,
+        which a class may have without a constructor of its own."""
+        own = cls.members.get("__init__")
+        parameters = own.parameters if isinstance(own, griffe.Function) else griffe.Parameters()
+        options = [p.name for p in parameters if str(p.annotation).startswith("Unpack[")]
+        mentions = bool(cls.docstring) and _OPTIONS.search(cls.docstring.value)
+        if not options and not mentions:
             return
         documented = griffe.dynamic_import(cls.path)
         signature = inspect.signature(documented).parameters
         if options:
-            del parameters[options[0].name]
-            for name in [name for name in signature if name not in parameters]:
-                annotation, default = str(signature[name].annotation), repr(signature[name].default)
-                kind = griffe.ParameterKind.keyword_only
-                parameters.add(
-                    griffe.Parameter(name, annotation=annotation, kind=kind, default=default)
-                )
-        if not _OPTIONS.search(text):
-            return
-        said = {}
-        for base in reversed(documented.__mro__[1:]):
-            said |= _said_of_parameters(base)
-        entries = []
-        for name in [name for name in signature if name not in _said_of_parameters(documented)]:
-            entries.append(f"    {name}: {said[name]}".replace("\n", "\n        ") + "\n")
-        cls.docstring.value = _OPTIONS.sub(lambda _: "".join(entries), text)
+            del parameters[options[0]]
+            for name, parameter in signature.items():
+                if name not in parameters:
+                    parameters.add(
+                        griffe.Parameter(
+                            name,
+                            annotation=str(parameter.annotation),
+                            kind=griffe.ParameterKind.keyword_only,
+                            default=repr(parameter.default),
+                        )
+                    )
+        if mentions:
+            said = {}
+            for base in reversed(documented.__mro__[1:]):
+                said |= _said_of_parameters(base)
+            missing = [name for name in signature if name not in _said_of_parameters(documented)]
+            entries = [f"    {name}: {said[name]}".replace("\n", "\n        ") for name in missing]
+            text = "".join(f"{entry}\n" for entry in entries)
+            cls.docstring.value = _OPTIONS.sub(lambda _: text, cls.docstring.value)
 
 
 def _said_of_parameters(documented: type) -> dict[str, str]:

@@ -98,25 +98,25 @@ def isolate(
                 if not getattr(loader, "num_workers", 0):
                     raise
                 dead = worker_error(error, loaded)
-                is_kept = getattr(loader, "persistent_workers", False)
-                if dead or not is_kept:
-                    _stop_workers(loaded)
+                if dead or not getattr(loader, "persistent_workers", False):
+                    _stop_workers(loader, loaded)
                 if dead is None:
                     raise
-                if is_kept:
-                    loader._iterator = None  # type: ignore[attr-defined]  # its workers are gone
                 raise dead from error
             drawn = torch.random.get_rng_state()
         yield batch, before
 
 
-def _stop_workers(loaded: Any) -> None:
-    """Stops the workers of a loader's iterator now. The error that is raised keeps the iterator in
-    a cycle of references; if Python collects that cycle later, multiprocessing closes the
-    workers' pipes twice, the second time perhaps a file that has been opened since.
+def _stop_workers(loader: Any, loaded: Any) -> None:
+    """Stops the workers of `loaded`, an iterator of `loader`, now. The error that is raised keeps
+    the iterator in a cycle of references; if Python collects that cycle later, multiprocessing
+    closes the workers' pipes twice, the second time perhaps a file that has been opened since. A
+    loader that keeps its workers starts new ones when it is read again.
     """
     if callable(stop := getattr(loaded, "_shutdown_workers", None)):
         stop()
+    if getattr(loader, "persistent_workers", False):
+        loader._iterator = None
 
 
 #: Cause and advice by a pattern of torch's message about a worker or of how it ended; the first

@@ -141,19 +141,19 @@ def virial(
     def draws_and_batch(places: Tensor, step: int) -> tuple[Tensor, Batch]:
         changing = batches.take(step, step + len(places))
         changing = pytree.tree_map(lambda leaf: leaf[chains].flatten(0, 1), changing)
-        draws = positions[every, places].flatten(0, 1).to(problem.positions.device)
-        return draws, batches.batch(batches.fixed, changing)
+        return positions[every, places].flatten(0, 1), batches.batch(batches.fixed, changing)
 
-    first = draws_and_batch(chosen[:1], step)
+    device = problem.positions.device
+    draws, batch = draws_and_batch(chosen[:1], step)
     with Arithmetic() as counted:
-        engine.gradient(*first)
+        engine.gradient(draws.to(device), batch)
     # on all rows, one draw of each chain takes almost as long as two
     at_once = max(1 + is_exact, _NUMBERS_AT_ONCE // counted.numbers)
     step += 1
     of_sites, totals = [], torch.zeros(6, engine.layout.size, dtype=torch.float64)
     for places in chosen.split(at_once):
         draws, batch = draws_and_batch(places, step)
-        draws, gradient = draws.cpu(), engine.gradient(draws, batch).cpu()
+        gradient = engine.gradient(draws.to(device), batch).cpu()
         step += len(places)
         away, squares = center - draws, gradient.square()
         parts = (away * _along(engine, gradient)).mul_(engine.density.num_data)

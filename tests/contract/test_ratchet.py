@@ -22,7 +22,7 @@ CODE_LINES = {
     "compile": 1233,
     "core": 1350,
     "curvature": 3128,
-    "data": 933,
+    "data": 932,
     "diagnostics": 2477,
     "distributed": 559,
     "engine": 1642,
