@@ -107,7 +107,7 @@ def isolate(
         yield batch, before
 
 
-def _stop_workers(loader: Any, loaded: Any) -> None:
+def _stop_workers(loader: Any, loaded: Iterator[Arguments]) -> None:
     """Stops the workers of `loaded`, an iterator of `loader`, now. The error that is raised keeps
     the iterator in a cycle of references; if Python collects that cycle later, multiprocessing
     closes the workers' pipes twice, the second time perhaps a file that has been opened since. A
