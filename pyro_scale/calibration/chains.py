@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.calibration.stack import Stack, find_starts
 from pyro_scale.calibration.stacked_chains import Kind, StackedChains, start_at_modes
-from pyro_scale.core.autocorrelation import autocorrelation_time, by_group
+from pyro_scale.core.mixing import autocorrelation_time, by_group
 from pyro_scale.data.stacked import StackedBatches
 from pyro_scale.engine.checkpoint import Checkpoint
 from pyro_scale.engine.draws import Draws, Steps

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
+from pyro_scale.core.mixing import mixing_of, standard_error_of_mean
 from pyro_scale.core.online_moments import Moments
 from pyro_scale.core.validation import evenly
 from pyro_scale.core.warn import warn
@@ -20,7 +21,6 @@ from pyro_scale.errors import ArgumentError, CallError, ConvergenceWarning, Pyro
 from pyro_scale.metrics.nested_rhat import split_variance
 from pyro_scale.model.init_strategies import WEIGHT
 from pyro_scale.model.recorder import LatentShapeChanged
-from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.like_run import check_like_run
 from pyro_scale.posterior.predictive import predictive_means
@@ -39,7 +39,7 @@ APART = (
 
 def select_elements(result: PosteriorDraws, name: str) -> Tensor:
     """Draws of up to 200 elements of a site, evenly spread over it, `[chains, draws, elements]`.
-    For checks of large sites, as ArviZ takes milliseconds for each element."""
+    For checks of large sites."""
     return result.elements(name, evenly(result.shapes[name].numel(), MIXING.elements))
 
 
@@ -51,27 +51,12 @@ def mixing(draws: Mapping[str, Tensor]) -> Any:
         draws: draws of each variable by name, `[chains, draws, elements]`.
     """
     import pandas
-    import xarray
 
-    # ArviZ counts all draws of a constant as effective
-    varying = {
-        name: value.masked_fill(value.amin((0, 1)) == value.amax((0, 1)), math.nan).cpu().numpy()
-        for name, value in draws.items()
-    }
-    dataset = xarray.Dataset(
-        {name: (("chain", "draw", f"{name}_element"), value) for name, value in varying.items()}
-    )
-    columns = {
-        "r_hat": arviz_api.rhat(dataset).max(),
-        "ess_bulk": arviz_api.ess(dataset, method="bulk").min(),
-        "ess_tail": arviz_api.ess(dataset, method="tail").min(),
-    }
-    table = pandas.DataFrame(
-        {label: [float(column[name]) for name in draws] for label, column in columns.items()},
-        index=pandas.Index(list(draws), name="site"),
-    )
-    if dataset.sizes["chain"] < 2:
-        table["r_hat"] = math.nan
+    table = pandas.DataFrame(index=pandas.Index(list(draws), name="site"))
+    columns = zip(*(mixing_of(of_site) for of_site in draws.values()), strict=True)
+    for label, column in zip(("r_hat", "ess_bulk", "ess_tail"), columns, strict=True):
+        of_sites = [pandas.Series(of_elements) for of_elements in column]  # their extremes skip NaN
+        table[label] = [site.max() if label == "r_hat" else site.min() for site in of_sites]
     return table
 
 
@@ -136,16 +121,14 @@ def standard_error(series: Tensor, least: int = TEMPERATURE.fewest_draws) -> flo
     """Monte Carlo standard error of the mean of `series` `[chains, draws]`; NaN with fewer than
     `least` draws in all.
 
-    From the chains' means if there are many chains, otherwise by ArviZ's effective sample size.
+    From the chains' means if there are many chains, otherwise by the effective sample size.
     """
     chains, draws = series.shape
     if chains * draws < least:
         return math.nan
     if chains >= MIXING.many_chains:
         return float(series.mean(1).std()) / chains**0.5
-    if draws < 4:
-        return math.nan
-    return arviz_api.mcse_of_mean(series)
+    return float(standard_error_of_mean(series[..., None]))
 
 
 # ------------------------------------------------------------------ chains that do not agree

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyro_scale.core.mixing import effective_draws
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.curvature.chunks import chunks_of, chunks_with
@@ -140,14 +141,10 @@ def _relative_ess(result: PosteriorDraws) -> float:
     chains, draws, size = result.positions.shape
     if draws < 4 or chains * draws < 8:
         return 1.0
-    import xarray
-
     every = max(1, -(-size // MIXING.elements))
     blocks = [block[:, ::every] for block in result.blocks()]
-    chosen = torch.cat(blocks).unflatten(0, (chains, draws)).double().numpy()
-    dataset = xarray.Dataset({"x": (("chain", "draw", "element"), chosen)})
-    ess = arviz_api.ess(dataset, method="mean")
-    return min(1.0, float(ess["x"].mean()) / (chains * draws))
+    effective = effective_draws(torch.cat(blocks).unflatten(0, (chains, draws)))
+    return min(1.0, float(effective.nanmean()) / (chains * draws))
 
 
 def _estimate(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.autocorrelation import autocorrelation_time, mixing_of
+from pyro_scale.core.mixing import autocorrelation_time, mixing_of
 from pyro_scale.core.validation import evenly
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.convergence import (

@@ -12,35 +12,13 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyro_scale.core.exclusive import exclusive
-
-
-def rhat(draws: Any) -> Any:
-    """Rank-normalized split R-hat of every variable of an `xarray.Dataset` with dims chain and
-    draw, as a Dataset."""
-    with _quiet_arviz() as arviz:
-        return arviz.rhat(draws)
-
-
-def ess(draws: Any, method: Literal["bulk", "tail", "mean"]) -> Any:
-    """Effective sample size, in draws, of every variable of an `xarray.Dataset` with dims chain and
-    draw, as a Dataset."""
-    with _quiet_arviz() as arviz:
-        return arviz.ess(draws, method=method)
-
-
-def mcse_of_mean(draws: Tensor) -> float:
-    """Monte Carlo standard error of the mean of draws `[chains, draws]` of one quantity, in its
-    unit.
-    """
-    with _quiet_arviz() as arviz:
-        return float(arviz.mcse(draws.numpy(), method="mean"))
 
 
 def psis(log_ratios: Tensor, relative_ess: float) -> tuple[Tensor, Tensor]:

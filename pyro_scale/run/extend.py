@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_scale.core.autocorrelation import autocorrelation_time, split_r_hat
+from pyro_scale.core.mixing import autocorrelation_time, split_r_hat
 from pyro_scale.core.validation import evenly
 from pyro_scale.data.batches import Batches
 from pyro_scale.engine.checkpoint import Checkpoint, RunState

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from pyro_scale.core.autocorrelation import autocorrelation_time, by_group
+from pyro_scale.core.mixing import autocorrelation_time, by_group
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.kernels import Kernel
 from pyro_scale.rng.seeds import Purpose

@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pyro_scale.core.autocorrelation import by_group, split_r_hat
 from pyro_scale.core.gaussian import triangular
+from pyro_scale.core.mixing import by_group, split_r_hat
 from pyro_scale.core.whitening import (
     DenseWhitening,
     DiagonalWhitening,

@@ -331,7 +331,7 @@ class TestGaussianChain:
         quiet = chain.covariance(torch.zeros(4).double())
         assert torch.equal(chain.covariance(torch.ones(4).double(), epoch=1), quiet)
 
-    def test_autocorrelation_times_by_brute_force(self, kernel):
+    def test_mixing_times_by_brute_force(self, kernel):
         chain = kernel.modes(PRECISIONS)
         covariance = chain.covariance(double(0.1, 0.2, 0.3, 0.4))
         of_mean, of_square = chain.autocorrelation_times(covariance)

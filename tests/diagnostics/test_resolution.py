@@ -10,7 +10,7 @@ import torch
 from reference import normals
 
 import pyro_scale as ps
-from pyro_scale.core.autocorrelation import mixing_of
+from pyro_scale.core.mixing import mixing_of
 from pyro_scale.diagnostics.convergence import mixing
 from pyro_scale.diagnostics.resolution import resolution, spacing
 from pyro_scale.errors import ConvergenceWarning

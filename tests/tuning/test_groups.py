@@ -7,7 +7,7 @@ import pytest
 import torch
 from reference import close, double, normals
 
-from pyro_scale.core.autocorrelation import autocorrelation_time, by_group, split_r_hat
+from pyro_scale.core.mixing import autocorrelation_time, by_group, split_r_hat
 from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening
 from pyro_scale.engine.draws import Draws
 from pyro_scale.tuning.groups import Lengths, Limit, are_most, have_left, slow_time

@@ -1,0 +1,215 @@
+"""Autocorrelation times, R-hat and effective sample sizes of many elements at once.
+
+ArviZ takes milliseconds for each element; tuning needs these numbers often, and a network's
+diagnostics for hundreds of elements. `mixing_of` has ArviZ's numbers, to rounding. Elements are
+processed in groups that fit into the cache, with the draws of an element contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+#: Variances below this fraction of the mean square are rounding.
+_ROUNDING_SHARE = 1e-24
+#: Number of numbers that are processed at once.
+_GROUP_NUMBERS = 2**15
+
+
+def autocorrelation_time(draws: Tensor) -> Tensor:
+    """Integrated autocorrelation time of each element, in draws (number of draws per effective
+    draw), `[elements]`; 1 for constant elements, and at least 1 / log10(all draws).
+
+    ArviZ's, of whole chains and without ranks: twice the sum of the autocorrelations about the
+    common mean of all chains, over Geyer's initial monotone sequence (Geyer 1992; Vehtari et al.
+    2021).
+
+    Args:
+        draws: draws, `[chains, draws, elements]`, four draws a chain or more.
+    """
+    return _by_element(_autocorrelation_time, draws)
+
+
+def split_r_hat(draws: Tensor) -> Tensor:
+    """Split R-hat of each element (Gelman et al. 2013), `[elements]`; 1 for constant elements. With
+    an odd number of draws, the middle one is left out.
+
+    Args:
+        draws: draws, `[chains, draws, elements]`, four draws a chain or more.
+    """
+    return _by_element(_split_r_hat, draws)
+
+
+def by_group(statistic: Callable[[Tensor], Tensor], draws: Tensor) -> Tensor:
+    """Applies a statistic to each of many groups of chains, and returns its results, `[groups,
+    elements]`.
+
+    Args:
+        statistic: function from draws `[chains, draws, elements]` to `[elements]`.
+        draws: draws of all groups, `[groups, chains, draws, elements]`.
+    """
+    groups, chains, count, size = draws.shape
+    side_by_side = draws.permute(1, 2, 0, 3).reshape(chains, count, groups * size)
+    return statistic(side_by_side).view(groups, size)
+
+
+def mixing_of(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(Rank-normalized split R-hat, bulk ESS, tail ESS), each `[elements]`, as in ArviZ (Vehtari et
+    al. 2021); NaN for elements that are constant or have a NaN among their draws, and if there are
+    fewer than four draws a chain. R-hat of one chain is NaN.
+
+    Args:
+        draws: draws, `[chains, draws, elements]`.
+    """
+    chains, count, elements = draws.shape
+    if count < 4 or not elements:
+        r_hat, bulk, tail = torch.full((3, elements), math.nan, dtype=torch.float64)
+    else:
+        r_hat, bulk, tail = _by_element(_mixing_of, draws.cpu())
+    return (r_hat if chains > 1 else torch.full_like(r_hat, math.nan)), bulk, tail
+
+
+def effective_draws(draws: Tensor) -> Tensor:
+    """Effective sample size of the mean of each element, `[elements]`, as in ArviZ; all draws for
+    constant elements, and NaN with fewer than four draws a chain.
+
+    Args:
+        draws: draws, `[chains, draws, elements]`.
+    """
+    if draws.shape[1] < 4:
+        return torch.full(draws.shape[2:], math.nan, dtype=torch.float64)
+    return _by_element(lambda group: _effective(_halves(group)), draws.cpu())
+
+
+def standard_error_of_mean(draws: Tensor) -> Tensor:
+    """Monte Carlo standard error of the mean of each element, `[elements]`, in its unit, as in
+    ArviZ; NaN with fewer than four draws a chain.
+
+    Args:
+        draws: draws, `[chains, draws, elements]`.
+    """
+    sd = draws.cpu().double().flatten(0, 1).std(0)
+    return sd / effective_draws(draws).sqrt()
+
+
+# ------------------------------------------------------------------ elements [elements, chains, n]
+
+
+def _by_element(function: Callable[[Tensor], Tensor], draws: Tensor) -> Tensor:
+    """Applies a function of draws `[group, chains, draws]` (float64), with results `[..., group]`,
+    to all elements of draws `[chains, draws, elements]`, a group of elements at a time; returns
+    `[..., elements]`."""
+    chains, count, _ = draws.shape
+    blocks = draws.split(max(1, _GROUP_NUMBERS // (chains * count)), dim=2)
+    parts = [function(block.permute(2, 0, 1).double().contiguous()) for block in blocks]
+    return torch.cat(parts, -1)
+
+
+def _autocorrelation_time(draws: Tensor) -> Tensor:
+    """Draws per effective draw, `[elements]`, from draws `[elements, chains, draws]`: twice the sum
+    of the autocorrelations about the chains' common mean, over the initial monotone sequence and
+    its last, positive term (Geyer 1992; Vehtari et al. 2021)."""
+    _, chains, count = draws.shape
+    means = draws.mean(2, keepdim=True)
+    squares = torch.view_as_real(torch.fft.rfft(draws - means, n=2 * count)).square_()
+    power = (squares[..., 0] + squares[..., 1]).mean(1)  # sum(-1) is many times slower
+    covariance = torch.fft.irfft(power, n=2 * count)[:, :count] / count  # [elements, lags]
+    between = means[..., 0].var(1) if chains > 1 else torch.zeros_like(covariance[:, 0])
+    within, total = covariance[:, :1] * count / (count - 1), covariance[:, 0] + between
+    still = total <= _ROUNDING_SHARE * draws.square().mean((1, 2))
+    correlation = 1 - (within - covariance) / torch.where(still, 1.0, total)[:, None]
+    correlation[:, 0] = 1
+
+    even = correlation[:, 0 : max(1, (count - 3) // 2 * 2 + 1) : 2]
+    pairs = even + correlation[:, 1 : 2 * even.shape[1] : 2]
+    is_positive = (pairs > 0).cumprod(1)
+    is_positive[:, -1] = 0  # the last pair is only looked at
+    last = is_positive.sum(1, keepdim=True)
+    last_even, last_pair = even.gather(1, last)[:, 0], pairs.gather(1, last)[:, 0]
+    last_even = torch.where(last_pair >= 0, last_even, last_even.clamp(min=0))
+    monotone = torch.cummin(pairs, 1).values * is_positive
+    time = 2 * monotone.sum(1) - 1 + last_even
+    return torch.where(still, 1.0, time.clamp(min=1 / math.log10(chains * count)))
+
+
+def _halves(draws: Tensor) -> Tensor:
+    """Chains `[elements, chains, draws]` split in halves, `[elements, 2 chains, draws / 2]`; the
+    middle draw of an odd number is left out."""
+    half = draws.shape[2] // 2
+    return torch.cat([draws[..., :half], draws[..., -half:]], 1)
+
+
+def _split_r_hat(draws: Tensor) -> Tensor:
+    return _r_hat(_halves(draws)).nan_to_num(1.0, posinf=math.inf)
+
+
+def _r_hat(halves: Tensor) -> Tensor:
+    """R-hat of each element, `[elements]`, from draws `[elements, half chains, draws]`: NaN for
+    constant elements, infinite if only chains differ."""
+    half = halves.shape[2]
+    means = halves.mean(2, keepdim=True)
+    # torch's own var is many times slower
+    within = (halves - means).square_().sum(2).mean(1) / (half - 1)
+    between = means[..., 0].var(1)
+    rounding = _ROUNDING_SHARE * halves.square().mean((1, 2))
+    within, between = (torch.where(part <= rounding, 0.0, part) for part in (within, between))
+    return ((half - 1) / half + between / within).sqrt()
+
+
+def _mixing_of(draws: Tensor) -> Tensor:
+    """Rank-normalized split R-hat, bulk ESS and tail ESS, `[3, elements]`, of draws `[elements,
+    chains, draws]`."""
+    halves = _halves(draws)
+    ordered, order = halves.flatten(1).sort(1)
+    everything = draws.flatten(1).sort(1).values if draws.shape[2] % 2 else ordered
+    scores = _normal_scores(ordered, order).view_as(halves)
+    middle = ordered[:, (ordered.shape[1] - 1) // 2] / 2 + ordered[:, ordered.shape[1] // 2] / 2
+    folded = (halves - middle[:, None, None]).abs()
+    folded_scores = _normal_scores(*folded.flatten(1).sort(1)).view_as(halves)
+    r_hat = torch.fmax(_r_hat(scores), _r_hat(folded_scores))
+    below = [halves <= _quantile(everything, part)[:, None, None] for part in (0.05, 0.95)]
+    tail = torch.minimum(*(_effective(is_below.double()) for is_below in below))
+    mixing = torch.stack([r_hat, _effective(scores), tail])
+    is_constant = everything[:, 0] == everything[:, -1]
+    return mixing.masked_fill(is_constant | everything[:, -1].isnan(), math.nan)
+
+
+def _effective(halves: Tensor) -> Tensor:
+    """Effective draws of each element, `[elements]`, of draws `[elements, half chains, draws]`."""
+    return halves.shape[1] * halves.shape[2] / _autocorrelation_time(halves)
+
+
+def _quantile(ordered: Tensor, part: float) -> Tensor:
+    """The quantile at level `part` of sorted numbers `[elements, n]`, by linear interpolation,
+    `[elements]`, in the order of SciPy's operations: where it is a draw, rounding decides whether
+    that draw is below it."""
+    count = ordered.shape[1]
+    place = count * part + (1 - part)
+    low = min(max(int(place), 1), count - 1)
+    weight = min(max(place - low, 0.0), 1.0)
+    return (1 - weight) * ordered[:, low - 1] + weight * ordered[:, low]
+
+
+def _normal_scores(ordered: Tensor, order: Tensor) -> Tensor:
+    """Normal scores of numbers, `[elements, n]`, in the numbers' original order: the standard
+    normal quantiles of their ranks (Vehtari et al. 2021). Equal numbers have their mean rank.
+
+    Args:
+        ordered: numbers sorted along each element, `[elements, n]`.
+        order: index of each sorted number in the original order, `[elements, n]`.
+    """
+    count = ordered.shape[1]
+    halves = torch.arange(2, 2 * count + 1, device=ordered.device).double() / 2  # 1, 1.5, 2, ...
+    scores = torch.special.ndtri((halves - 0.375) / (count + 0.25))
+    rises = ordered[:, 1:] != ordered[:, :-1]
+    if bool(rises.all()):
+        return torch.empty_like(ordered).scatter_(1, order, scores[::2].expand_as(ordered))
+    first = torch.arange(count, device=ordered.device).repeat(len(ordered), 1)
+    last = first.clone()
+    first[:, 1:] *= rises  # 0 within equal values, whose first place is the largest so far
+    last[:, :-1] = last[:, :-1].where(rises, count - 1)
+    last = last.flip(1).cummin(1).values.flip(1)
+    return torch.empty_like(ordered).scatter_(1, order, scores[first.cummax(1).values + last])

@@ -1,0 +1,111 @@
+"""R-hat and effective draws against ArviZ, and against a process whose times are known."""
+
+import math
+
+import arviz
+import pytest
+import torch
+from reference import normals
+
+from pyro_scale.core.mixing import (
+    autocorrelation_time,
+    effective_draws,
+    mixing_of,
+    split_r_hat,
+    standard_error_of_mean,
+)
+
+
+def stationary_paths(rho, chains=8, draws=4000, seed=0):
+    """Stationary, of autocorrelations rho^k: 1 draw in (1 + rho) / (1 - rho) is independent."""
+    noise, x = normals(draws, chains, seed=seed).double(), normals(chains, seed=seed + 1).double()
+    path = []
+    for each in noise:
+        x = rho * x + (1 - rho**2) ** 0.5 * each
+        path.append(x)
+    return torch.stack(path, 1)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.9, -0.4])
+def test_a_known_process(rho):
+    """To a tenth: of 32,000 draws, the estimate's standard error is 2 to 4%."""
+    draws = stationary_paths(rho)[..., None]
+    expected = (1 + rho) / (1 - rho)
+    assert float(autocorrelation_time(draws)) == pytest.approx(expected, rel=0.1)
+
+
+def test_chains_that_disagree_are_one_draw_each():
+    draws = normals(4, 500, 1, seed=3).double() * 1e-3 + torch.arange(4.0)[:, None, None]
+    assert float(4 * 500 / autocorrelation_time(draws)) < 8
+    assert float(split_r_hat(draws)) > 100
+
+
+def test_what_does_not_move_is_no_trouble():
+    still = torch.full((4, 100, 2), 0.1, dtype=torch.float64)
+    assert autocorrelation_time(still).tolist() == [1.0, 1.0]
+    assert split_r_hat(still).tolist() == [1.0, 1.0]
+
+
+def drawn(kind, chains, count):
+    """Draws `[chains, count]` of a kind."""
+    draws = stationary_paths(0.6, chains, count, seed=5)
+    signs = torch.tensor([1.0, -1.0]).repeat(count)[:count]
+    return {
+        "normal": draws,
+        "heavy": draws.sinh() ** 3,
+        "ties": (2 * draws).round(),
+        "rare": (draws > 1.3).double(),
+        "drifting": draws + torch.linspace(0, 1, count),
+        "walk": draws.cumsum(1),
+        "antithetic": signs + 0.1 * draws,
+        "apart": draws + 10 * torch.arange(chains)[:, None],
+    }[kind]
+
+
+KINDS = ("normal", "heavy", "ties", "rare", "drifting", "walk", "antithetic", "apart")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("chains", "count"), [(4, 500), (3, 101), (2, 25), (1, 100), (5, 11), (2, 4)]
+)
+def test_mixing_is_arvizs(kind, chains, count):
+    """To rounding: odd numbers of draws, ties and antithetic chains too."""
+    draws = drawn(kind, chains, count)
+    if bool((draws == draws[0, 0]).all()):
+        pytest.skip("constant here")
+    ess = {method: arviz.ess(draws.numpy(), method=method) for method in ("bulk", "tail", "mean")}
+    r_hat = arviz.rhat(draws.numpy()) if chains > 1 else math.nan
+    expected = [r_hat, ess["bulk"], ess["tail"]]
+    measured = [float(statistic) for statistic in mixing_of(draws[..., None])]
+    assert measured == pytest.approx([float(value) for value in expected], rel=1e-12, nan_ok=True)
+    effective = float(effective_draws(draws[..., None]))
+    assert effective == pytest.approx(float(ess["mean"]), rel=1e-12, nan_ok=True)
+    error = float(standard_error_of_mean(draws[..., None]))
+    expected_error = float(arviz.mcse(draws.numpy(), method="mean"))
+    assert error == pytest.approx(expected_error, rel=1e-12, nan_ok=True)
+    if count % 2 == 0:
+        split = arviz.rhat(draws.numpy(), method="split") if chains > 1 else None
+        assert split is None or float(split_r_hat(draws[..., None])) == pytest.approx(float(split))
+
+
+def test_elements_are_measured_apart():
+    """More elements than are processed at a time, one of them with a NaN, one constant."""
+    draws = normals(4, 5000, 9, seed=2)
+    draws[..., 3], draws[1, 7, 5] = 2.0, math.nan
+    together = torch.stack(mixing_of(draws))
+    alone = torch.cat([torch.stack(mixing_of(draws[..., [place]])) for place in range(9)], 1)
+    torch.testing.assert_close(together, alone, rtol=0, atol=0, equal_nan=True)
+    assert together.isnan().any(0).nonzero()[:, 0].tolist() == [3, 5]
+
+
+def test_three_draws_a_chain_measure_nothing():
+    draws = normals(4, 3, 2, seed=0)
+    assert torch.stack(mixing_of(draws)).isnan().all()
+    assert effective_draws(draws).isnan().all()
+
+
+def test_chains_that_stand_still_apart_do_not_agree():
+    apart = torch.arange(4.0)[:, None, None].expand(4, 100, 1)
+    assert float(split_r_hat(apart)) == math.inf
+    assert float(mixing_of(apart)[0]) == math.inf
