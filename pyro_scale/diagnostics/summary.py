@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.online_moments import Moments
-from pyro_scale.diagnostics.convergence import select_elements
+from pyro_scale.diagnostics.convergence import mixing, select_elements
 from pyro_scale.diagnostics.report import Report
 from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import PosteriorDraws
@@ -44,8 +44,12 @@ def summary(result: PosteriorDraws, var_names: list[str] | None) -> Any:
     shapes, tables = result.shapes, []
     for name in var_names or shapes:
         if var_names is None and shapes[name].numel() > _LISTED_ELEMENTS:
-            table = _summary_of_draws(result, name, select_elements(result, name)[:, chosen])
-            tables.append(_worst_row(table, name, shapes[name]))
+            elements = select_elements(result, name)[:, chosen]
+            columns = _summary_of_draws(result, name, elements[..., 0]).columns
+            worst = mixing({name: elements}).round({"r_hat": 2, "ess_bulk": 0, "ess_tail": 0})
+            tables.append(
+                worst.set_axis([_worst_label(name, shapes[name])]).reindex(columns=columns)
+            )
             continue
         values = result.samples[name]
         table = _summary_of_draws(result, name, values[:, chosen])
@@ -98,7 +102,8 @@ def _summary_of_moments(moments: Mapping[str, Moments], var_names: list[str] | N
         values = torch.stack(numbers, -1).reshape(-1, len(columns)).numpy()
         table = pandas.DataFrame(values, index=places if shape else [name], columns=columns)
         if var_names is None and len(table) > _LISTED_ELEMENTS:
-            table = _worst_row(table, name, shape)
+            worst = {"ess": [table["ess"].min()], "r_hat": [table["r_hat"].max()]}
+            table = pandas.DataFrame(worst, [_worst_label(name, shape)], columns)
         tables.append(table)
     return pandas.concat(tables)[columns].round(3)
 
@@ -108,20 +113,9 @@ def _mixing_columns(table: Any) -> list[str]:
     return [column for column in table.columns if column.startswith(("ess", "r_hat"))]
 
 
-def _worst_row(table: Any, name: str, shape: Sequence[int]) -> Any:
-    """A table with one row in place of those of a large site: its largest R-hat and
-    smallest ESS.
-
-    Args:
-        table: DataFrame with a row for each element of the site.
-        name: name of the site.
-        shape: shape of the site, for the row's label.
-    """
-    import pandas
-
-    worst = {c: table[c].max() if c == "r_hat" else table[c].min() for c in _mixing_columns(table)}
-    label = f"{name} [{'x'.join(map(str, shape))}], worst"
-    return pandas.DataFrame([worst], index=[label], columns=table.columns)
+def _worst_label(name: str, shape: Sequence[int]) -> str:
+    """The label of the one row of a large site, which has the site's worst R-hat and ESS."""
+    return f"{name} [{'x'.join(map(str, shape))}], worst"
 
 
 def weighted_moments(samples: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
