@@ -39,7 +39,7 @@ def measure(
                 variance = None if noise is None else noise.variance
                 heat = virial(*run, step + NOISE.draws, variance)
                 elements = torch.stack([heat.of_elements, heat.errors])
-                temperature = VirialTemperature(heat.parts, elements)
+                temperature = VirialTemperature(heat.parts, heat.num_draws, elements)
         except (Exception, KeyboardInterrupt) as raised:  # the data may no longer be available
             error = raised
     momenta = kinetic(problem, draws, values, noise, heat)

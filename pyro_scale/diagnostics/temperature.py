@@ -12,10 +12,11 @@ If chains are whitened by a covariance C, an element's part is -(w - c)_i (C g)_
 Gaussian that is the squared distance from the mean over the variance, and its error does not grow
 with correlations, as that of -(w - c)_i g_i does.
 
-Gradients of all rows are taken at as few draws as their rows allow.  An element's part is then
-nearly proportional to (w - c)_i^2, whose mean over many more draws costs nothing.  So each
-element's mean part is corrected by its regression on (w - c)_i^2 (double sampling; Cochran 1977,
-chapter 12).
+Gradients of all rows cost much, and an element's part is nearly proportional to (w - c)_i^2, which
+costs nothing.  So gradients are taken at some draws only, until what the regression of parts on
+(w - c)_i^2 leaves unexplained adds no more to the error than the draws themselves; the parts of
+many more draws are predicted by it, and corrected by the residuals of those with gradients (double
+sampling; Cochran 1977, chapter 12; the difference estimator of Saerndal et al. 1992, chapter 6).
 
 A site may be right on average while one of its elements is not.  Long steps and minibatches heat an
 element in proportion to its mean squared gradient, so the element where that is largest, the
@@ -88,7 +89,9 @@ class Virial(NamedTuple):
     Attributes:
         parts: what each draw contributes, `[finished chains, draws, sites, 2]`: the mean over a
             site's elements, and the contribution of its steepest element. The mean over draws is
-            the temperature.
+            the temperature, and their scatter gives its error.
+        num_draws: number of independent draws that would have about these errors: those at which
+            gradients were taken, or all if their squared distances explain most.
         of_elements: temperature of each element, `[D]`.
         errors: standard errors of `of_elements` if draws are independent, `[D]`.
         mean_square: mean squared gradient of the log joint divided by N, `[D]`.
@@ -96,6 +99,7 @@ class Virial(NamedTuple):
     """
 
     parts: Tensor
+    num_draws: int
     of_elements: Tensor
     errors: Tensor
     mean_square: Tensor
@@ -125,55 +129,168 @@ def virial(
     """
     engine, batches, size = _for_gradients(problem, batches, work)
     is_exact, chains = isinstance(batches, WholeData), torch.tensor(finished)
-    chosen = _choose(problem, positions, size, step, work)
-    every = torch.arange(len(chains))[:, None]
+    most = _most_gradients(problem, positions, size, step, work)
     more = min(work.most_draws, _NUMBERS_AT_ONCE // engine.layout.size) if is_exact else 0
-    seen = spread(positions, max(more // len(chains), len(chosen)))
-    # their moments take four copies in double precision
-    blocks = seen.split(max(1, _NUMBERS_AT_ONCE // (16 * engine.layout.size * len(chains))))
-    sums = (Sums.from_draws(positions[every, places]) for places in blocks)
-    total = functools.reduce(Sums.__or__, sums).pool()
-    center = total.mean[0].to(engine.layout.dtype)
-    variance = (total.squares / total.number)[0].clamp(min=torch.finfo(center.dtype).tiny)
+    seen = spread(positions, max(more // len(chains), most))
+    cloud = _Cloud.from_draws(positions, seen)
     slices = [engine.layout.slices()[name] for name in problem.log_posterior.latents]
     steepest = _largest(noise, slices) if noise is not None and noise.any() else None
+    every, device = torch.arange(len(chains))[:, None], problem.positions.device
 
     def draws_and_batch(places: Tensor, step: int) -> tuple[Tensor, Batch]:
         changing = batches.take(step, step + len(places))
         changing = pytree.tree_map(lambda leaf: leaf[chains].flatten(0, 1), changing)
-        return positions[every, places].flatten(0, 1), batches.batch(batches.fixed, changing)
+        draws = positions[every, seen[places]].flatten(0, 1)
+        return draws, batches.batch(batches.fixed, changing)
 
-    device = problem.positions.device
-    draws, batch = draws_and_batch(chosen[:1], step)
+    draws, batch = draws_and_batch(torch.zeros(1, dtype=torch.long), step)
     with Arithmetic() as counted:
         engine.gradient(draws.to(device), batch)
     # on all rows, one draw of each chain takes almost as long as two
     at_once = max(1 + is_exact, _NUMBERS_AT_ONCE // counted.numbers)
-    step += 1
-    of_sites, totals = [], torch.zeros(6, engine.layout.size, dtype=torch.float64)
-    for places in chosen.split(at_once):
+    enough = -(-work.enough // len(chains))
+    order = _evenly_from_the_first(len(seen))[:most] if is_exact else torch.arange(len(seen))
+    step, taken, measured = step + 1, 0, []
+    totals = torch.zeros(2, 5, engine.layout.size, dtype=torch.float64)
+    for places in order.split(min(at_once, enough)):
         draws, batch = draws_and_batch(places, step)
         gradient = engine.gradient(draws.to(device), batch).cpu()
-        step += len(places)
-        away, squares = center - draws, gradient.square()
-        parts = (away * _along(engine, gradient)).mul_(engine.density.num_data)
-        away = away.square_().div_(variance)
+        step, taken = step + len(places), taken + len(places)
+        squares, distances = gradient.double().square(), cloud.squared_distances(draws)
+        parts = ((cloud.mean - draws) * _along(engine, gradient)).double()
+        parts = parts.mul_(engine.density.num_data)
+        totals += torch.stack([_moments(parts, distances), _moments(squares, distances)])
+        count = taken * len(chains)
+        of_parts, of_squares = (_Regression.from_moments(total / count) for total in totals)
         steepest = _largest(squares.sum(0), slices) if steepest is None else steepest
-        of_sites.append(_by_site(parts, slices, steepest).unflatten(0, (len(chains), len(places))))
-        moments = squares, parts, parts.square(), away, away.square(), parts * away
-        totals += torch.stack([each.sum(0, dtype=torch.float64) for each in moments])
-    means = totals / (len(chains) * len(chosen))
-    of_elements, errors = _regress(means[1:], len(chains) * len(chosen), int(total.number))
+        measured.append(_by_site(parts, slices, steepest).unflatten(0, (len(chains), -1)))
+        is_explained = is_exact and taken >= enough and of_parts.explains(taken / len(seen))
+        if is_explained:
+            break
     assert steepest is not None
-    added = _by_site((of_elements - means[1]).nan_to_num(0.0)[None], slices, steepest)
-    return Virial(torch.cat(of_sites, 1) + added, of_elements, errors, means[0], is_exact)
+    predicted = [
+        _by_site(of_parts.predict(cloud.squared_distances(block)), slices, steepest)
+        for block in (positions[every, places].flatten(0, 1) for places in cloud.blocks(seen))
+    ]
+    of_sites = torch.cat([block.unflatten(0, (len(chains), -1)) for block in predicted], 1)
+    places = order[:taken]
+    residuals = torch.cat(measured, 1) - of_sites[:, places]
+    of_sites[:, places] += len(seen) / taken * residuals
+    return Virial(
+        parts=of_sites,
+        num_draws=len(seen) * len(chains) if is_explained else count,
+        of_elements=of_parts.predict(1.0),
+        errors=of_parts.errors(count, len(seen) * len(chains)),
+        mean_square=of_squares.predict(1.0).clamp(min=0),
+        is_exact=is_exact,
+    )
 
 
-def _choose(
+class _Cloud(NamedTuple):
+    """Where draws are, on average over the chains.
+
+    Attributes:
+        mean: mean of the draws, `[D]`.
+        variance: variance of the draws, `[D]`, above 0.
+        block: number of draws of each chain whose moments fit into memory at a time.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    block: int
+
+    @classmethod
+    def from_draws(cls, positions: Positions, places: Tensor) -> _Cloud:
+        """The cloud of the draws at `places` of every chain, of positions `[chains, draws, D]`."""
+        chains, _, size = positions.shape
+        # moments take four copies in double precision
+        block = max(1, _NUMBERS_AT_ONCE // (16 * size * chains))
+        every = torch.arange(chains)[:, None]
+        sums = (Sums.from_draws(positions[every, part]) for part in places.split(block))
+        total = functools.reduce(Sums.__or__, sums).pool()
+        mean = total.mean[0].to(positions.dtype)
+        variance = (total.squares / total.number)[0].clamp(min=torch.finfo(mean.dtype).tiny)
+        return cls(mean, variance, block)
+
+    def blocks(self, places: Tensor) -> tuple[Tensor, ...]:
+        """Parts of `places` whose draws fit into memory."""
+        return places.split(self.block)
+
+    def squared_distances(self, draws: Tensor) -> Tensor:
+        """Squared distance of each element of draws `[draws, D]` from the mean over the variance,
+        `[draws, D]`, in double precision; 1 on average."""
+        return (self.mean - draws).double().square_().div_(self.variance)
+
+
+def _moments(numbers: Tensor, distances: Tensor) -> Tensor:
+    """Sums from which `_Regression` follows, `[5, D]`: of the draws' numbers, of their squares, of
+    the squared distances, of their squares, and of numbers times squared distances.
+
+    Args:
+        numbers: a number of each draw and element, `[draws, D]`.
+        distances: squared distances of the draws' elements from the mean, `[draws, D]`.
+    """
+    products = numbers, numbers.square(), distances, distances.square(), numbers * distances
+    return torch.stack([product.sum(0) for product in products])
+
+
+class _Regression(NamedTuple):
+    """Regression of a number of each draw on the draw's squared distance from the mean, element by
+    element; all `[D]`.
+
+    Attributes:
+        mean: mean number of the draws with gradients.
+        distance: mean squared distance of these draws; that of all draws is 1.
+        slope: number per squared distance.
+        variance: variance of the numbers.
+        explained: fraction of the variance that squared distances explain.
+    """
+
+    mean: Tensor
+    distance: Tensor
+    slope: Tensor
+    variance: Tensor
+    explained: Tensor
+
+    @classmethod
+    def from_moments(cls, moments: Tensor) -> _Regression:
+        """The regression from `_moments` over their number of draws, `[5, D]`."""
+        mean, square, distance, distance_square, product = moments
+        covariance, variance = product - mean * distance, square - mean.square()
+        slope = covariance / (distance_square - distance.square()).clamp(min=1e-300)
+        explained = (slope * covariance / variance.clamp(min=1e-300)).nan_to_num(0.0, 0.0, 0.0)
+        slope = slope.nan_to_num(0.0, 0.0, 0.0)
+        return cls(mean, distance, slope, variance, explained.clamp(max=1))
+
+    def predict(self, distances: Tensor | float) -> Tensor:
+        """Numbers of draws at squared distances `[..., D]`, `[..., D]`; at 1, the mean over all
+        draws."""
+        return self.mean + self.slope * (distances - self.distance)
+
+    def explains(self, fraction: float) -> bool:
+        """Whether, with gradients at this fraction of the draws, what is not explained adds no more
+        to the squared error of any element than the draws themselves."""
+        return bool((1 - self.explained <= fraction * self.explained).all())
+
+    def errors(self, count: int, more: int) -> Tensor:
+        """Standard errors of the temperature of each element, `[D]`, if draws are independent:
+        `count` with gradients, `more` with squared distances."""
+        # on a Gaussian, contributions have variance 2; of few draws, small means have small spreads
+        variance = self.variance.clamp(min=2)
+        return (variance * ((1 - self.explained) / count + self.explained / more)).sqrt()
+
+
+def _evenly_from_the_first(count: int) -> Tensor:
+    """The numbers 0, ..., count - 1 in an order of which every first part is nearly evenly spaced:
+    by multiples of the golden ratio."""
+    multiples = torch.arange(count, dtype=torch.float64) * ((5**0.5 - 1) / 2)
+    return (multiples % 1).argsort().argsort()
+
+
+def _most_gradients(
     problem: Problem, positions: Positions, size: int, step: int, work: GradientWork
-) -> Tensor:
-    """Indices, among the draws of a chain, of the draws at which gradients are taken, evenly
-    spread; the same for every chain.
+) -> int:
+    """The largest number of draws of each chain at which gradients are taken.
 
     Args:
         problem: model and engine of the run.
@@ -188,7 +305,7 @@ def _choose(
     per_chain = max(1, most // positions.shape[0])
     if not isinstance(problem.data, TensorData | OwnSubsamples):
         per_chain = min(per_chain, max(1, step // 10))  # read at most a tenth of the run's batches
-    return spread(positions, per_chain)
+    return min(per_chain, positions.shape[1])
 
 
 def _by_site(parts: Tensor, slices: Sequence[slice], steepest: Tensor) -> Tensor:
@@ -203,26 +320,6 @@ def _by_site(parts: Tensor, slices: Sequence[slice], steepest: Tensor) -> Tensor
     """
     means = torch.stack([parts[:, place].mean(-1, dtype=torch.float64) for place in slices], -1)
     return torch.stack([means, parts[:, steepest].double()], -1)
-
-
-def _regress(moments: Tensor, count: int, more: int) -> tuple[Tensor, Tensor]:
-    """The temperature of each element and its standard error, `[D]` each, by regression of the
-    draws' contributions on squared distances whose mean over more draws is 1.
-
-    Args:
-        moments: means over the draws with gradients: of the contributions, of their squares, of the
-            squared distances, of their squares, and of contributions times squared distances, `[5,
-            D]`.
-        count: number of the draws with gradients.
-        more: number of the draws with squared distances.
-    """
-    mean, square, distance, distance_square, product = moments
-    covariance, spread = product - mean * distance, square - mean.square()
-    slope = covariance / (distance_square - distance.square()).clamp(min=1e-300)
-    explained = (slope * covariance / spread.clamp(min=1e-300)).nan_to_num(0.0, 0.0, 0.0)
-    # the parts of a Gaussian have variance 2; with few draws, small means have small spreads
-    errors = (spread.clamp(min=2) * ((1 - explained) / count + explained / more)).sqrt()
-    return mean + (slope * (1 - distance)).nan_to_num(0.0, 0.0, 0.0), errors
 
 
 def _along(engine: Engine, gradient: Tensor) -> Tensor:

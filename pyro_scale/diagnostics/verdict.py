@@ -228,8 +228,8 @@ def _check_temperatures(result: PosteriorDraws) -> list[Finding]:
     count = sum(slices[name].stop - slices[name].start for name in latents)
     errors = errors_by_chance(TEMPERATURE.family_wise / 2, count)
     # a standard error above the tolerance is inconclusive, unless it is that of so few draws
-    draws = virial.parts.shape[0] * virial.parts.shape[1]
-    widest = max((_HIGHEST - 1) / 2, TEMPERATURE.wide * (2 / draws) ** 0.5)
+    assert virial.num_draws is not None
+    widest = max((_HIGHEST - 1) / 2, TEMPERATURE.wide * (2 / virial.num_draws) ** 0.5)
     findings = []
     for name in latents:
         mean, mcse = means[slices[name]], mcses[slices[name]]

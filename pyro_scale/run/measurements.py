@@ -71,11 +71,14 @@ class VirialTemperature:
         parts: terms whose mean over draws is a temperature, for some of the draws, `[chains, those
             draws, latent sites, 2]`. The last dimension has (mean term of the site's elements, term
             of the site's steepest element).
+        num_draws: number of independent draws that would have about these errors; None if read
+            from a file.
         elements: (temperature, its standard error) of each element, `[2, D]`; None if read from a
             file, which has `parts` only.
     """
 
     parts: Tensor
+    num_draws: int | None = None
     elements: Tensor | None = None
 
 

@@ -48,7 +48,7 @@ def mean_and_scale(y):
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_on_a_gaussian_it_is_the_variance_over_the_posteriors(temperature):
     sampler = ps.SGLD(mean_of_normal, lr=0.5, temperature=temperature)
-    fit = run(sampler, num_samples=200, num_chains=3)
+    fit = run(sampler, num_samples=80, num_chains=3)
     spread = fit.get_samples()["mu"].var(correction=0) * (N + 0.01)
     table, _ = told(fit.diagnostics)
     assert table.temperature["mu"] == pytest.approx(float(spread) / temperature, rel=1e-9)
@@ -84,7 +84,7 @@ def test_elements_of_whitened_chains_are_measured_along_their_covariance(precond
     """By the explicit matrix.  Of a Gaussian that is known, the error is that of a sample variance,
     which -(w - c) g has not where elements are correlated."""
     sampler = ps.BAOA(correlated, precondition=precondition)
-    fit = quiet(sampler.run, None, num_samples=500, **QUIET)
+    fit = quiet(sampler.run, None, num_samples=60, **QUIET)
     whitening, draws = (
         fit._last.plan.problem.engine.whitening,
         fit.posterior.draws.positions.flatten(0, 1),
@@ -97,12 +97,12 @@ def test_elements_of_whitened_chains_are_measured_along_their_covariance(precond
     parts = -away * (gradient @ covariance) / covariance.diagonal()
     means, errors = fit.posterior.draws.measurements.virial.elements
     assert torch.allclose(means, parts.mean(0), rtol=1e-8)
-    of_draws = (parts.var(0, correction=0).clamp(min=2) / 2000).sqrt()
+    of_draws = (parts.var(0, correction=0).clamp(min=2) / 240).sqrt()
     assert torch.allclose(errors, of_draws, rtol=1e-6)
     if precondition == "dense":
-        assert float(errors.max()) < 1.2 * (2 / 2000) ** 0.5
+        assert float(errors.max()) < 1.2 * (2 / 240) ** 0.5
     else:
-        assert float(errors.max()) > 10 * (2 / 2000) ** 0.5
+        assert float(errors.max()) > 10 * (2 / 240) ** 0.5
 
 
 @pytest.mark.slow
@@ -341,7 +341,8 @@ def test_its_gradients_are_bounded(monkeypatch, work, draws, size):
     assert sum(n for n, _, _ in rows) == draws + 4  # one of each chain, to see its memory
     assert {each for _, each, _ in rows} == {size}
     assert found.is_exact == (size == N)
-    assert found.parts.shape[:2] == (4, draws // 4)
+    assert found.num_draws == draws
+    assert found.parts.shape[:2] == (4, 200)  # those without gradients are predicted
 
 
 @pytest.mark.parametrize(("lr", "affordable"), [(0.3, 256), (0.9, 70)])
@@ -353,7 +354,7 @@ def test_a_part_of_the_draws_tells_the_variance_of_all(lr, affordable):
     found = virial_of(fit, most=affordable * N * 33)
     draws = fit.posterior.draws.positions
     spread = float(draws.var(correction=0)) * (N + 0.01)
-    assert found.parts.shape[:2] == (4, 64)
+    assert found.parts.shape[:2] == (4, 1000)
     assert float(found.of_elements) == pytest.approx(spread, rel=0.01)
     assert float(found.parts[..., 0].mean()) == pytest.approx(float(found.of_elements), rel=1e-9)
     own = draws[:, :: 1000 // 64].var(correction=0)
