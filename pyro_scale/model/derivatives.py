@@ -55,8 +55,14 @@ def plain_gradient(
 
 
 def gradient_of(value: Tensor, leaves: Params) -> Gradient:
-    """The gradient of a scalar with respect to the leaves that it was computed from, by name. The
-    graph is kept for further calls. Zero where the scalar does not depend on a leaf."""
+    """The gradient of a scalar with respect to the tensors that it was computed from: a dict like
+    `leaves`, zero where the scalar does not depend on a tensor. Autograd's graph is kept, so that
+    further gradients can be computed from it.
+
+    Args:
+        value: the scalar, with an autograd graph.
+        leaves: the tensors by name; they require grad.
+    """
     if not value.requires_grad:
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     gradients = torch.autograd.grad(
@@ -66,8 +72,14 @@ def gradient_of(value: Tensor, leaves: Params) -> Gradient:
 
 
 def row_gradients(function: Callable[[Params], Tensor], params: Params) -> Gradient:
-    """The gradient of each of a function's values `[B, ...]` with respect to the params, `[B, ...,
-    *shape]` by site; computed one by one for models that vmap or functorch's gradient refuses."""
+    """The gradient of each of a function's values with respect to the params: a dict by site, `[B,
+    ..., *shape]` for values `[B, ...]` and a site of shape `shape`. The values are differentiated
+    one by one if vmap or functorch does not support the model.
+
+    Args:
+        function: function from params to values `[B, ...]`, such as the log likelihood of each row.
+        params: unconstrained values by site.
+    """
     try:
         with torch.no_grad():
             return torch.func.jacrev(function, chunk_size=256)(dict(params))

@@ -389,7 +389,14 @@ class LogPosterior:
         return init_to_reset(fallback=uniform)
 
     def prior_draws(self, arguments: Arguments, count: int, seed: int) -> dict[str, Tensor]:
-        """Unconstrained draws of all latents from their priors, `[count, *shape]` by site."""
+        """Draws of all latents from their priors, in unconstrained space: a dict by site, `[count,
+        *shape]`.
+
+        Args:
+            arguments: a batch, as the model's arguments.
+            count: number of draws.
+            seed: seed of the draws.
+        """
         self.prepare(arguments)
 
         def draw(_: Tensor) -> dict[str, Tensor]:
@@ -571,7 +578,8 @@ class LogPosterior:
     # ------------------------------------------------------------------ variants
 
     def renew(self, num_data: int | None) -> LogPosterior:
-        """A copy that has not been examined and whose next batch may be of another size.
+        """A copy for other data: it is examined anew on its next batch, which may be of another
+        size.
 
         Args:
             num_data: N of the copy, used only if this log posterior was made without N.
@@ -582,8 +590,8 @@ class LogPosterior:
         return other
 
     def is_of_same_model(self, other: LogPosterior) -> bool:
-        """Whether another log posterior has the same model and the same prior (the same
-        objects).
+        """Whether another log posterior was made from the same model object and has the same
+        Gaussian prior object, so that what is known of one holds for the other.
         """
         return self.model is other.model and self._prior is other._prior
 
@@ -607,16 +615,20 @@ class LogPosterior:
         return other, arguments
 
     def with_gaussian_prior(self, gaussian: Gaussian) -> LogPosterior:
-        """A copy whose prior is a Gaussian over all D unconstrained parameters, in the order of the
-        latents."""
+        """A copy whose prior is a Gaussian in place of the model's own, with the same likelihood.
+
+        Args:
+            gaussian: Gaussian over all D unconstrained parameters, in the order of the latents.
+        """
         other = self._with_prior(partial(_gaussian_log_prior, gaussian))
         other.gaussian_prior = gaussian
         return other
 
     def without_jacobian(self) -> LogPosterior:
-        """A copy whose log prior lacks the log determinants of the transforms: the density of the
-        constrained values, as a function of unconstrained params. Its mode does not depend on the
-        transforms."""
+        """A copy whose log prior lacks the log determinants of the transforms to unconstrained
+        space: it is the density of the constrained values, as a function of unconstrained params.
+        Use it for a mode (MAP) that does not depend on the transforms.
+        """
         return self._with_prior(partial(_without_log_dets, self._prior))
 
     def with_jacobian(self) -> LogPosterior:
@@ -635,7 +647,11 @@ class LogPosterior:
 
 
 def unconstrained_values(sites: Mapping[str, Site]) -> dict[str, Tensor]:
-    """Detached copies of the latents' unconstrained values in a run, by site."""
+    """The latents' unconstrained values in a run, by site, detached from the run's graph.
+
+    Args:
+        sites: the run's sites by name; those that are no latents are ignored.
+    """
     return {name: value.detach().clone() for name, value in _unconstrained(sites).items()}
 
 

@@ -45,8 +45,9 @@ class Rerun:
         self.enum_dim = free_dim(first.sites)
 
     def shifted(self) -> Rerun:
-        """The same rerun at a second set of latent values, shifted from the first by 0.71 in
-        unconstrained space."""
+        """A rerun of the same model whose latent values lie 0.71 further in unconstrained space: a
+        dependence on the rows may be invisible at the first values.
+        """
         return Rerun(self._program, self._first, self._kept, _SHIFT)
 
     def run(
@@ -201,9 +202,9 @@ def probe_shifted(
 
 
 def find_kept(program: Program, first: Recorder, arguments: Arguments) -> dict[str, Kept]:
-    """For each latent with elements that a mask leaves out, the other elements: they alone are
-    params. A latent is not among the results if something depends on the elements that its mask
-    leaves out, at one of several latent values.
+    """A dict from each latent with elements that a mask leaves out to its other elements, which
+    alone are params. A latent is left out of the dict if something depends on its masked elements,
+    at one of several latent values.
 
     Args:
         program: runs the model.
@@ -250,8 +251,10 @@ def _local_latent_error(error: LatentShapeChanged, size: int) -> SiteError:
 
 
 def _as_slice(part: Tensor) -> Any:
-    """Row indices as a slice, which copies nothing, if no index is repeated (they must be
-    contiguous then); repeated indices as they are."""
+    """A slice that selects the same rows as the indices `part`, so that tensors are not copied, if
+    no index is repeated (indices must be contiguous then); the indices themselves if some are
+    repeated.
+    """
     if len(set(part.tolist())) < len(part):
         return part
     return slice(int(part[0]), int(part[-1]) + 1)

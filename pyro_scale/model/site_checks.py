@@ -274,8 +274,10 @@ def check_no_random_draws(
 
 
 def first_differing_term(terms: Mapping[str, Term], others: Mapping[str, Term]) -> str | None:
-    """The name of the first of a run's terms that is missing in another run or differs by more than
-    rounding; None if all agree. Terms that only the other run has are not looked at."""
+    """The name of the first term of a run that is missing in another run, or whose log density
+    differs there by more than rounding; None if all agree. Terms that only the other run has are
+    not compared.
+    """
     for name, term in terms.items():
         if name not in others or not close(term.log_prob, others[name].log_prob, roundings=64):
             return name

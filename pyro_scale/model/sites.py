@@ -76,12 +76,16 @@ class Point:
     parameter: nn.Parameter | None
 
     def constrain(self, unconstrained: Tensor) -> Tensor:
-        """The value in the support for an unconstrained value. The inverse of `unconstrain`."""
+        """The param's value in the support of its constraint, from an unconstrained value. The
+        inverse of `unconstrain`.
+        """
         value: Tensor = transform_to(self.constraint)(unconstrained)
         return value
 
     def unconstrain(self, value: Tensor) -> Tensor:
-        """The unconstrained value for a value in the support. The inverse of `constrain`."""
+        """The param's unconstrained value, from a value in the support of its constraint. The
+        inverse of `constrain`.
+        """
         unconstrained: Tensor = transform_to(self.constraint).inv(value)
         return unconstrained
 
@@ -175,7 +179,9 @@ def is_subsample(fn: Any) -> bool:
 
 
 def base_distribution(fn: Any) -> Any:
-    """The distribution that is left when all `to_event` and masks around it are undone."""
+    """The distribution inside all `to_event` wrappers and masks around `fn`; `fn` itself if there
+    are none.
+    """
     while isinstance(fn, torch.distributions.Independent | dist.MaskedDistribution):
         fn = fn.base_dist
     return fn
@@ -203,8 +209,9 @@ def is_discrete(msg: Any) -> bool:
 
 
 def kind_of(msg: Any) -> Kind:
-    """The kind of a sample statement (latent, observed, factor, ...); `msg` is Pyro's message about
-    it."""
+    """The kind of a sample statement (latent, observed, factor, deterministic, subsample, ...);
+    `msg` is Pyro's message about the statement.
+    """
     fn = msg["fn"]
     if is_subsample(fn):
         return "subsample"

@@ -74,7 +74,8 @@ class LowerCholesky(_Triangular):
 
 
 class CorrelationCholesky(_Triangular):
-    """Vectors of n (n - 1) / 2 reals <-> Cholesky factors of correlation matrices.
+    """Bijection from vectors of n (n - 1) / 2 reals to Cholesky factors of n x n correlation
+    matrices.
 
     Row i is a point on the half sphere, by stick-breaking: with z = tanh(x), element j is z_ij
     times the remaining length, sqrt(prod_k<j (1 - z_ik^2)), and the diagonal is the length that
@@ -115,17 +116,23 @@ def _squares_before(y: Tensor) -> Tensor:
 
 
 def _place(values: Tensor, places: Tensor, n: int) -> Tensor:
-    """Matrices `[..., n, n]` that have `values`, `[..., m]`, at the m elements with the indices
-    `places` (of the flattened matrix), and zeros elsewhere. Computed as a
-    matrix product, which works under vmap."""
+    """Matrices `[..., n, n]`, zero except at m elements.
+
+    Computed as a matrix product, which works under vmap.
+
+    Args:
+        values: the m elements of each matrix, `[..., m]`.
+        places: their indices in the flattened matrix, `[m]`.
+        n: number of the matrix's rows and columns.
+    """
     columns = torch.zeros(n * n, len(places), dtype=values.dtype, device=values.device)
     columns[places, torch.arange(len(places), device=values.device)] = 1
     return (values @ columns.mT).reshape(*values.shape[:-1], n, n)
 
 
 def bijection(support: Any) -> Transform:
-    """The bijection from unconstrained space to a support. Differs from torch's `biject_to` for
-    Cholesky factors of covariances and of correlations.
+    """The bijection (a torch `Transform`) from unconstrained space to a support. It is torch's
+    `biject_to`, except for Cholesky factors of covariances and of correlations.
 
     Raises:
         NotImplementedError: the support has none.

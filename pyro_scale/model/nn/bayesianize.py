@@ -150,12 +150,16 @@ class BayesianModule(PyroModule):
         return call_with(self._net, drawn | points, args, kwargs)
 
     def weights(self) -> dict[str, Tensor]:
-        """The values of the chosen weights in the module (not draws), by name, detached."""
+        """The present values of the chosen weights in the network itself (not draws), by name,
+        detached: where chain 0 starts.
+        """
         return {name: self._weight(name).detach() for name in self._names}
 
     def reset_weights(self) -> dict[str, Tensor]:
-        """New values of the chosen weights by name, drawn by the layers' `reset_parameters()`, and
-        the module's values for layers without it. The module is not changed."""
+        """New starting values of the chosen weights, by name: drawn by the layers'
+        `reset_parameters()`, or the network's own values for layers without that method. The
+        network is not changed.
+        """
         net = copy.deepcopy(self._net)
         for module in reversed(list(net.modules())):  # outer modules last, as they are built
             reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))

@@ -112,7 +112,11 @@ class ShardedModule(PyroModule):
         return self.weights()
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrites this rank's parts of weights with these values, by the weight's name."""
+        """Overwrites this rank's parts of weights in the network.
+
+        Args:
+            values: new values of the parts, by the weight's name.
+        """
         parts = self._parts()
         with torch.no_grad():
             for name, value in values.items():
