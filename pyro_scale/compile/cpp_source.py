@@ -27,8 +27,9 @@ _ARENA = """
 
 
 def is_small(plan: Plan) -> bool:
-    """True if the buffers of a step are small enough for local variables. A C++ compiler sees all
-    uses of these, and omits computations whose results are not used.
+    """Whether the buffers (intermediate tensors) of a step are small enough for local variables of
+    a C++ function. A compiler sees all uses of these, and leaves out computations whose results are
+    not used.
 
     Args:
         plan: C++ statements of the step.

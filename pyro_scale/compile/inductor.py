@@ -39,7 +39,8 @@ _PROCESSOR = ("-march=native",), ("-mcpu=native",), ()
 
 
 class CppKernel:
-    """A C++ function as Inductor wrote it ("kernel"), which is compiled when it is first called.
+    """A C++ function that Inductor has written for some operations of a graph (a "kernel"). It is
+    compiled when it is first called.
 
     Args:
         argument_types: C++ type of each argument.
@@ -84,7 +85,8 @@ class Compiled:
     names: Mapping[str, Any]
 
     def build(self) -> None:
-        """Builds the C++ kernels now, so that their errors are raised here.
+        """Builds the C++ kernels that the compiled graph calls. They would otherwise be built at
+        the first call; built now, their errors are raised here.
 
         Raises:
             Exception: there is no C++ compiler, or the compiler rejects a kernel.
@@ -141,8 +143,9 @@ def _uses_widest_vectors() -> bool:
 
 
 def _may_abort(kernel: object) -> bool:
-    """Whether an object is a C++ kernel that checks indices in several threads, where a failed
-    check would abort the process."""
+    """Whether an object is a C++ kernel that checks indices in several threads: if such a check
+    fails, the process is aborted and no exception is raised.
+    """
     if not isinstance(kernel, CppKernel):
         return False
     return "#pragma omp" in kernel.source and "out of bounds" in kernel.source

@@ -33,8 +33,8 @@ _CHECKS = ("args.clear", "assert_size_stride", "assert_size_stride_grouped", "as
 
 @dataclass
 class Plan:
-    """The C++ statements of one step, and what they use. Statements of Inductor's source are
-    translated one by one with `read`.
+    """The translation of one step into C++: statements, the buffers they use, and the kernels they
+    call. `read` adds the translation of the next statement of Inductor's Python source.
 
     Attributes:
         inputs: inputs of the step.
@@ -63,13 +63,15 @@ class Plan:
 
     @property
     def calls_aten(self) -> bool:
-        """Whether the statements call operations of ATen."""
+        """Whether some statement calls a torch (ATen) operation, which the C++ source then needs
+        helpers for.
+        """
         return any("check(" in line for line in self.lines)
 
     @property
     def substitutes(self) -> bool:
-        """True if some statement solves triangular equations by substitution, written in C++
-        instead of a call of ATen.
+        """Whether some statement solves triangular equations by substitution in C++ (instead of a
+        call of torch), which the C++ source then needs a helper for.
         """
         return any("substitute<" in line for line in self.lines)
 
@@ -158,7 +160,9 @@ class Plan:
     # ------------------------------------------------------------------ expressions
 
     def _argument(self, expression: ast.expr) -> Any:
-        """An argument of a call: a view of a tensor, or a Python number."""
+        """The argument that an expression in Inductor's source stands for: a view of a tensor, or a
+        Python number.
+        """
         try:
             return ast.literal_eval(expression)
         except ValueError:

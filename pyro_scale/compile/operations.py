@@ -27,7 +27,8 @@ class NotALoop(Exception):
 
 @dataclass(frozen=True)
 class View:
-    """A tensor in memory, as C++ names it.
+    """A tensor in the memory of compiled code: a C++ pointer, with offset, shape, strides and
+    dtype.
 
     Attributes:
         root: name of the C++ pointer to the memory.
@@ -110,7 +111,9 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
 
 
 def is_operation(function: str) -> bool:
-    """Whether a function's name in Inductor's source is that of an ATen operation."""
+    """Whether a name in Inductor's Python source, such as
+    `torch.ops.aten.linalg_cholesky_ex.default`, is that of an ATen operation.
+    """
     return function.startswith("torch.ops.aten.")
 
 
@@ -202,8 +205,9 @@ def _word(value: Any, kind: str, function: str) -> str:
 def _results_like(
     operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, ...]:
-    """The results of an operation on arguments of these shapes and dtypes, as tensors without
-    memory."""
+    """The shapes and dtypes of an operation's results for these arguments: tensors on torch's meta
+    device, without memory.
+    """
 
     def like(value: Any) -> Any:
         if not isinstance(value, View):
@@ -262,8 +266,8 @@ def is_substitution(function: str, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def solution(right: View) -> View:
-    """The solution x of A x = b as a tensor without memory yet, with the shape and strides that
-    ATen would give it, from the right side b.
+    """A `View` for the solution x of A x = b, which has no memory yet: the shape, dtype and strides
+    that ATen would give to x. `right` is b.
     """
     *many, size, one = right.size
     return View("", right.dtype, (*many, size, one), (*(size for _ in many), 1, size))
