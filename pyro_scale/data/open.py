@@ -121,8 +121,8 @@ def _open_loader(loader: Any, num_data: int | None, device: torch.device | None)
 
 
 def _batch_sampler(loader: Any) -> torch_data.BatchSampler | None:
-    """torch's batch sampler of a DataLoader over a map-style data set; None for other loaders, and
-    for a sampler of batches that the user wrote.
+    """The batch sampler that torch made for a DataLoader over a map-style data set; None for other
+    loaders, and for a sampler of batches that the user wrote.
 
     Raises:
         DataError: the DataLoader's batching is switched off.
@@ -199,5 +199,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _is_row(data: Any) -> bool:
-    """Whether the data are a list of arrays, as a loader collates the model's arguments."""
+    """Whether the data are a list of arrays: as a loader's collate function returns the model's
+    arguments.
+    """
     return isinstance(data, list) and bool(data) and all(hasattr(d, "__array__") for d in data)

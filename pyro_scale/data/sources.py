@@ -50,7 +50,7 @@ class Data(Protocol):
     def batches(
         self, seed: int, num_chains: int, sampling: Sampling, chains: Sequence[int] | None = None
     ) -> Batches:
-        """The minibatches of every step and chain, without end.
+        """The minibatches of every chain at every step, without end (an epoch follows the other).
 
         Args:
             seed: seed of the run.
@@ -61,13 +61,14 @@ class Data(Protocol):
         ...
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
-        """Yields all rows once, in the data's order, in batches of at most `batch_size` rows (None:
-        B)."""
+        """Yields all rows once, in the data's order, as batches of at most `batch_size` rows; None
+        for the data's own batch size B.
+        """
         ...
 
     def spread(self, count: int) -> list[tuple[Arguments, Tensor | None]]:
-        """At most `count` full batches of different random rows, the same at each call, to check a
-        model on.
+        """Batches of random rows to check a model on: at most `count` full batches without common
+        rows, the same at each call.
 
         Returns:
             A list of (arguments, indices). Indices are for a model that subsamples by itself,
@@ -221,7 +222,7 @@ class IndexedData:
 
 @dataclass
 class ByIndex:
-    """A stream of minibatches that are read at random row indices from a loader's data set.
+    """A stream of minibatches of random rows, read by index from a loader's data set.
 
     Data sets may draw augmentations, so a batch depends on those read before it. Therefore reading
     begins anew at every section of 1024 steps (an epoch, if that is longer); to continue within a

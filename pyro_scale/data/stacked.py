@@ -53,7 +53,7 @@ class StackedBatches(ByStep):
 
     @property
     def num_chains(self) -> int:
-        """The number of chains, each with its data set."""
+        """The number of chains, each of which has a data set of its own."""
         return len(rows.leaves((*self.constants, self.own))[0])
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
