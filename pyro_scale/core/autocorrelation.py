@@ -20,8 +20,12 @@ _GROUP_NUMBERS = 2**15
 
 
 def autocorrelation_time(draws: Tensor) -> Tensor:
-    """Integrated autocorrelation time of each element, in draws (number of draws per effective
-    draw), `[elements]`; 1 for constant elements.
+    """Integrated autocorrelation time of each element, `[elements]`: how many draws are worth one
+    independent draw. At least 1 / draws; 1 for constant elements.
+
+    Computed from the autocorrelations of all chains about their common mean, summed over Geyer's
+    initial monotone sequence (Geyer 1992; Vehtari et al. 2021, without ranks). Number of draws of
+    all chains divided by it: effective sample size.
 
     The sum of the autocorrelations of all chains about their common mean, over Geyer's initial
     monotone sequence (Geyer 1992; Vehtari et al. 2021, without ranks), at least 1 / draws.

@@ -25,11 +25,15 @@ class _Gaussian:
 
     @classmethod
     def from_contents(cls, **contents: Any) -> Self:
-        """The Gaussian with these fields, as `contents` returns them."""
+        """The Gaussian whose fields (such as `mean` and `sd`) have these values: the inverse of
+        `contents`.
+        """
         return cls(**contents)
 
     def contents(self) -> dict[str, Any]:
-        """A dict from the names of the Gaussian's fields to tensors, to save in files."""
+        """The Gaussian's fields as a dict by name (tensors, or lists and tuples of them), to save
+        in files.
+        """
         return dict(vars(self))
 
     def double(self) -> Self:
@@ -71,7 +75,9 @@ class Diagonal(_Gaussian):
         return cls(mean, precision.rsqrt())
 
     def temper(self, temperature: float) -> Diagonal:
-        """The Gaussian with the covariance multiplied by a temperature."""
+        """The Gaussian of the same mean with the covariance multiplied by `temperature`: the
+        approximation of a posterior at that temperature.
+        """
         return Diagonal(self.mean, self.sd * math.sqrt(temperature))
 
     def sample(self, noise: Tensor) -> Tensor:
@@ -144,7 +150,9 @@ class Dense(_Gaussian):
         return cls(mean, inverse.flip(-2, -1).mT)
 
     def temper(self, temperature: float) -> Dense:
-        """The Gaussian with the covariance multiplied by a temperature."""
+        """The Gaussian of the same mean with the covariance multiplied by `temperature`: the
+        approximation of a posterior at that temperature.
+        """
         if temperature == 1:
             return self
         return Dense(self.mean, self.scale_tril * math.sqrt(temperature))
@@ -243,7 +251,9 @@ class LowRank(_ByProducts):
         return cls(mean, scale, axes, singular.square())
 
     def temper(self, temperature: float) -> LowRank:
-        """The Gaussian with the covariance multiplied by a temperature."""
+        """The Gaussian of the same mean with the covariance multiplied by `temperature`: the
+        approximation of a posterior at that temperature.
+        """
         return LowRank(self.mean, self.scale * math.sqrt(temperature), self.axes, self.lengths)
 
     def sample(self, noise: Tensor) -> Tensor:
@@ -342,7 +352,9 @@ class Kronecker(_ByProducts):
         return {**vars(self), "blocks": tuple(tuple(block) for block in self.blocks)}
 
     def temper(self, temperature: float) -> Kronecker:
-        """The Gaussian with the covariance multiplied by a temperature."""
+        """The Gaussian of the same mean with the covariance multiplied by `temperature`: the
+        approximation of a posterior at that temperature.
+        """
         blocks = tuple(
             block._replace(variances=temperature * block.variances) for block in self.blocks
         )
@@ -385,9 +397,13 @@ class Kronecker(_ByProducts):
         return torch.stack([part.log().sum() for part in parts]).sum()
 
     def _diagonal(self, eigenvalues: Callable[[Tensor], Tensor]) -> Tensor:
-        """Diagonal `[D]` of the matrix that has the covariance's eigenvectors, and as eigenvalues a
-        function of its eigenvalues: the identity for the covariance, the reciprocal for the
-        precision."""
+        """The diagonal `[D]` of a function of the covariance matrix, which is applied to the
+        covariance's eigenvalues.
+
+        Args:
+            eigenvalues: function applied to variances: the identity for the covariance, the
+                reciprocal for the precision.
+        """
         total = torch.zeros_like(self.mean)
         for block in self.blocks:
             total[block.places] = block.diagonal(eigenvalues(block.variances))
@@ -399,7 +415,8 @@ class Kronecker(_ByProducts):
         map_block: Callable[[Block, Tensor], Tensor],
         map_others: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """Maps vectors `[..., D]` part by part.
+        """Vectors `[..., D]` in which each block's elements, and the elements of no block, are
+        replaced by results of functions.
 
         Args:
             vector: vectors, `[..., D]`.

@@ -14,7 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """The correspondence of a dict of tensors, such as latents by site, and one flat vector `[D]`.
+    """Where each tensor of a dict, such as latents by site, is found in one flat vector `[D]`;
+    converts one to the other.
 
     Args:
         names: names of the entries, in the vector's order.

@@ -71,14 +71,18 @@ class Sums(NamedTuple):
         return cls(number, mean, (numbers - mean[:, None]).square().sum(1))
 
     def __or__(self, other: Sums) -> Sums:
-        """The sums over the draws of both, chain by chain (Chan, Golub and LeVeque 1983)."""
+        """The number, mean and sum of squared deviations of the draws of both together, chain by
+        chain (Chan, Golub and LeVeque 1983).
+        """
         count = self.number + other.number
         part, gap = other.number / count.clamp(min=1).double(), other.mean - self.mean
         squares = self.squares + other.squares + gap.square() * (self.number * part)
         return Sums(count, self.mean + gap * part, squares)
 
     def pool(self) -> Sums:
-        """The sums of the draws of all chains together, as of one chain."""
+        """The number, mean and sum of squared deviations of the draws of all chains together, as if
+        they were one chain: `number` `[1, 1]`, the others `[1, size]`.
+        """
         number = self.number.sum(0, keepdim=True)
         mean = (self.number * self.mean).sum(0, keepdim=True) / number
         squares = self.squares + self.number * (self.mean - mean).square()
@@ -235,8 +239,11 @@ class OnlineMoments:
         }
 
     def go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Continues an earlier collection from its saved `state`. Everything collected so far is
-        discarded.
+        """Continues an earlier collection of draws, after a run is resumed. Everything collected
+        here so far is discarded.
+
+        Args:
+            state: what the property or method `state` of the earlier collection returned.
         """
         first, second = (Sums(*half) for half in state["halves"])
         self.halves = first, second

@@ -70,8 +70,8 @@ class QuantileSketch:
         return merged
 
     def streams(self, places: slice) -> QuantileSketch:
-        """A sketch with only the streams (sequences of numbers) whose indices are in the slice
-        `places`.
+        """A sketch of some of the streams (each stream is one element's sequence of numbers): those
+        whose indices are in the slice `places`.
         """
         part = QuantileSketch(0)
         part.means, part.sizes = self.means[places], self.sizes[places]
@@ -95,8 +95,10 @@ class QuantileSketch:
         self.means, self.sizes = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
     def _with(self, numbers: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-        """(Means, sizes), each `[streams, clusters + n]` and sorted by mean, of a block of streams:
-        their clusters, and further numbers `[streams, n]` as clusters of one."""
+        """(Means, sizes) of a block of streams with further numbers added as clusters of one number
+        each: both `[streams, clusters + n]`, sorted by mean. `numbers` is `[streams, n]`, and
+        `block` the slice of the streams.
+        """
         means = torch.cat([self.means[block].to(numbers.dtype), numbers[block]], 1)
         return _sort(means, torch.cat([self.sizes[block], _ones(numbers[block])], 1))
 
