@@ -29,8 +29,8 @@ _NUM_ERRORS = 4.5
 
 
 class Offset(NamedTuple):
-    """How far a Gaussian is from the one of largest evidence lower bound: the largest errors among
-    its elements.
+    """Estimated distance of a Gaussian from the one of largest evidence lower bound: the largest
+    errors among its elements.
 
     Attributes:
         mean: the largest error of an element's mean, in sds; infinite if unknown.
@@ -114,8 +114,10 @@ class Bound(NamedTuple):
         return gaussian
 
     def offset(self, gaussian: Dense | Diagonal, eps: Tensor) -> Offset:
-        """An estimate of how far a Gaussian is from the one of largest evidence lower bound, from
-        standard normal numbers `eps`, `[draws, d]`; infinite if it cannot be estimated."""
+        """An estimate of how far a Gaussian is from the one of largest evidence lower bound: the
+        largest errors of its means and sds. Both are infinite if they cannot be estimated. `eps`
+        has the standard normal numbers `[draws, d]` from which expectations are computed.
+        """
         regression = self._regress(gaussian, eps)
         if regression is None or not regression.is_positive:
             return Offset(torch.inf, torch.inf, 0.0)
@@ -153,8 +155,9 @@ def _factor(gaussian: Dense | Diagonal) -> Tensor:
 
 
 def _move(gaussian: Dense | Diagonal, target: _Regression, fraction: float) -> Dense | Diagonal:
-    """The Gaussian at a fraction (1 for all) of the way from `gaussian` to the better one that the
-    regression gives."""
+    """A Gaussian between `gaussian` (at fraction 0) and the better one that the regression gives
+    (at fraction 1): a step towards the largest bound.
+    """
     factor, identity = _factor(gaussian), torch.eye(len(target.constant)).to(target.constant)
     step = factor @ torch.linalg.solve(target.precision, target.constant)
     mean = gaussian.mean + fraction * step.to(gaussian.mean)

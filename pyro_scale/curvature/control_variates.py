@@ -119,8 +119,9 @@ class ControlVariates:
     def row_gradients(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> Params:
-        """The gradient of each row's log likelihood minus the row's control variate, by site,
-        `[B, *shape]`. Arguments as for `grad`.
+        """The gradient of each row's log likelihood minus the row's control variate (its gradient
+        at the anchor, and with `curvature` also the linear term): a dict by site, `[B, *shape]`.
+        Arguments as for `grad`.
 
         The variance of these over rows determines the minibatch noise of `grad`.
         """
@@ -170,8 +171,10 @@ class ControlVariates:
     def _outputs(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """(The outputs of each observed site, `[B, K]` for B rows of the batch; the numbers from
-        which the Fisher information in these outputs is computed, `[B, ...]`)."""
+        """(A list with the outputs of each observed site, `[B, K]` for B rows of the batch: the K
+        numbers through which the site's likelihood depends on the params; a list with the numbers
+        from which the Fisher information in these outputs is computed, `[B, ...]`).
+        """
         assert self.curvature is not None
         sites = self.log_posterior.run(params, rows.as_arguments(batch), indices).sites
         observed = [obs.of_rows(sites) for obs in self.curvature.observed]

@@ -79,8 +79,10 @@ def _continuous_bernoulli(logits: Tensor) -> Tensor:
 
 
 def _chances(a: Any) -> tuple[Tensor, Tensor]:
-    """(p, 1 - p) of a Bernoulli, binomial or geometric distribution, each without cancellation; `a`
-    has the distribution's argument, logits or probs, as an attribute."""
+    """(p, 1 - p), the probabilities of success and failure of a Bernoulli, binomial or geometric
+    distribution, each without loss of digits. `a` has the distribution's argument, `logits` or
+    `probs`, as an attribute.
+    """
     if hasattr(a, "logits"):
         return torch.sigmoid(a.logits), torch.sigmoid(-a.logits)
     probs = clamp_probs(a.probs)  # log_prob does so too
@@ -88,14 +90,18 @@ def _chances(a: Any) -> tuple[Tensor, Tensor]:
 
 
 def _odd(a: Any) -> Tensor:
-    """(d logit / d prob)^2, the factor from the Fisher information in a logit to that in the
-    probability; `a` has one of the two, logits or probs, as an attribute."""
+    """(d logit / d prob)^2 = 1 / (p (1 - p))^2: the factor from the Fisher information in a logit
+    to that in the probability p. `a` has the distribution's argument, `logits` or `probs`, as an
+    attribute.
+    """
     p, q = _chances(a)
     return (p * q) ** -2
 
 
 def _variance(a: Any) -> Tensor:
-    """A Bernoulli's variance p (1 - p), which is its Fisher information in the logit."""
+    """The variance p (1 - p) of a Bernoulli, which is also its Fisher information in the logit. `a`
+    has the distribution's argument, `logits` or `probs`, as an attribute.
+    """
     p, q = _chances(a)
     return p * q
 
@@ -178,7 +184,9 @@ def _dirichlet_multinomial(a: Any) -> Tensor:
 
 
 def _beta_total(a: Any) -> Tensor:
-    """The trigamma of the sum of a beta's concentrations, `[*batch]`."""
+    """The trigamma function of the sum of a beta's two concentrations, `[*batch]`: the term that
+    all entries of its Fisher information have in common.
+    """
     return _trigamma(a.concentration1 + a.concentration0)
 
 
@@ -223,8 +231,9 @@ def _scale_tril(a: Any) -> Tensor:
 
 
 def _square(block: Tensor) -> Tensor:
-    """A tensor `[*batch, n, n, n, n]` of derivatives by pairs of matrix elements, reshaped to a
-    matrix `[*batch, nn, nn]`."""
+    """The matrix `[*batch, nn, nn]` of a tensor `[*batch, n, n, n, n]`, which has an entry for each
+    pair of elements of an n x n matrix.
+    """
     return block.flatten(-4, -3).flatten(-2, -1)
 
 

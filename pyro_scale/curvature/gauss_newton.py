@@ -33,13 +33,15 @@ class GaussNewtonDensity(FullDataDensity):
 
     @property
     def passes(self) -> int:
-        """The cost of `derivatives`, as a number of gradients of all rows."""
+        """The cost of one call of `derivatives`, in gradients over all rows of data."""
         return 2
 
 
 def with_gauss_newton(density: FullDataDensity) -> FullDataDensity:
-    """The same density with the Gauss-Newton matrix as its Hessian; the density itself if the model
-    has no such matrix (a likelihood term without a distribution, for example)."""
+    """A density with the same log joint and the Gauss-Newton matrix in place of its Hessian; the
+    density itself if the model has no such matrix (because of a likelihood term without a
+    distribution, for example).
+    """
     replaced = GaussNewtonDensity(**_fields(density))
     layout, device = density.layout, rows.device(density.data.first())
     try:
@@ -79,7 +81,8 @@ class AnchoredDensity(FullDataDensity):
 
 
 def anchored(sample: FullDataDensity, position: Tensor, precision: Tensor) -> AnchoredDensity:
-    """The density of a sample of the rows, with the curvature of all rows at a position.
+    """The density of a sample of the rows with the curvature of all rows: at `position` its Hessian
+    is minus `precision`, elsewhere it differs from that as the sample's Hessian does.
 
     Args:
         sample: the density of the sample; it may be anchored elsewhere.

@@ -45,8 +45,9 @@ class ModelInputs:
     keep: slice
 
     def only(self, names: Container[str]) -> ModelInputs:
-        """The same inputs, for the curvature of the named sites only; the other sites become
-        constants."""
+        """A copy of the inputs for the curvature of the named sites only; the other params move to
+        `held` and are constants.
+        """
         params = {name: value for name, value in self.params.items() if name in names}
         others = {name: value for name, value in self.params.items() if name not in names}
         return replace(self, params=params, held={**self.held, **others})
@@ -83,8 +84,9 @@ class Block:
         return torch.einsum("bkd,bk->d", self.jacobian, inner[..., 0])
 
     def _factors(self, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields for each observation (its part of a tensor `[b, K, ...]` along K, F times that
-        part)."""
+        """Yields, for each observation, (the rows `[b, k, ...]` of `outputs` `[b, K, ...]` that
+        belong to its k outputs; the product of the observation's F with these).
+        """
         parts = outputs.split([obs.width for obs in self.observations], dim=1)
         for observation, part, values in zip(
             self.observations, parts, self.row_values, strict=True
@@ -124,8 +126,10 @@ class ObservedBatch:
         return torch.cat(parts, dim=1) if parts else torch.zeros(0, 0)
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """Columns start to stop of a factor L of F = L L^T, for each row of the batch:
-        `[stop - start, B, K]`."""
+        """Columns start, ..., stop - 1 of a matrix L with L L^T = F, for each row of the batch: `[stop
+        - start, B, K]`. The curvature is the sum of outer products of the gradients of outputs that
+        are weighted by these columns.
+        """
         parts, first = [], 0
         for obs in self.observations:
             begin, end = max(start - first, 0), min(stop - first, obs.width)
@@ -137,7 +141,9 @@ class ObservedBatch:
         return torch.cat(parts)
 
     def times(self, outputs: Tensor) -> Tensor:
-        """F of each row times the row's vector in `outputs`, `[B, K]`: a tensor `[B, K]`."""
+        """The products of each row's matrix F [K, K] with the row's vector in `outputs`, `[B, K]`:
+        a tensor `[B, K]`.
+        """
         parts = outputs.split([obs.width for obs in self.observations], dim=1)
         pairs = zip(self.observations, parts, strict=True)
         return torch.cat(

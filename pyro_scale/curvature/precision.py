@@ -42,7 +42,9 @@ class CurvatureSpec:
     num_rows: int | None = None
 
     def split(self, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(The point's values of `sites` by name, its values of all other sites by name)."""
+        """The point's values as two dicts of tensors by site: (those of `sites`, those of all other
+        sites).
+        """
         held = layout.unflatten(self.position)
         return {name: held.pop(name) for name in self.sites}, held
 
@@ -153,7 +155,8 @@ def gaussian_at(density: FullDataDensity, spec: CurvatureSpec, precision: Tensor
 
 
 def indefinite(density: FullDataDensity, place: int, least: float) -> ModelError:
-    """The error to raise if a Gaussian's precision is not positive definite.
+    """The error for a Gaussian whose precision is not positive definite, with a message that names
+    the site; returned, for the caller to raise.
 
     Args:
         density: the density that is approximated, for the names of sites.

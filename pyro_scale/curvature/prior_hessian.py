@@ -134,7 +134,8 @@ def _slope(log_prior: Tensor, leaves: Params) -> Tensor:
 
 
 def _product(slope: Tensor, leaves: Params, vector: Tensor) -> Tensor:
-    """Minus the Hessian times a vector [D], a vector [D], from a gradient `slope` [D] that has a
-    graph."""
+    """Minus the Hessian of the log prior times a vector [D]: a vector [D]. `slope` is the log
+    prior's gradient [D] with an autograd graph, and `leaves` the params that it was computed from.
+    """
     parts = torch.autograd.grad(slope, list(leaves.values()), vector, retain_graph=True)
     return -Layout.from_tensors(leaves).flatten(dict(zip(leaves, parts, strict=True)))

@@ -38,7 +38,9 @@ class RowSums(NamedTuple):
     everywhere: set[str]
 
     def plus(self, others: RowSums) -> RowSums:
-        """The sums over these rows of data and over those of `others`."""
+        """The sums over the rows of both together; `everywhere` has the sites that had factors in
+        both.
+        """
         factors = {name: list(parts) for name, parts in self.factors.items()}
         for name, parts in others.factors.items():
             for part in parts:
@@ -156,8 +158,10 @@ class _Block(NamedTuple):
         return self.curvature + self.prior
 
     def shifted(self, start: int) -> Block:
-        """The block as a part of a Gaussian, with its variances, in a vector in which the site's
-        elements begin at index `start`."""
+        """The same block as a `Block` of a Gaussian over several sites: with variances in place of
+        precisions, and with indices into a vector in which this site's elements begin at index
+        `start`.
+        """
         places, left, right = self.basis
         return Block(start + places, left, right, 1 / self.precision)
 

@@ -160,8 +160,10 @@ class RowWise:
 
 
 def _candidates(edge: Edge, takers: Takers) -> set[Node]:
-    """The operations that take a param, directly or after operations that keep its elements
-    separate (reshapes, functions of one element); about `_MOST_ENTRIES` at most."""
+    """The operations whose gradients may be needed for a param: those that take the param itself,
+    or what is left of it after operations that keep its elements apart (reshapes, functions of one
+    element). Stops at about `_MOST_ENTRIES`.
+    """
     waiting, nodes = [edge], set[Node]()
     while waiting and len(nodes) <= _MOST_ENTRIES:
         edge = waiting.pop()
@@ -208,7 +210,9 @@ def _entries(
 
 
 def _are_disjoint(entries: Sequence[Entry]) -> bool:
-    """Whether every element of a param is in at most one of the param's entries."""
+    """Whether every element of a param is used by at most one of the operations `entries`; only
+    then do squares of their gradients add up.
+    """
     if len(entries) < 2:
         return True
     return int(torch.stack([entry.slope != 0 for entry in entries]).sum(0).max()) == 1

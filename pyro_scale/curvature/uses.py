@@ -129,7 +129,9 @@ class Product:
 
     @property
     def weight_shape(self) -> torch.Size:
-        """The weight's shape as G matrices, `[G, in, out]`."""
+        """The shape `[G, in, out]` of the weight as G matrices, for G products side by side (such
+        as a convolution's groups).
+        """
         return torch.Size((len(self.inputs), self.inputs.shape[-1], self.num_outputs))
 
     def squares(self, gradients: Gradients) -> Tensor:
@@ -215,13 +217,16 @@ class Elementwise:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the param is added without a factor (the slope is the number 1)."""
+        """Whether the operation adds the param without multiplying it by anything: the slope
+        (derivative of the output with respect to the param) is the number 1, as for a layer's bias.
+        """
         return not isinstance(self.slope, Tensor) and self.slope == 1
 
     @property
     def is_shared(self) -> bool:
-        """Whether all rows of data use the same elements of the param; False if each row has
-        elements of its own."""
+        """Whether all rows of data use the same elements of the param, as of a layer's bias; False
+        if each row has elements of its own, as of a local effect.
+        """
         return self.shape[self.rows.axis] == 1
 
     def by_row(self, gradients: Tensor) -> Tensor:
@@ -246,7 +251,9 @@ class Elementwise:
 
     @property
     def _others(self) -> list[int]:
-        """Sizes of the param's dimensions, without the one that holds the rows of data."""
+        """A list of the sizes of the param's dimensions, broadcast dimensions (size 1) included,
+        without the dimension that holds the rows of data.
+        """
         return [size for axis, size in enumerate(self.shape) if axis != self.rows.axis]
 
 
