@@ -110,7 +110,8 @@ class Factors:
 
     @property
     def mean_inputs(self) -> Tensor:
-        """The mean of a a^T over rows of data and positions, [m, m]: `inputs` divided by `count`.
+        """The mean of a a^T over rows of data and positions, [m, m]: `inputs` divided by
+        `count`.
         """
         return self.inputs / self.count
 

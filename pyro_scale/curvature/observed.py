@@ -84,8 +84,8 @@ class Block:
         return torch.einsum("bkd,bk->d", self.jacobian, inner[..., 0])
 
     def _factors(self, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields, for each observation, (the rows `[b, k, ...]` of `outputs` `[b, K, ...]` that
-        belong to its k outputs; the product of the observation's F with these).
+        """Yields, for each observation, (the part `[b, k, ...]` of `outputs` `[b, K, ...]` that
+        belongs to its k outputs; the product of the observation's F with this part).
         """
         parts = outputs.split([obs.width for obs in self.observations], dim=1)
         for observation, part, values in zip(
@@ -126,9 +126,9 @@ class ObservedBatch:
         return torch.cat(parts, dim=1) if parts else torch.zeros(0, 0)
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """Columns start, ..., stop - 1 of a matrix L with L L^T = F, for each row of the batch: `[stop
-        - start, B, K]`. The curvature is the sum of outer products of the gradients of outputs that
-        are weighted by these columns.
+        """Columns start, ..., stop - 1 of a matrix L with L L^T = F, for each row of the batch,
+        `[stop - start, B, K]`. The curvature is the sum of outer products of the gradients of
+        outputs that are weighted by these columns.
         """
         parts, first = [], 0
         for obs in self.observations:

@@ -324,7 +324,8 @@ def _as_structure(streams: Streams) -> _Streams:
 
 
 class Native:
-    """The functions of `philox` that fill tensors, with the same signatures, in C++.
+    """The functions of the module `philox` that fill tensors with random numbers, with the same
+    names, arguments and bits, in C++ (for contiguous tensors in main memory).
 
     Args:
         functions: the loaded C++ library.
@@ -396,8 +397,9 @@ def source() -> str:
 
 
 def native() -> Native | None:
-    """The C++ library that draws random numbers on the CPU, built once per machine; None without a
-    C++ compiler, or if the library gives other numbers than the functions in torch.
+    """The compiled C++ library that draws random numbers on the CPU, built at the first call on a
+    machine. None without a C++ compiler, or if the library gives other numbers than the functions
+    in torch, which are then used.
     """
     with exclusive:
         return _native()
@@ -416,8 +418,8 @@ def _native() -> Native | None:
 
 
 def _agrees(built: Native) -> bool:
-    """True if the C++ library gives the same bits as torch for a sample of numbers. It may not:
-    compilers may deviate from IEEE arithmetic.
+    """Whether the C++ library gives the same bits as the functions in torch, for a sample of
+    numbers. It may not: compilers may deviate from IEEE arithmetic.
     """
     streams = Streams.from_seed([2**62 + 12345, 2**41 + 3], [7, 11], 1)
     for dtype in philox.PER_COUNTER:
