@@ -97,8 +97,9 @@ class VI(Optimizing):
         return VIState(mean, spread, optimizer_state), evaluation._replace(log_joint=bound)
 
     def init_spread(self, position: Tensor) -> Tensor:
-        """The spread of the Gaussian at the start: log sds `[D]`, or the covariance's factor `[D,
-        D]` with log diagonal; all sds are `init_scale`.
+        """The spread of the Gaussian (see `VIState`) at the start, with the sd `init_scale` for
+        every element: log sds `[D]`, or the covariance's Cholesky factor `[D, D]` with the logs of
+        its diagonal on the diagonal.
 
         Args:
             position: mean of the Gaussian, `[D]`.
@@ -125,8 +126,8 @@ class VI(Optimizing):
         raise NotImplementedError
 
     def pull_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
-        """A gradient with respect to the spread, of the spread's shape, from the gradient with
-        respect to a draw theta, by the chain rule.
+        """The gradient with respect to the Gaussian's spread, a tensor of the spread's shape, from
+        the gradient with respect to a draw theta: the chain rule through theta = mu + S^1/2 eps.
 
         Args:
             spread: log sds, or the factor with log diagonal (see `VIState`).
@@ -136,8 +137,9 @@ class VI(Optimizing):
         raise NotImplementedError
 
     def from_log_sds(self, values: Tensor, spread: Tensor) -> Tensor:
-        """A gradient with respect to the spread (see `VIState`), of the spread's shape, from a
-        gradient with respect to the log sds. For the entropy's part of the bound.
+        """The gradient with respect to the Gaussian's spread, a tensor of the spread's shape, of a
+        function of `log_sds(spread)`, from the gradient with respect to these. For the entropy,
+        which depends on the log sds alone.
 
         Args:
             values: gradient with respect to the log sds (see `log_sds`), `[D]`.
@@ -146,8 +148,9 @@ class VI(Optimizing):
         raise NotImplementedError
 
     def log_sds(self, spread: Tensor) -> Tensor:
-        """Logs of the diagonal of the triangular factor of q's covariance, `[D]`, whose sum gives
-        the entropy; log sds for `MeanField`."""
+        """The logs of the sds for `MeanField`, of the diagonal of the covariance's Cholesky factor
+        for `FullRank`, `[D]`: their sum is the Gaussian's entropy up to a constant.
+        """
         raise NotImplementedError
 
 
