@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Estimate(NamedTuple):
-    """The model's evaluation on a minibatch whose rows are on several ranks.
+    """The log joint of all data, as estimated from a minibatch whose rows are on several ranks.
 
     Attributes:
-        log_joint: log joint of all data, estimated from the minibatch, in nats.
+        log_joint: the estimate, a scalar in nats.
     """
 
     log_joint: Tensor
@@ -100,7 +100,9 @@ class DataParallel:
         return layout.unflatten(mean[:-1]), Estimate(mean[-1])
 
     def _errors(self, error: Exception | None) -> str:
-        """Text with the errors of all ranks; `error` is this rank's, None if it has none."""
+        """A text for messages with the errors of all ranks, which all of them must call at the same
+        time; `error` is this rank's error, None if it has none.
+        """
         from torch import distributed as dist
 
         words = None

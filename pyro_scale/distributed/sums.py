@@ -45,18 +45,22 @@ class Sums:
 
     @property
     def are_here(self) -> bool:
-        """True if there is only one process, which computes all terms."""
+        """Whether this is the only process, so that all terms of the sums are computed here."""
         return self.workers.is_alone
 
     @property
     def share(self) -> Share:
-        """Which of all chunks of rows this process computes terms for: every n-th one, with n
+        """The chunks of rows for which this process computes terms: every n-th one, with n
         processes.
         """
         return self.workers.share
 
     def with_terms(self, terms: Mapping[str, Terms]) -> Sums:
-        """A copy with these functions, by name, in place of the present ones."""
+        """A copy that computes other sums, by the same processes.
+
+        Args:
+            terms: dict from a name to a function that computes this process's terms of one sum.
+        """
         return replace(self, terms=terms)
 
     def run(self, algorithm: Callable[[], T]) -> T:
@@ -163,7 +167,9 @@ class Sums:
         return buffer.getvalue()
 
     def _unpack(self, value: Any) -> Any:
-        """The object that `_pack` turned into bytes, with its tensors on this process's device."""
+        """The object that `_pack` turned into bytes on another rank, with its tensors on this
+        process's device.
+        """
         return torch.load(io.BytesIO(value), map_location=self.device, weights_only=False)
 
 
