@@ -238,7 +238,7 @@ def drop_unfinished(directory: Path) -> None:
 
 
 def as_path(path: FilePath) -> Path:
-    """A `Path` from the path that a user passed, with `~` expanded.
+    """The path that a user passed (a string or a path) as a `Path`, with `~` expanded.
 
     Raises:
         ArgumentError: `path` is not a path.
@@ -249,8 +249,8 @@ def as_path(path: FilePath) -> Path:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """A value in the form in which it is written: its tensors are on the CPU, detached, and no
-    views.
+    """A value as it is written to a file: the same structure, with tensors on the CPU, detached,
+    and copied if they are views of larger ones.
 
     Args:
         value: a tensor, or a plain value that may contain tensors.
