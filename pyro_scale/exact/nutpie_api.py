@@ -285,7 +285,9 @@ class _Model:
         return float(value) if gradient.isfinite().all() else np.nan, gradient.numpy()
 
     def _listen(self, progress: str) -> None:
-        """Receives a report of the chain's progress from nutpie."""
+        """Receives a report of the chain's progress, a text that nutpie sends, and stores it in
+        `progress`.
+        """
         self.progress = progress
 
     def _begin(self, _: int) -> Any:
@@ -314,8 +316,9 @@ def _nutpie() -> Any:
 
 
 def _mass(low_rank: bool) -> dict[str, Any]:
-    """The keyword argument of `nutpie.sample` for a mass matrix with eigenvectors; an empty dict
-    for a diagonal one."""
+    """The keyword argument that asks `nutpie.sample` for a mass matrix with eigenvectors, whose
+    name depends on nutpie's version; an empty dict for a diagonal mass matrix.
+    """
     if not low_rank:
         return {}
     names = inspect.signature(_nutpie().sample).parameters
@@ -323,7 +326,9 @@ def _mass(low_rank: bool) -> dict[str, Any]:
 
 
 def _translate(error: BaseException) -> Exception:
-    """The exception of this library to raise in place of an error of nutpie."""
+    """The error to raise to the user in place of an error of nutpie: a `SiteError` if the chain
+    could not start, otherwise a `ModelError`. Returned, not raised.
+    """
     if "initial" in str(error).lower():
         return SiteError(
             "NUTS: the log density or its gradient is not finite where the chain starts, or the "
@@ -338,8 +343,9 @@ def _translate(error: BaseException) -> Exception:
 
 @functools.cache
 def takes_pointers() -> bool:
-    """Whether machine code may be handed to nutpie: its version is known, and `check_pointers`
-    passed in another process, now or earlier.
+    """Whether machine code may be handed to nutpie as pointers (which is fast, and could crash with
+    another version): nutpie's version is known, and `check_pointers` passed in another process, now
+    or earlier.
 
     Raises:
         ArgumentError: nutpie is not installed.
