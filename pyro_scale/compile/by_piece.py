@@ -78,8 +78,8 @@ def _take_apart(graph: fx.Graph, cat: fx.Node) -> None:
 
 
 def _is_long_cat(node: fx.Node) -> bool:
-    """True if a node of a graph concatenates vectors, and both the result and the vectors, on
-    average, are long.
+    """Whether a node of a graph concatenates vectors that are long enough, on average, for
+    `update_by_piece` to be worth it; the result must be long, too.
     """
     if node.target is not _ATEN.cat.default:
         return False
@@ -88,7 +88,9 @@ def _is_long_cat(node: fx.Node) -> bool:
 
 
 def _is_by_element(node: fx.Node, size: int) -> bool:
-    """True if a node of a graph is an elementwise operation with a result `[..., size]`."""
+    """Whether a node of a graph is an elementwise operation whose result has the shape `[...,
+    size]`.
+    """
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not value.dim() or value.shape[-1] != size:
         return False

@@ -85,8 +85,9 @@ def library(key: str, build: Callable[[], str]) -> ctypes.CDLL:
 
 
 def _load(code: bytes) -> ctypes.CDLL:
-    """Loads a library from its bytes, by way of a file that nobody else can change before it is
-    loaded."""
+    """Loads a library from its bytes. The bytes are written to a file that nobody else can change
+    before it is loaded.
+    """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         copy = Path(directory) / "loop.so"
         copy.write_bytes(code)

@@ -52,11 +52,15 @@ class CppKernel:
         self._built: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """Calls the kernel on tensors and numbers; builds the kernel first if necessary."""
+        """Calls the kernel on tensors and numbers, as Inductor's Python source does; builds the
+        kernel first if that has not happened yet.
+        """
         return self.built()(*args)
 
     def built(self) -> Callable[..., Any]:
-        """The kernel as a Python function of tensors; builds it first if necessary."""
+        """The compiled kernel as a Python function of tensors and numbers; builds the kernel now if
+        that has not happened yet.
+        """
         if self._built is None:
             self._built = _load(self._build)
         return self._built

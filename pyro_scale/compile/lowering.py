@@ -190,8 +190,8 @@ class Plan:
         raise NotALoop(ast.unparse(expression))
 
     def _allocate(self, view: View) -> View:
-        """The tensor `view`, with memory assigned to it: a buffer of the same size that is no
-        longer used, or a new buffer.
+        """The tensor `view` with memory assigned to it: a buffer of the same size whose contents
+        are no longer used, or else a new buffer.
         """
         root = next((r for r in self.free if self.buffers[r] == view.num_bytes), None)
         if root is None:

@@ -21,8 +21,9 @@ from torch import Tensor
 
 
 class NotALoop(Exception):
-    """Error: a step contains a statement that cannot be written as C++; the argument is this
-    statement."""
+    """Raised if a step contains a statement that cannot be written as C++; the exception's argument
+    is this statement. Callers then run steps from Python.
+    """
 
 
 @dataclass(frozen=True)
@@ -299,5 +300,7 @@ def write_substitution(matrix: View, right: View, x: View, kwargs: Mapping[str, 
 
 
 def _batch_stride(view: View) -> int:
-    """Number of elements from one matrix or vector of a batch to the next; 0 without a batch."""
+    """The number of elements in memory from one matrix (or vector) of a batch to the next; 0 if
+    there is only one.
+    """
     return view.stride[0] if len(view.size) == 3 else 0

@@ -89,7 +89,9 @@ def trace(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor])
 
 
 def is_tracing() -> bool:
-    """Whether `trace` is recording operations now, in the running code."""
+    """Whether the code that runs now is being recorded by `trace`: it must not read tensors' values
+    then.
+    """
     return get_proxy_mode() is not None
 
 

@@ -140,8 +140,9 @@ def _effective(draws: Tensor) -> Tensor:
 
 
 def _quantile(ordered: Tensor, part: float) -> Tensor:
-    """The quantile at level `part` of sorted numbers `[elements, n]`, by linear interpolation,
-    `[elements]`."""
+    """The quantiles of each element's numbers, `[elements]`, by linear interpolation. `ordered` has
+    the numbers sorted, `[elements, n]`; `part` is the level, in [0, 1].
+    """
     place = part * (ordered.shape[1] - 1)
     low = ordered[:, int(place)]
     high = ordered[:, min(int(place) + 1, ordered.shape[1] - 1)]

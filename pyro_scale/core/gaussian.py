@@ -18,8 +18,9 @@ from torch import Tensor
 
 
 class _Gaussian:
-    """Base of all Gaussians over a vector `[D]`; subclasses are dataclasses whose fields are
-    tensors."""
+    """Base class of Gaussian distributions of a vector `[D]`. Subclasses store the covariance in
+    different ways, and are dataclasses whose fields are tensors.
+    """
 
     mean: Tensor
 
@@ -95,7 +96,9 @@ class Diagonal(_Gaussian):
 
     @property
     def precision(self) -> Tensor:
-        """Precisions of the elements, `[D]`; the precision matrix has no other entries."""
+        """The precisions (reciprocal variances) of the elements, `[D]`: the diagonal of the
+        precision matrix, which has no other entries.
+        """
         return self.sd.square().reciprocal()
 
     precision_diagonal = precision
@@ -195,8 +198,9 @@ class Dense(_Gaussian):
 
 
 class _ByProducts(_Gaussian):
-    """Base of Gaussians that multiply vectors by their covariance and their precision, without
-    storing a `[D, D]` matrix."""
+    """Base class of Gaussians that store no `[D, D]` matrix, and multiply vectors by their
+    covariance and their precision instead.
+    """
 
     def covariance_times(self, vector: Tensor) -> Tensor:
         """The covariance times vectors `[..., D]`."""
@@ -321,8 +325,9 @@ class Block(NamedTuple):
         return self.left @ (self.variances.sqrt() * noise) @ self.right.mT
 
     def diagonal(self, values: Tensor) -> Tensor:
-        """Diagonal, arranged as `[m, n]`, of the matrix with the block's eigenvectors and these
-        eigenvalues `[m, n]`."""
+        """The diagonal, arranged as `[m, n]`, of the matrix with the block's eigenvectors and with
+        `values` `[m, n]` as eigenvalues: for `variances`, the variances of the block's elements.
+        """
         return self.left.square() @ values @ self.right.square().mT
 
 

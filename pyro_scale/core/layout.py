@@ -36,7 +36,9 @@ class Layout:
 
     @classmethod
     def from_tensors(cls, values: Mapping[str, Tensor]) -> Layout:
-        """The layout of a dict of tensors, in the dict's order."""
+        """The layout that corresponds to a dict of tensors: its names, shapes and dtypes, in the
+        dict's order.
+        """
         return cls(
             tuple(values),
             tuple(value.shape for value in values.values()),
@@ -63,7 +65,9 @@ class Layout:
         return places
 
     def places(self, names: Iterable[str]) -> Tensor:
-        """Indices in the vector of all elements of the entries with these names, int64 `[d]`."""
+        """Indices, in the flat vector, of all elements of the entries with these names, one entry
+        after another: int64 `[d]`.
+        """
         slices = self.slices()
         parts = [torch.arange(slices[n].start, slices[n].stop) for n in names]
         return torch.cat(parts) if parts else torch.arange(0)

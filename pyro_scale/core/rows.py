@@ -53,8 +53,9 @@ Source = Fixed | PerStep | Gathered
 
 
 def is_rows(leaf: object) -> bool:
-    """Whether an object among the model's arguments is rows of data: a tensor with at least one
-    dimension."""
+    """Whether an object among the model's arguments holds rows of data: it is a tensor with at
+    least one dimension. Other objects are passed to the model as they are.
+    """
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 

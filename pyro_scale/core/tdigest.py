@@ -55,8 +55,9 @@ class QuantileSketch:
 
     @classmethod
     def merge(cls, sketches: Sequence[QuantileSketch]) -> Self:
-        """A sketch whose streams contain the numbers of several sketches together; all have the
-        same number of streams."""
+        """A sketch of the numbers of several sketches together, stream by stream; all sketches have
+        the same number of streams.
+        """
         merged = cls(len(sketches[0].held))
         parts = []
         for block in merged._blocks():
@@ -90,7 +91,7 @@ class QuantileSketch:
         return torch.cat(parts).T
 
     def _merge(self, numbers: Tensor) -> None:
-        """Merges numbers `[streams, n]` into the streams' clusters."""
+        """Adds the numbers `[streams, n]` to the streams' clusters, in place."""
         parts = [_cluster(*self._with(numbers, block)) for block in self._blocks()]
         self.means, self.sizes = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
@@ -137,7 +138,13 @@ def _cluster(means: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantiles(means: Tensor, sizes: Tensor, levels: Tensor) -> Tensor:
-    """Quantiles `[streams, levels]` from sorted clusters `[streams, n]`."""
+    """Quantiles of each stream, `[streams, levels]`, from its clusters.
+
+    Args:
+        means: means of the clusters, sorted, `[streams, n]`.
+        sizes: numbers of members of the clusters, `[streams, n]`.
+        levels: levels of the quantiles, in [0, 1].
+    """
     means, ends = means.double(), sizes.cumsum(1)
     places = ends - (sizes + 1) / 2  # of the means among the numbers, from 0
     ranks = levels * (ends[:, -1:] - 1)

@@ -262,7 +262,9 @@ class KroneckerWhitening(_OfTensors):
         return mixed._rotate(self.scale.square())
 
     def _rotate(self, vector: Tensor, back: bool = False) -> Tensor:
-        """Q v for vectors v `[..., d]`, or Q' v if `back`."""
+        """Vectors `[..., d]` multiplied by the orthogonal matrix Q of the whitening, or by its
+        transpose Q' if `back`.
+        """
         ordered, parts, start = vector[..., self.order], [], 0
         for bases in self.bases:
             left, right = (basis.mT if back else basis for basis in bases)

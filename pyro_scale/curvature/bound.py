@@ -44,8 +44,9 @@ class Offset(NamedTuple):
 
     @property
     def is_small(self) -> bool:
-        """Whether both errors are at most their tolerances, `MOST_MEAN` and `MOST_SD`, plus 4.5
-        standard errors."""
+        """Whether the Gaussian is good enough: both errors are at most their tolerances
+        (`MOST_MEAN`, `MOST_SD`) plus 4.5 standard errors.
+        """
         chance = _NUM_ERRORS * self.error
         return self.mean <= MOST_MEAN + chance and self.sd <= MOST_SD + chance
 
@@ -68,7 +69,9 @@ class _Regression(NamedTuple):
 
     @property
     def is_positive(self) -> bool:
-        """Whether `precision` is positive definite, so that there is a better Gaussian."""
+        """Whether `precision` is positive definite. Only then does the regression give a Gaussian
+        with a larger bound.
+        """
         return not bool(torch.linalg.cholesky_ex(self.precision).info)
 
 

@@ -120,7 +120,9 @@ def num_rows_in(data: TensorData | IndexedData) -> int:
 
 
 def is_row_wise(log_posterior: LogPosterior) -> bool:
-    """Whether the model can be run on a part of the data, and its log joint is a sum over rows."""
+    """Whether sums over rows can be computed chunk by chunk: the model can be run on a part of the
+    data, and its log likelihood is a sum over rows.
+    """
     info = log_posterior.model_info
     joint = any(rule.whole_data for rule in info.scaling.rules.values())
     return not (joint or info.whole_only)

@@ -78,7 +78,9 @@ class ControlVariates:
 
     @property
     def gradients_a_row(self) -> int:
-        """The cost of `grad`, as a number of gradients of the log posterior on the same batch."""
+        """The cost of one call of `grad`, as a number of gradients of the log posterior on the same
+        batch: 2, or 4 with the curvature.
+        """
         return 2 * self.order
 
     def grad(

@@ -221,7 +221,9 @@ class FullDataDensity:
 
     @property
     def rows_in_all(self) -> int:
-        """The number of rows that `data` should have: N, or the size of the sample."""
+        """The number of rows that `data` must hold: N, or the size of the sample if the density is
+        estimated from one.
+        """
         return self.num_rows or self.log_posterior.num_data
 
     def chunks(self, num_rows: int | None = None) -> Iterator[Chunk]:
@@ -323,8 +325,9 @@ def _call(density: FullDataDensity, function: Callable[..., Any], *arguments: An
 
 
 def zero_nats(like: Tensor) -> Tensor:
-    """A scalar 0 in float64 on the device of `like`, to start a sum of log densities over many
-    rows, which needs the digits."""
+    """A scalar 0 in float64, on the device of `like`: the start of a sum of log densities over many
+    rows, for which float32 has too few digits.
+    """
     return torch.zeros((), dtype=torch.float64, device=like.device)
 
 

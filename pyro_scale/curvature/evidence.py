@@ -155,7 +155,7 @@ class Search:
 
     @property
     def _places(self) -> Tensor:
-        """Indices of the Gaussian's d elements in a position [D]."""
+        """Indices, in a position [D], of the d elements that the Gaussian is over, `[d]`."""
         return self.density.layout.places(self.sites)
 
     def _nearest(self, start: Tensor) -> Candidate:

@@ -56,8 +56,9 @@ def base_of(fn: Any) -> Any:
 
 
 def mask_of(fn: Any) -> Tensor:
-    """The product of the masks around a distribution: booleans that broadcast over
-    `base_of(fn).batch_shape`."""
+    """All masks around a distribution combined: booleans that broadcast over
+    `base_of(fn).batch_shape`, False at elements that do not count.
+    """
     layers = list(_layers(fn))
     rank = len(layers[-1].batch_shape)
     masks = [torch.as_tensor(f._mask) for f in layers if isinstance(f, dist.MaskedDistribution)]
@@ -158,7 +159,9 @@ def _layers(fn: Any) -> Iterator[Any]:
 
 
 def _wrapped_by(fn: Any) -> Any | None:
-    """The distribution inside a wrapper, with the wrapper's batch shape; None if there is none."""
+    """The distribution directly inside a wrapper (`to_event`, a mask, `expand`, a transform), with
+    the wrapper's batch shape; None if `fn` wraps none.
+    """
     if isinstance(fn, td.Independent | dist.MaskedDistribution):
         return fn.base_dist
     if isinstance(fn, dist.ExpandedDistribution):
@@ -203,8 +206,9 @@ def _read(owner: Any, name: str, default: Any) -> Any:
 
 
 def _derived(base: Any, names: Container[str]) -> set[str]:
-    """Names of the arguments that torch computes from another one that the user gave, such as
-    `probs` from `logits`."""
+    """The names in `names` that are not the user's own arguments: torch computes them from another
+    one, such as `probs` from `logits`.
+    """
     holder = vars(getattr(base, "_categorical", base))  # one-hot and multinomial delegate to it
     derived: set[str] = set()
     for group in _ALTERNATIVES:

@@ -31,7 +31,9 @@ _GUMBEL_CROSS = 1 - euler_constant
 
 
 def _trigamma(x: Tensor) -> Tensor:
-    """The second derivative of lgamma; `torch.polygamma(1, x)` has only nine correct digits."""
+    """The trigamma function, the second derivative of lgamma, elementwise in full precision;
+    `torch.polygamma(1, x)` has only nine correct digits.
+    """
     return torch.special.zeta(2.0, x)
 
 
@@ -51,7 +53,9 @@ def _student_df(df: Tensor) -> Tensor:
 
 
 def _bessel_ratio(k: Tensor) -> Tensor:
-    """I1(k) / I0(k): the mean resultant length of a von Mises."""
+    """I1(k) / I0(k), a ratio of Bessel functions, elementwise: the mean resultant length of a von
+    Mises with concentration k.
+    """
     return torch.special.i1e(k) / torch.special.i0e(k)
 
 
@@ -107,8 +111,9 @@ def _variance(a: Any) -> Tensor:
 
 
 def _gamma_poisson(a: Any) -> tuple[Tensor, Tensor]:
-    """(p, 1 - p) of the negative binomial that equals a gamma-Poisson; `a` has the latter's rate as
-    an attribute."""
+    """(p, 1 - p): the success probability and its complement of the negative binomial distribution
+    that equals a gamma-Poisson. `a` has the gamma-Poisson's rate as an attribute.
+    """
     return 1 / (1 + a.rate), a.rate / (1 + a.rate)
 
 
@@ -134,7 +139,12 @@ def _negative_binomial_count(r: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 
 def _diagonal(values: Tensor, minus: Tensor) -> Tensor:
-    """The matrix diag(values) - minus, `[*batch, n, n]`, for `values` `[*batch, n]`."""
+    """Matrices `[*batch, n, n]`: diag(values) - minus.
+
+    Args:
+        values: diagonals, `[*batch, n]`.
+        minus: what is subtracted from every element, broadcast to `[*batch, n, n]`.
+    """
     return torch.diag_embed(values) - minus
 
 

@@ -72,11 +72,15 @@ class AnchoredDensity(FullDataDensity):
         return super().hessian(position) + self.shift
 
     def hessian_times(self, position: Tensor, vector: Tensor) -> Tensor:
-        """The corrected Hessian at a position, divided by N, times a vector [D]."""
+        """The Hessian at a position [D], with the correction `shift` and divided by N, times a
+        vector [D]: a vector [D].
+        """
         return super().hessian_times(position, vector) + self.shift @ vector
 
     def hessian_diagonal(self, position: Tensor) -> Tensor:
-        """The diagonal [D] of the corrected Hessian at a position, divided by N."""
+        """The diagonal [D] of the Hessian at a position [D], with the correction `shift`, divided
+        by N.
+        """
         return super().hessian_diagonal(position) + self.shift.diagonal()
 
 

@@ -88,7 +88,9 @@ def takers_of(last: Node) -> dict[Edge, list[tuple[Node, int]]]:
 
 
 def shape_of(edge: Edge) -> torch.Size:
-    """The shape of a tensor of autograd's graph, which is (node, number of the node's output)."""
+    """The shape of a tensor in autograd's graph. `edge` is (node of the operation that made the
+    tensor, number of the operation's output).
+    """
     node, place = edge
     return torch.Size(node._input_metadata[place].shape)
 

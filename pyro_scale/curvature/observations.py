@@ -52,7 +52,7 @@ class Observation(ABC):
     @property
     @abstractmethod
     def width(self) -> int:
-        """K, the number of outputs of a row, from this observation."""
+        """K, the number of outputs of each row of data that belong to this observed site."""
 
     @abstractmethod
     def outputs(self, sites: Mapping[str, Site], row_values: Tensor) -> Tensor:
@@ -72,8 +72,10 @@ class Observation(ABC):
 
     @abstractmethod
     def columns(self, start: int, stop: int) -> Tensor:
-        """Columns start to stop of a factor L of F = L L^T, for each row of the batch:
-        `[stop - start, B, K]`."""
+        """Columns start, ..., stop - 1 of a matrix L with L L^T = F, for each row of the batch:
+        `[stop - start, B, K]`. Gradients of outputs weighted by these columns have outer products
+        that add up to the curvature.
+        """
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,9 @@ class Classes(Exact):
 
     @cached_property
     def _probs(self) -> Tensor:
-        """The probabilities of each element's classes, which add up to 1, `[B, elements, m]`; zeros
-        for elements that are masked."""
+        """The class probabilities p of each element of each row, `[B, elements, m]`, normalized to
+        add up to 1; zeros for elements that are masked.
+        """
         return _over_sum(self.row_values, 2)
 
 

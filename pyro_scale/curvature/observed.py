@@ -78,7 +78,9 @@ class Block:
                 total.addmm_(part.flatten(0, 1).T, inner.flatten(0, 1))
 
     def times(self, vector: Tensor) -> Tensor:
-        """The sum of the terms over rows times a vector [D]: a vector [D]."""
+        """The product of the sum over rows of the terms J^T F J, a matrix [D, D] that is not
+        formed, with a vector [D]: a vector [D].
+        """
         along = (self.jacobian @ vector)[..., None]
         inner = torch.cat([product for _, product in self._factors(along)], dim=1)
         return torch.einsum("bkd,bk->d", self.jacobian, inner[..., 0])
@@ -222,8 +224,9 @@ class ObservedBatch:
         return torch.cat([obs.outputs(sites, of_rows) for obs, of_rows in pairs], dim=1)
 
     def _flat(self, jacobian: Mapping[str, Tensor]) -> Tensor:
-        """A Jacobian that is given as a dict from param to `[b, K, *shape]`, as one tensor
-        `[b, K, D]`."""
+        """A Jacobian as one tensor `[b, K, D]`, from a dict that has a tensor `[b, K, *shape]` for
+        each param.
+        """
         layout = Layout.from_tensors(self.inputs.params)
         parts = [
             jacobian[name].reshape(*jacobian[name].shape[:2], -1).to(layout.dtype)
@@ -286,6 +289,7 @@ def observe(
 
 
 def _enumerated_terms(sites: Mapping[str, Site]) -> set[str]:
-    """Names of the log joint's terms that are sums over enumerated sites, and so have no
-    distribution of their own."""
+    """Names of the log joint's terms that are sums over enumerated sites. They are not the density
+    of one distribution, so they have no Fisher information.
+    """
     return {name for name, term in terms_of(sites).items() if term.site is None}

@@ -36,7 +36,9 @@ class Operand(NamedTuple):
 
 
 def is_readable(node: Node) -> bool:
-    """Whether an operation is of a kind that `use_of` supports, such as a matrix product."""
+    """Whether an operation of autograd's graph is of a kind that `use_of` understands, such as a
+    matrix product.
+    """
     return node.name() in _READERS
 
 

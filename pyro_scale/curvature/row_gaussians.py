@@ -215,7 +215,9 @@ def _eigenvalues(
 
 
 def _check_is_vector(name: str, factors: Sequence[Factors]) -> None:
-    """Checks that a site whose prior correlates its elements is a vector, and so one block."""
+    """Raises a `ModelError` unless a site whose prior correlates its elements is a vector (one
+    block of Kronecker factors): correlated elements of matrices are not supported.
+    """
     if len(factors) > 1 or 1 not in factors[0].places.shape:
         raise ModelError(
             f"site '{name}': structure='kron' needs a prior of independent elements for a weight, "

@@ -99,8 +99,9 @@ class Gradients:
 
     @cached_property
     def squares(self) -> Tensor:
-        """The squares of the gradients, summed over the C results, in the shape of the operation's
-        output."""
+        """The squares of the gradients, summed over the C results: a tensor of the shape of the
+        operation's output.
+        """
         total = torch.zeros_like(self.values[0])
         for result in self.values:
             total.addcmul_(result, result)

@@ -43,7 +43,9 @@ class Batch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """A list of the tensors of rows among the arguments, and the indices if there are any."""
+        """A list of the tensors that make up the batch: all tensors of rows among the arguments,
+        then `indices` if there are any.
+        """
         indices = [] if self.indices is None else [self.indices]
         return [*rows.leaves(self.arguments), *indices]
 
@@ -68,7 +70,9 @@ class Batches(Protocol):
 
     @property
     def fixed(self) -> Any:
-        """The tensors that all steps share, such as all rows of the data: a pytree."""
+        """The tensors that all steps share, a pytree: such as all rows of the data, from which
+        steps gather theirs.
+        """
         ...
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
@@ -141,7 +145,8 @@ class ByStep:
 
 @dataclass(frozen=True)
 class WholeData(ByStep):
-    """All rows of the data at every step.
+    """Batches that consist of all rows of the data, at every step and for every chain: without
+    subsampling.
 
     Attributes:
         fixed: the model's arguments, with all rows.
@@ -227,7 +232,9 @@ class OwnIndices(ByStep):
 
 
 class Stream(Protocol):
-    """The minibatches of all chains in a sequence without end, which is read step by step."""
+    """Protocol of a sequence of minibatches of all chains, without end, which can only be read step
+    by step.
+    """
 
     def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
         """Yields, for each step, (the model's arguments of every chain, the position in the stream

@@ -162,15 +162,17 @@ def _indices_of(sampler: Any, length: int | None) -> Tensor | None:
 
 
 def _is_plain(sampler: Any, *names: str) -> bool:
-    """Whether a sampler's class is one of torch's or torchdata's with one of these names, and not
-    the user's."""
+    """Whether a sampler is of one of torch's (or torchdata's) own classes with one of these names;
+    False for a class that the user has derived from it.
+    """
     kind = type(sampler)
     return kind.__name__ in names and kind.__module__.split(".")[0] in ("torch", "torchdata")
 
 
 def _tensors_of(dataset: Any, index: Tensor) -> Arguments | None:
-    """The tensors of a TensorDataset, or of a subset of one, at the rows `index`; None for other
-    data sets."""
+    """The tensors of a TensorDataset, or of a subset of one, at the rows `index`, as the model's
+    arguments; None for other data sets, which have to be read through their loader.
+    """
     while isinstance(dataset, torch_data.Subset):
         index = torch.as_tensor(dataset.indices)[index]
         dataset = dataset.dataset

@@ -46,8 +46,8 @@ class StackedBatches(ByStep):
 
     @property
     def fixed(self) -> Any:
-        """The shared rows: inputs of the compiled program, so that it serves other data sets,
-        too.
+        """The rows that all data sets share. They are inputs of the compiled program, so that it
+        serves other data sets of the same shape, too.
         """
         return self.shared
 

@@ -88,7 +88,7 @@ class StreamData:
         return read_by_index(loader, (part.tolist() for part in order), 0, self.device)
 
     def _read_to_the_end(self) -> Iterator[Arguments]:
-        """Yields the batches of one epoch.
+        """Yields the batches of one epoch, as the model's arguments, until the loader ends.
 
         Raises:
             DataError: the loader yields more than N rows.

@@ -30,8 +30,9 @@ class Estimate(NamedTuple):
 
 
 def sum_over(group: ProcessGroup, tensor: Tensor) -> Tensor:
-    """The sum of a tensor over the ranks of a group, as an operation that can be traced and
-    compiled."""
+    """The sum of a tensor over the ranks of a process group, the same on each of them: an
+    all-reduce that can be traced and compiled.
+    """
     # private, but what torch.compile makes of all_reduce; not every torch has it
     from torch.distributed import _functional_collectives as collectives
 

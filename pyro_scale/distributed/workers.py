@@ -241,8 +241,8 @@ class Workers:
 
     @property
     def has_all_rows(self) -> bool:
-        """True if this process was called with all rows of the data; False if each process was
-        called with other rows.
+        """Whether this process was called with all rows of the data; False if each process was
+        called with other rows (`rows_by_rank=True`).
         """
         return self.rows is None or self.rows.share is None
 
@@ -378,7 +378,9 @@ class Workers:
 
     @property
     def is_over(self) -> bool:
-        """True if a rank has failed or been interrupted; ranks then exchange no more messages."""
+        """Whether the processes can no longer exchange messages, because a rank has failed or been
+        interrupted.
+        """
         return self._is_over
 
     def broadcast_unchecked(self, value: T, what: str) -> T:

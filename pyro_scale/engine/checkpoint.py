@@ -129,8 +129,8 @@ class Checkpoints:
 
     @property
     def due(self) -> bool:
-        """True if a checkpoint is to be written now: the time between two checkpoints has passed
-        since the last one.
+        """Whether it is time to write the next checkpoint: as many seconds as `every` says have
+        passed since the last one.
         """
         return time.monotonic() - self._written >= self._every
 

@@ -65,7 +65,7 @@ class Steps:
 
     @cached_property
     def kept(self) -> Tensor:
-        """Numbers of the steps after which a draw is kept, `[num_samples]`."""
+        """The numbers of the steps after which a draw is kept, ascending, int64 `[num_samples]`."""
         if self.keeps is None:
             return self.warmup_steps - 1 + self.thinning * torch.arange(1, self.num_samples + 1)
         candidates = filter(self.keeps, itertools.count(self.warmup_steps))
@@ -75,7 +75,9 @@ class Steps:
 
     @property
     def total(self) -> int:
-        """Number of all steps, warm-up included."""
+        """The number of all steps of the run, warm-up included: one more than the number of the
+        last step after which a draw is kept.
+        """
         return int(self.kept[-1]) + 1
 
     @cached_property
@@ -117,8 +119,9 @@ class Steps:
 
 
 class Sink(Protocol):
-    """Storage, such as files or running moments, for the draws of a run that does not keep them in
-    memory."""
+    """Protocol of a storage for draws, such as files or running moments, of a run that does not
+    keep its draws in memory.
+    """
 
     @property
     def count(self) -> int:
@@ -130,7 +133,9 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Stores draws that are still pending; called after the last draw."""
+        """Stores draws that are still held back, such as an incomplete file's; called once, after
+        the last draw.
+        """
         ...
 
     def state(self) -> dict[str, Any]:
@@ -206,7 +211,9 @@ class Draws:
 
     @property
     def finished(self) -> list[int]:
-        """Indices of the chains that did not stop before the end."""
+        """The indices of the chains that ran to the end, and did not stop because of NaN, infinite
+        numbers or an error.
+        """
         stopped = {failure.chain for failure in self.failures}
         return [chain for chain in range(len(self.positions)) if chain not in stopped]
 

@@ -61,7 +61,9 @@ class Kept(NamedTuple):
 
 
 class Program(Protocol):
-    """A way to run the steps of a block: Python code, a compiled step, or a compiled loop."""
+    """Protocol of a way to run the steps of a block: Python code, a compiled step, or a compiled
+    loop.
+    """
 
     @property
     def name(self) -> str:
@@ -115,7 +117,9 @@ class OneByOne:
 
 @dataclass(frozen=True)
 class ChainByChain:
-    """A program that moves the chains one after another, each by a program for one chain."""
+    """A program that moves one chain after another through a block of steps, by a program for a
+    single chain.
+    """
 
     program: OneByOne
 

@@ -72,8 +72,9 @@ class StepInputs:
         return StepInputs(self.start + first, values, self.noise[:, first:last], changing)
 
     def parts(self, steps: int | None) -> Iterator[StepInputs]:
-        """Yields blocks of at most `steps` consecutive steps of this one, in order; the whole block
-        if `steps` is None."""
+        """Yields the block in parts of at most `steps` consecutive steps, in order; the whole block
+        at once if `steps` is None.
+        """
         size = steps or len(self)
         return (self.part(i, min(i + size, len(self))) for i in range(0, len(self), size))
 

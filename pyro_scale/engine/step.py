@@ -22,8 +22,9 @@ from pyro_scale.data.batches import Batch
 
 
 class Density(Protocol):
-    """The interface of a log posterior that sampling needs: gradients on minibatches, scaled to N
-    rows."""
+    """Protocol of a log posterior, as sampling needs it: gradients of the log joint, estimated from
+    minibatches for all N rows.
+    """
 
     @property
     def num_data(self) -> int:
@@ -290,12 +291,16 @@ class Engine:
 
     @property
     def num_latent_sites(self) -> int:
-        """Number of the model's latent sites, which come first in the layout."""
+        """The number of the model's latent sites; they come first in `layout`, before
+        point-estimated ones.
+        """
         return sum(place.stop <= self.num_latents for place in self.layout.slices().values())
 
     @property
     def has_points(self) -> bool:
-        """Whether there are point-estimated parameters, which all chains share."""
+        """Whether the model has point-estimated parameters (`pyro.param` sites, unfrozen weights),
+        which all chains share.
+        """
         return self.num_latents < self.layout.size
 
     @property

@@ -104,7 +104,7 @@ class RecentSteps:
             blocks.popleft()
 
     def forget(self) -> None:
-        """Drops all blocks that are held."""
+        """Drops all blocks of steps that are held, so that none of them can be rerun."""
         self._blocks.clear()
 
     def replay(self, program: Program) -> list[PastStep]:

@@ -121,7 +121,9 @@ def sample_each(
 
 
 def chain_seed(seed: int, number: int) -> int:
-    """The seed of one chain, from the run's seed and the chain's number."""
+    """The seed of one chain's random numbers, derived from the run's seed and the chain's
+    number.
+    """
     return derived_seed(seed, number, Purpose.NOISE)
 
 

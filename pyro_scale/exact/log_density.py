@@ -107,8 +107,9 @@ class EagerFunction:
         return other
 
     def literals(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which tensors that the model creates from Python numbers have the dtype of the
-        latents."""
+        """Context in which to call `function`: tensors that the model creates from Python numbers
+        have the dtype of the latents, and not torch's default.
+        """
         in_float64 = self.layout.dtype == torch.float64
         return _float64_by_default() if in_float64 else contextlib.nullcontext()
 
@@ -314,8 +315,9 @@ def _coarsest_dtype(graph: Graph) -> torch.dtype:
 
 
 def _in_float64(log_posterior: LogPosterior) -> LogPosterior:
-    """A copy of the log posterior whose model, if it is a module, is in float64; its checks have
-    not run."""
+    """A copy of the log posterior that computes in float64 if its model is a module: the module is
+    copied and converted. The copy has not been examined on a batch.
+    """
     double = log_posterior.renew(log_posterior.num_data)
     module = getattr(double.model, "__self__", double.model)  # the model of a GP is a method
     if isinstance(module, nn.Module):

@@ -153,7 +153,9 @@ class Chain:
 
     @property
     def progress(self) -> ChainProgress:
-        """Number of draws and divergences so far, and the current step size."""
+        """How far the chain is: its number of draws and of divergences so far, warm-up included,
+        and its current step size.
+        """
         draws, divergences, step_size = self._model.progress.split()
         return ChainProgress(int(draws), int(divergences), step_size)
 
@@ -191,7 +193,9 @@ class Chain:
             return None
 
     def _read(self, results: Any) -> ChainDraws:
-        """The chain's draws after warm-up, from nutpie's results."""
+        """The chain's draws after warm-up with their statistics, converted from the results that
+        nutpie returns.
+        """
         import pyarrow
 
         (trace,), (stats,) = results.get_arrow_trace()
@@ -234,7 +238,9 @@ class _Model:
     def _make_sampler(
         self, settings: Any, init_mean: Any, cores: int, progress: Any, *others: Any
     ) -> Any:
-        """nutpie's sampler of this model.  nutpie calls this method, with arguments of its own."""
+        """nutpie's sampler of this model. nutpie itself calls this method, with arguments that only
+        it knows; they are passed on.
+        """
         from nutpie import _lib
 
         reports = _lib.ProgressType.template_callback(_PROGRESS_EVERY, _PROGRESS, 1, self._listen)

@@ -97,8 +97,8 @@ class GaussianChain:
 
     @property
     def stable(self) -> Tensor:
-        """True for Gaussians on which chains stay bounded, so that there is a stationary
-        distribution; booleans `[modes]`.
+        """Mask `[modes]` of the Gaussians on which chains stay bounded, so that there is a
+        stationary distribution: False where the step is too long.
         """
         if self.transition.shape[-1] == 2:  # Jury's conditions
             (a, b), (c, d) = _entries(self.transition)

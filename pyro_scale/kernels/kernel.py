@@ -21,7 +21,7 @@ from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters, Values
 
 
 class Target(Protocol):
-    """The log posterior of one batch of data, as a sampler's step evaluates it."""
+    """Protocol of the log posterior of one batch of data, as a sampler's step evaluates it."""
 
     @property
     def num_data(self) -> int:

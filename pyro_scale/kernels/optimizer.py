@@ -21,10 +21,14 @@ from pyro_scale.kernels.scheduled import Scheduled, find_schedules
 
 
 class Optimizer(Protocol):
-    """The interface of TorchOpt's functional optimizers, which minimize a loss."""
+    """Protocol of an optimizer that minimizes a loss and is a pair of pure functions, as in
+    TorchOpt: `init` makes its state, `update` takes a step.
+    """
 
     def init(self, params: list[Tensor]) -> Any:
-        """The optimizer's state before the first step."""
+        """The optimizer's state (such as running means of gradients) before the first step, for
+        these params.
+        """
         ...
 
     def update(

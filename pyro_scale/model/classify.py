@@ -238,8 +238,10 @@ class Comparison:
         return Rule("prior", whole_data=True, why="latent; its prior needs the whole data")
 
     def _is_constant(self, term: Term) -> bool:
-        """Whether a term's total is the same in all runs up to rounding, at the first and at the
-        shifted latent values."""
+        """Whether a term's total (its log density summed over all elements) does not depend on the
+        rows: it is the same in the run on the batch and in all runs on other rows, up to rounding,
+        at the first and at the shifted latent values.
+        """
         shifted = [run.terms[term.name] for run in self.shifted]
         return _same_totals(self._runs(term)) and _same_totals(shifted)
 

@@ -71,7 +71,9 @@ def with_totals(base: Any, observed: Tensor) -> Any:
 
 
 def cannot_draw(site: str, fn: Any, error: NotImplementedError) -> str:
-    """The message for an error about a site whose distribution has no `sample` method."""
+    """The message for the error about a site that cannot be simulated, because its distribution has
+    no `sample` method; `error` is what `sample` raised.
+    """
     why = f" ({error})" if str(error) else ""
     family = type(base_distribution(fn)).__name__
     return f"site '{site}': a {family} cannot be drawn{why}: give its class a sample() method"

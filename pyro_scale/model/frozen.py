@@ -245,8 +245,9 @@ def _features_of_head(graph: fx.GraphModule, is_feature: Mapping[fx.Node, bool])
 def _subgraph(
     graph: fx.GraphModule, inputs: Collection[fx.Node], outputs: Iterable[fx.Node]
 ) -> fx.GraphModule:
-    """The part of a graph that computes the nodes `outputs`, returned as a tuple, from the nodes
-    `inputs`."""
+    """A new graph that computes the nodes `outputs` of a graph, returned as a tuple, from the nodes
+    `inputs`, which are its arguments.
+    """
     part = fx.Graph()
     copies = {node: part.placeholder(node.name) for node in inputs}
     for node in graph.graph.nodes:

@@ -308,8 +308,9 @@ class LogPosterior:
         return self.num_data if count is None else count
 
     def first_indices(self) -> Tensor | None:
-        """The indices of the first B rows, `[B]`, for a model that subsamples by itself; None for
-        other models."""
+        """Indices 0, ..., B - 1 of the first rows, `[B]`, for a model that subsamples by itself, to
+        run it on any B rows; None for other models, which need no indices.
+        """
         info = self.model_info
         return None if info.own_plate is None else torch.arange(info.batch_size)
 
@@ -537,7 +538,9 @@ class LogPosterior:
 
     @property
     def given_num_data(self) -> int | None:
-        """N as the user passed it; None if it was left out."""
+        """N, the number of rows of the data, as the user passed it to the constructor; None if it
+        was left out, so that a plate of the model has to declare N.
+        """
         return self._num_data
 
     @property
@@ -558,20 +561,25 @@ class LogPosterior:
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """The constrained values in the first run, by site, of all latents and of the
-        point-estimated sites."""
+        """The constrained values of all latents and of the point-estimated sites in the model's
+        first run (on the first batch), by site: examples of their shapes and dtypes.
+        """
         sites = self.model_info.sites
         points = {n: p.constrain(p.unconstrained) for n, p in self.points.items()}
         return {name: sites[name].value for name in self.latents} | points
 
     @property
     def layout(self) -> Layout:
-        """Indices of each latent's elements in one vector of all D unconstrained parameters."""
+        """A `Layout`: the indices of each latent's elements in one vector of all D unconstrained
+        parameters, with shapes and dtypes.
+        """
         return Layout.from_tensors(_unconstrained(self.model_info.sites))
 
     @property
     def is_unconstrained(self) -> bool:
-        """Whether every latent's support is all reals, so that params are the sites' values."""
+        """Whether no latent needs a transform: every latent's support is all reals, so that
+        unconstrained params are the sites' values.
+        """
         info = self.model_info
         return not info.kept and all(is_real(info.sites[n].fn.support) for n in self.latents)
 

@@ -237,7 +237,9 @@ class _ValidatedRun(NamedTuple):
     error: Exception | None = None
 
     def raise_error(self) -> None:
-        """Raises the error of a failed validation; does nothing if validation succeeded."""
+        """Raises `error`, the exception of the run whose validation failed; does nothing if
+        validation succeeded.
+        """
         if isinstance(self.error, ValueError) and not isinstance(self.error, PyroScaleError):
             raise ModelError(
                 f"the model fails validation on the first batch: {self.error}"

@@ -199,7 +199,9 @@ class Recorder(Messenger):
         msg["value"] = value
 
     def _is_left_out(self, name: str) -> bool:
-        """Whether masks leave out all elements of this latent."""
+        """Whether masks leave out all elements of the latent with this name, so that it has no
+        params.
+        """
         return name in self._kept and not len(self._kept[name].places)
 
     def _put_together(self, msg: Any, unconstrained: Tensor) -> tuple[Tensor, Tensor]:
@@ -269,8 +271,9 @@ class Recorder(Messenger):
     # ------------------------------------------------------------------ params
 
     def _pyro_param(self, msg: Any) -> None:
-        """Answers a param statement with the point's constrained value, so that Pyro's param store
-        is never written to."""
+        """Answers a `pyro.param` statement of the model with the constrained value of its point
+        (the estimated parameter), and records the point. Pyro's param store is never written to.
+        """
         name = msg["name"]
         point = self.given_points[name] if name in self.given_points else self._find_param(msg)
         if point.parameter is None or point.parameter.requires_grad:

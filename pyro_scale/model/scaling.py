@@ -187,8 +187,8 @@ def rows_of(term: Term, rule: Rule) -> Tensor:
 
 
 def sum_but(log_prob: Tensor, dim: int | None) -> Tensor:
-    """The sum of a log density over all dimensions except `dim` (negative, from the right), a
-    vector.
+    """A log density summed over all dimensions except `dim` (negative, from the right): a vector
+    with an entry for each row of data, `[rows]`.
     """
     assert dim is not None
     keep = log_prob.dim() + dim

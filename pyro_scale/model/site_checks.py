@@ -27,7 +27,9 @@ FINITE_DATA = (
 
 
 class NotFiniteStartError(SiteError):
-    """A log density is NaN or infinite where the model was started; another start may be finite."""
+    """Raised if a log density is NaN or infinite at the latent values where the model was started.
+    Callers catch it to try another start, where it may be finite.
+    """
 
     code = "not-finite"
 
@@ -54,10 +56,10 @@ def check_names(sites: Mapping[str, Site]) -> None:
 
 
 def check_latent_sizes(sites: Mapping[str, Site]) -> None:
-    """Raises for latents without elements.
+    """Checks that every latent has at least one element. Returns None if so.
 
     Raises:
-        SiteError: there is such a latent.
+        SiteError: a latent has no elements; the message names it.
     """
     for site in sites.values():
         # a process's part of a small weight may be empty

@@ -54,7 +54,9 @@ class Site:
 
     @property
     def shape(self) -> torch.Size:
-        """The distribution's batch shape followed by its event shape."""
+        """The shape of one value of the site: the distribution's batch shape followed by its event
+        shape.
+        """
         return self.fn.batch_shape + self.fn.event_shape
 
 
@@ -91,7 +93,9 @@ class Point:
 
 
 def points_of_store() -> dict[str, Point]:
-    """All params that are in Pyro's param store at present, by name."""
+    """All params that are in Pyro's param store at present, as points (constraint and unconstrained
+    value), by name.
+    """
     state = pyro.get_param_store().get_state()
     return {
         name: Point(
@@ -172,8 +176,8 @@ def without_validation(fn: Any) -> Any:
 
 
 def is_subsample(fn: Any) -> bool:
-    """Whether a distribution is that of a plate's subsample statement, which picks the plate's
-    rows.
+    """Whether a distribution is one that Pyro's plates use internally, to pick the rows of a
+    subsample: it belongs to no site of the user's model.
     """
     return type(fn).__name__ == "_Subsample"
 

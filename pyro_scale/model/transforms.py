@@ -37,11 +37,13 @@ class _Triangular(Transform):
         return torch.Size((*shape[:-2], n * (n - 1) // 2 + n * self.has_diagonal))
 
     def _order(self, size: int) -> int:
-        """The number n of rows of the n x n matrix, from the number of elements of the vector."""
+        """n, the number of rows of the n x n matrix that a vector of `size` elements fills."""
         return int(((8 * size + 1) ** 0.5 - 1) / 2 + 0.5) + (not self.has_diagonal)
 
     def _indices(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(Row indices, column indices) in the n x n matrix of the vector's elements."""
+        """(Row indices, column indices), one of each for every element of the vector: where in the
+        n x n matrix the element is written.
+        """
         rows, columns = torch.tril_indices(n, n, self.has_diagonal - 1, device=device)
         return rows, columns
 

@@ -231,7 +231,9 @@ def locked(directory: Path, lock: Path | None = None) -> Iterator[None]:
 
 
 def drop_unfinished(directory: Path) -> None:
-    """Removes partly written files from a directory, which killed processes left there."""
+    """Deletes partly written (temporary) files from a directory, which killed processes have left
+    there.
+    """
     for file in directory.glob(_TEMPORARY.format("[0-9a-f]" * 16)):
         with contextlib.suppress(OSError):
             file.unlink()

@@ -38,7 +38,7 @@ class StoredPositions:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape `[chains, draws, D]`."""
+        """The shape `[chains, draws, D]` of all draws, as of a tensor."""
         return torch.Size((len(self.chains), self.count, self.layout.size))
 
     @property
@@ -100,7 +100,9 @@ class StoredSamples(Mapping[str, Tensor]):
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """The shape of one constrained draw of every site, by name."""
+        """The shape of one constrained draw (without chains and draws) of every site, by the site's
+        name.
+        """
         store = self.positions.store
         return {n: store.shape_of(f"{POSTERIOR}/{n}") for n in store.sites(POSTERIOR)}
 

@@ -380,8 +380,9 @@ class DrawStore:
             _create_array(self._group, name, array.shape, chunks, array.dtype, dims)[:] = array
 
     def _resize(self, count: int) -> None:
-        """Sets the number of draws in the metadata and coordinates to `count`, without changing
-        files of draws."""
+        """Sets the number of draws of every array to `count`, in its metadata and coordinates;
+        files of draws do not change.
+        """
         with _every_file():
             for name in _GROUPS:
                 for array in self._group[name].array_values():
@@ -395,7 +396,7 @@ class DrawStore:
                         array[:] = np.arange(count)
 
     def _publish(self, count: int) -> None:
-        """Writes the consolidated metadata, after which readers see the first `count` draws."""
+        """Writes the store's metadata so that readers see the first `count` draws of all chains."""
         self._group.attrs["draws"] = self.count = count
         _zarr().consolidate_metadata(str(self.path), zarr_format=2)
 

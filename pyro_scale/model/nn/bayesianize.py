@@ -127,7 +127,9 @@ class BayesianModule(PyroModule):
         self.training = net.training  # its submodules are in modes of their own
 
     def priors(self) -> dict[str, Any]:
-        """The priors of the chosen weights, by name, each of its weight's shape."""
+        """The prior of each chosen weight, by the weight's name: distributions of the weights'
+        shapes.
+        """
         return dict(self._priors)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -75,7 +75,9 @@ class ShardedModule(PyroModule):
         ShardedModule.alive.add(self)
 
     def priors(self) -> dict[str, Any]:
-        """The priors of this rank's parts of the chosen weights, by the weight's name."""
+        """The prior of this rank's part of each chosen weight, by the weight's name: distributions
+        of the parts' shapes.
+        """
         return dict(self._priors)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +105,9 @@ class ShardedModule(PyroModule):
             return self._net(*args, **kwargs)
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of this rank's parts of the chosen weights, by name."""
+        """The present values of the chosen weights in the network (not draws), by name: copies of
+        this rank's part of each.
+        """
         return {name: part.detach().clone() for name, part in self._parts().items()}
 
     def reset_weights(self) -> dict[str, Tensor]:
