@@ -273,8 +273,9 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
 
     Args:
         plan: C++ statements of the step.
-        kinds: kind of each input, as in `Inputs`, constants included.
-        position: index of the input that is the position.
+        kinds: for each input, constants included, whether it is part of the state, per step,
+            gathered or fixed (see `Inputs`).
+        position: index of the input that holds the chains' params.
 
     Raises:
         NotALoop: an output of the state is not contiguous.

@@ -295,8 +295,8 @@ def whiten(gaussian: Gaussian, num_data: int, like: Tensor) -> Whitening:
 
 
 def _times_both(left: Tensor, right: Tensor, vector: Tensor) -> Tensor:
-    """left Z right', flattened to `[..., m n]`, for matrices Z `[m, n]` that are flattened to
-    `[..., m n]`. A basis of one vector (a matrix [1, 1]) counts as 1.
+    """The products left Z right' for matrices Z `[m, n]`, which are passed (`vector`) and returned
+    flattened, `[..., m n]`. A factor `left` or `right` of size [1, 1] is taken for 1.
     """
     if len(left) == 1:
         return _times(right, vector)

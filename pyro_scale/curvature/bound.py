@@ -92,11 +92,12 @@ class Bound(NamedTuple):
     temperature: float
 
     def improved(self, gaussian: Dense | Diagonal, eps: Tensor) -> Dense | Diagonal:
-        """The Gaussian of the same structure (diagonal or dense) with the largest evidence lower
-        bound, in which an expectation is a mean over fixed standard normal numbers.
+        """The Gaussian with the largest evidence lower bound that a search from `gaussian` reaches,
+        of the same structure (diagonal or dense). Expectations are means over fixed standard normal
+        numbers.
 
         Args:
-            gaussian: the Gaussian to begin with; returned if no better one is found.
+            gaussian: the Gaussian where the search begins; returned if no better one is found.
             eps: standard normal numbers, `[draws, d]`.
         """
         current = self._regress(gaussian, eps)
@@ -129,7 +130,8 @@ class Bound(NamedTuple):
     def _regress(self, gaussian: Dense | Diagonal, eps: Tensor) -> _Regression | None:
         """The evidence lower bound at a Gaussian, and the linear regression of its draws' gradients
         on their standard normal numbers; None if the log joint or its gradient is not finite at
-        some draw. Arguments as for `improved`."""
+        some draw. `eps` has these numbers, `[draws, d]`.
+        """
         factor = _factor(gaussian)
         draws = self.center.double().repeat(len(eps), 1)
         draws[:, self.places] = gaussian.mean.double() + eps @ factor.mT

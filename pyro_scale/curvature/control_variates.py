@@ -99,7 +99,14 @@ class ControlVariates:
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[Params, Evaluation]:
-        """As `grad`, by `torch.autograd`: for models that `torch.func` does not support."""
+        """The corrected gradient of the log joint and the model's evaluation, as `grad` returns
+        them; computed by `torch.autograd`, for models that `torch.func` does not support.
+
+        Args:
+            params: unconstrained values of all latent sites.
+            batch: the model's arguments.
+            indices: numbers of the rows to take, for a model that subsamples by itself.
+        """
         return self._correct(self.log_posterior.plain_grad, params, batch, indices)
 
     def _correct(

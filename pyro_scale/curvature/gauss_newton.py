@@ -67,19 +67,20 @@ class AnchoredDensity(FullDataDensity):
     shift: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(()))
 
     def hessian(self, position: Tensor) -> Tensor:
-        """The sample's Hessian at a position [D], divided by N, [D, D], plus the correction `shift`
-        by which it is that of all rows at one point."""
+        """The Hessian of the log joint at a position [D], divided by N, [D, D]: that of the sample
+        of rows plus a constant, with which it is exactly that of all rows at one point.
+        """
         return super().hessian(position) + self.shift
 
     def hessian_times(self, position: Tensor, vector: Tensor) -> Tensor:
-        """The Hessian at a position [D], with the correction `shift` and divided by N, times a
-        vector [D]: a vector [D].
+        """The Hessian of the log joint at a position [D], divided by N and corrected to be that of
+        all rows at one point, times a vector [D]: a vector [D].
         """
         return super().hessian_times(position, vector) + self.shift @ vector
 
     def hessian_diagonal(self, position: Tensor) -> Tensor:
-        """The diagonal [D] of the Hessian at a position [D], with the correction `shift`, divided
-        by N.
+        """The diagonal [D] of the Hessian of the log joint at a position [D], divided by N and
+        corrected to be that of all rows at one point.
         """
         return super().hessian_diagonal(position) + self.shift.diagonal()
 

@@ -92,7 +92,8 @@ class Curvature:
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
     ) -> dict[str, Tensor]:
-        """The diagonal of the curvature of a batch, by site, in each site's shape.
+        """The diagonal of the log likelihood's curvature in the params, in nats, summed over the
+        rows of a batch: a dict from site to a tensor of the site's shape.
 
         The cost is one backward pass for each output of a row, if params are weights of products or
         convolutions, tables, or operands of sums and products.  Other params take the Jacobians of
@@ -111,8 +112,10 @@ class Curvature:
     def dense(
         self, params: Params, batch: Any, indices: Tensor | None = None, held: Params | None = None
     ) -> Tensor:
-        """The curvature of a batch as a matrix [D, D] for the D elements of `params`, in their
-        order; arguments as for `diagonal`."""
+        """The log likelihood's curvature as a matrix [D, D], in nats, summed over the rows of a
+        batch. D is the number of elements of `params`, in whose order rows and columns are;
+        arguments as for `diagonal`.
+        """
         layout = Layout.from_tensors(params)
         total = torch.zeros(layout.size, layout.size, dtype=layout.dtype, device=_device(params))
         for block in self.observe(params, batch, indices, held).blocks():
@@ -128,7 +131,8 @@ class Curvature:
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
     ) -> dict[str, Tensor]:
-        """The curvature of a batch times a vector, by site, without the matrix.
+        """The log likelihood's curvature (a matrix, which is not formed), summed over the rows of a
+        batch, times a vector: a dict from site to a tensor of the site's shape.
 
         The product takes about as long as two gradients.  `vector` has a tensor of the param's
         shape for each site in `params`; other arguments as for `diagonal`.
@@ -167,7 +171,8 @@ class Curvature:
         keep: slice = _ALL_ROWS,
         among: Container[str] | None = None,
     ) -> tuple[dict[str, list[Factors]], dict[str, Tensor]]:
-        """The K-FAC approximation of the curvature of a batch.
+        """The K-FAC approximation of the log likelihood's curvature, summed over the rows of a
+        batch: two small matrices for each block of a weight.
 
         Weights of products, convolutions and projections have Kronecker factors, and so have
         biases. Further arguments are those of `diagonal`.
@@ -198,8 +203,8 @@ class Curvature:
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
     ) -> dict[str, list[Tensor]]:
-        """The diagonal of the curvature of a batch in given bases: a dict from site to a tensor
-        `[m, n]` for each of its blocks.
+        """The diagonal, in given bases, of the log likelihood's curvature, summed over the rows of
+        a batch: a dict from site to a tensor `[m, n]` for each of its blocks.
 
         In the eigenvectors of the Kronecker factors this is EKFAC (George et al. 2018). Further
         arguments are those of `diagonal`.

@@ -118,7 +118,14 @@ def expand(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expans
 
 
 def _expand_by_hessian(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expansion:
-    """As `expand`, with minus the exact Hessian of the log joint as the precision."""
+    """The log joint, its gradient and its curvature at the spec's position, where the precision is
+    minus the exact Hessian of the log joint.
+
+    Args:
+        density: the log joint density of all rows.
+        spec: the point and the sites.
+        dense: whether the precision is a matrix [d, d]; otherwise it is the diagonal [d].
+    """
     num_data, places = density.log_posterior.num_data, density.layout.places(spec.sites)
     if dense:
         value, slope, matrix = density.derivatives(spec.position)

@@ -52,7 +52,8 @@ def prior_precision(
 def precision_of_prior(
     log_posterior: LogPosterior, log_prior: Tensor, leaves: Params, dense: bool
 ) -> Tensor:
-    """As `prior_precision`, from a log prior that has been computed already.
+    """The prior's precision, minus the Hessian of the log prior with respect to the params, as a
+    matrix or its diagonal, from a log prior that has been computed already.
 
     Args:
         log_posterior: the model's log posterior.

@@ -136,8 +136,13 @@ class Product:
         return torch.Size((len(self.inputs), self.inputs.shape[-1], self.num_outputs))
 
     def squares(self, gradients: Gradients) -> Tensor:
-        """The sum over rows and results of the squares of each row's gradient with respect to the
-        weight, element by element, in the shape that the weight has in the operation."""
+        """The squares of each row's gradients with respect to the weight, summed over rows of data:
+        element by element, in the shape that the weight has in the operation.
+
+        Args:
+            gradients: gradients of C scalar results of each row, at the operation's output; squares
+                are summed over these results, too.
+        """
         if self.inputs.shape[2] == 1:
             squares = self.by_row(gradients.squares[None])[0, :, :, 0]
             return self.as_used(self.inputs[:, :, 0].square().mT @ squares)
@@ -165,8 +170,13 @@ class Lookup:
     shape: torch.Size
 
     def squares(self, gradients: Gradients) -> Tensor:
-        """The sum over rows and results of the squares of each row's gradient with respect to the
-        table, in the table's shape; 0 for entries that no row reads."""
+        """The squares of each row's gradients with respect to the table, summed over rows of data:
+        element by element, in the table's shape; 0 for entries that no row reads.
+
+        Args:
+            gradients: gradients of C scalar results of each row, at the operation's output; squares
+                are summed over these results, too.
+        """
         by_row = self.by_row(gradients.values)
         count, size = len(self.places), self.shape[0]
         of_rows = torch.arange(count, device=by_row.device)[:, None] * size + self.places
@@ -199,8 +209,13 @@ class Elementwise:
     is_bias: bool = False
 
     def squares(self, gradients: Gradients) -> Tensor:
-        """The sum over rows and results of the squares of each row's gradient with respect to the
-        param, element by element, in the shape that the param has in the operation."""
+        """The squares of each row's gradients with respect to the param, summed over rows of data:
+        element by element, in the shape that the param has in the operation.
+
+        Args:
+            gradients: gradients of C scalar results of each row, at the operation's output; squares
+                are summed over these results, too.
+        """
         if not self.is_shared:  # every place belongs to one row
             by_row = self.rows.split(gradients.values * self.slope, 1)
             broadcast = [3 + place for place, size in enumerate(self._others) if size == 1]
@@ -231,8 +246,8 @@ class Elementwise:
         return self.shape[self.rows.axis] == 1
 
     def by_row(self, gradients: Tensor) -> Tensor:
-        """Each row's gradients of C results with respect to a param that all rows share,
-        `[C, B, T, n]`, for n elements of the param and B rows of data.
+        """The gradients of C scalar results of each row of data with respect to a param that all
+        rows share, such as a layer's bias: `[C, B, T, n]`, for n elements of the param and B rows.
 
         For a layer's bias, T is the number of positions a row, because K-FAC treats positions as
         rows of their own.  Otherwise T is 1: gradients are summed over positions.

@@ -140,8 +140,8 @@ class DealtBatches:
         seed: seed of the run.
         chains: numbers of the chains of this process.
         num_chains: number of all chains.
-        part: slice of each piece's rows that is used, for chains whose rows are shared out among
-            processes.
+        part: slice of each piece's rows that is used, for processes that divide the rows of each
+            minibatch among themselves.
     """
 
     data: StreamData

@@ -52,7 +52,7 @@ class DataParallel:
     Attributes:
         density: the log posterior, which is evaluated on this rank's rows.
         weight: B_r/B of this rank.
-        group: the ranks that share out the rows of the same minibatches.
+        group: the ranks that divide the rows of the same minibatches among themselves.
     """
 
     density: Any

@@ -150,8 +150,9 @@ class Sums:
         return shaped[0] if isinstance(terms, Tensor) else tuple(shaped)
 
     def _raise(self, error: BaseException | None) -> None:
-        """Exchanges errors among ranks after one of them failed. Raises this rank's error, or else
-        the first of another rank, on rank 0; on other ranks, raises only an interrupt of their own.
+        """Exchanges errors among ranks after one of them has failed, and raises one. Rank 0 raises
+        its own error or else the first of another rank; the other ranks raise only an interrupt of
+        their own.
         """
         failure = None if error is None else RankFailure.from_error(error)
         failures = self.workers.gather(failure, "what was raised in a sum over rows")

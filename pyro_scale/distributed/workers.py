@@ -91,8 +91,8 @@ class Workers:
         world: number of processes.
         keeps_all: True if every rank keeps the draws of all chains; if False, rank 0 does, and the
             others keep those of their own chains.
-        teams: (this rank's team, number of teams), where chains are shared out among teams. The
-            ranks of a team move the same chains. None if each rank is a team of its own.
+        teams: (this rank's team, number of teams), where chains are divided among teams. The ranks
+            of a team move the same chains. None if each rank is a team of its own.
         rows: this rank's part of every minibatch of its team; None if the rank takes all rows.
         group: torch's process group of these ranks; None for the default group.
     """
@@ -207,9 +207,9 @@ class Workers:
             digest: hash of this rank's rows, to compare them with those of other teams.
 
         Raises:
-            ArgumentError: minibatches are not shared out, so that chains would see these rows
-                alone; or teams have different rows, so that their chains would have different
-                posteriors.
+            ArgumentError: ranks do not divide minibatches among themselves, so that chains would
+                see these rows alone; or teams have different rows, so that their chains would have
+                different posteriors.
         """
         if self.rows is None:
             raise ArgumentError(

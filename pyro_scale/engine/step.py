@@ -256,8 +256,9 @@ class Engine:
         return self._over_chains(at, batch, positions)
 
     def gradient(self, positions: Tensor, batch: Batch) -> Tensor:
-        """Gradient of every chain's minibatch log joint, divided by N, the number of rows of the
-        data, with respect to all D unconstrained parameters, `[chains, D]`.
+        """The gradient of every chain's minibatch log joint, divided by N (the number of rows of
+        the data), with respect to all D unconstrained parameters: `[chains, D]`. `positions` are
+        the chains' params, `[chains, D]`.
         """
 
         def evaluate(arguments: Any, indices: Any, position: Tensor) -> Tensor:

@@ -107,20 +107,23 @@ class VI(Optimizing):
         raise NotImplementedError
 
     def displace(self, spread: Tensor, eps: Tensor) -> Tensor:
-        """theta - mu, the difference between a draw theta of the Gaussian q and its mean, `[D]`.
+        """A draw of the Gaussian q minus its mean, theta - mu, `[D]`: S^1/2 eps, with S the
+        covariance.
 
         Args:
-            spread: log sds, or the factor with log diagonal (see `VIState`).
+            spread: logs of the sds `[D]`, or the covariance's Cholesky factor `[D, D]` with the
+                logs of its diagonal on the diagonal.
             eps: standard normal numbers, `[D]`.
         """
         raise NotImplementedError
 
     def score(self, spread: Tensor, eps: Tensor) -> Tensor:
-        """-d log q / d theta, minus the gradient of the Gaussian's log density at the draw theta
-        that `eps` gives, `[D]`.
+        """Minus the gradient with respect to theta of the Gaussian's log density, -d log q / d
+        theta, `[D]`, at the draw theta that `eps` gives.
 
         Args:
-            spread: log sds, or the factor with log diagonal (see `VIState`).
+            spread: logs of the sds `[D]`, or the covariance's Cholesky factor `[D, D]` with the
+                logs of its diagonal on the diagonal.
             eps: standard normal numbers, `[D]`.
         """
         raise NotImplementedError
@@ -130,7 +133,8 @@ class VI(Optimizing):
         the gradient with respect to a draw theta: the chain rule through theta = mu + S^1/2 eps.
 
         Args:
-            spread: log sds, or the factor with log diagonal (see `VIState`).
+            spread: logs of the sds `[D]`, or the covariance's Cholesky factor `[D, D]` with the
+                logs of its diagonal on the diagonal.
             gradient: gradient with respect to the draw theta, `[D]`.
             eps: standard normal numbers that theta was drawn from, `[D]`.
         """
@@ -143,7 +147,8 @@ class VI(Optimizing):
 
         Args:
             values: gradient with respect to the log sds (see `log_sds`), `[D]`.
-            spread: log sds, or the factor with log diagonal (see `VIState`).
+            spread: logs of the sds `[D]`, or the covariance's Cholesky factor `[D, D]` with the
+                logs of its diagonal on the diagonal.
         """
         raise NotImplementedError
 

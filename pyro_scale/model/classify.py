@@ -426,8 +426,17 @@ def _same_totals(runs: Sequence[Term]) -> bool:
 def close(
     a: Tensor, b: Tensor, roundings: float | None = None, dtype: torch.dtype | None = None
 ) -> bool:
-    """Whether two tensors have the same shape and all elements are equal up to rounding. The
-    tolerance and the arguments are those of `are_close`."""
+    """Whether two tensors have the same shape and all of their elements are equal up to rounding.
+    Infinite and NaN elements count as different.
+
+    Args:
+        a: first tensor.
+        b: second tensor.
+        roundings: tolerance in multiples of the machine epsilon, see `are_close`; None for its
+            default.
+        dtype: coarsest dtype that the numbers were computed in, which gives the epsilon; None for
+            the tensors' own.
+    """
     return a.shape == b.shape and bool(are_close(a, b, roundings, dtype).all())
 
 

@@ -43,8 +43,17 @@ def gradient(
 def plain_gradient(
     function: Callable[[Params], Evaluation], params: Params
 ) -> tuple[Gradient, Evaluation]:
-    """As `gradient`, by `torch.autograd`: for models that `torch.func` does not support. Does not
-    work under `torch.vmap`; both results are detached."""
+    """The gradient of a log joint density with respect to params, by `torch.autograd`: for models
+    that `torch.func`, with which `gradient` does the same, does not support. Does not work under
+    `torch.vmap`.
+
+    Args:
+        function: params -> evaluation, whose log joint is differentiated.
+        params: unconstrained values by site.
+
+    Returns:
+        (The gradient, of each site's shape by site; the evaluation at these params), both detached.
+    """
     with torch.enable_grad():
         leaves = _leaves(params)
         evaluation = function(leaves)
@@ -108,8 +117,14 @@ def hessian(gradient: Tensor, *leaves: Tensor) -> Tensor:
 
 
 def hessian_diagonal(gradient: Tensor, *leaves: Tensor) -> Tensor:
-    """The diagonal `[D]` of the Hessian, without the matrix in memory; costs as many Hessian-vector
-    products as `hessian`. Arguments as for `hessian`."""
+    """The diagonal `[D]` of the Hessian of a function, without the matrix in memory. It costs as
+    many Hessian-vector products as the whole matrix.
+
+    Args:
+        gradient: the function's gradient `[D]`, with an autograd graph, in the order of the leaves'
+            elements.
+        leaves: tensors that the gradient was computed from, of D elements together.
+    """
     rows = jacobian_rows(gradient, leaves)
     return torch.cat([part[:, first:].diagonal() for first, part in rows])
 

@@ -173,7 +173,8 @@ class LogPosterior:
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
         """Gradient of the estimated log joint density with respect to unconstrained params, by
-        `torch.func`: it works under `torch.vmap`. Arguments as for a call.
+        `torch.func`: it works under `torch.vmap`. Arguments are those of a call of the log
+        posterior: unconstrained params by site, a batch, indices of rows.
 
         Returns:
             (The gradient, a tensor of each site's shape by site, in nats per unit; the evaluation).
@@ -184,9 +185,11 @@ class LogPosterior:
     def plain_grad(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
-        """As `grad`, by `torch.autograd` instead of `torch.func`: for models with an
-        `autograd.Function` that functorch does not support. This method does not work under
-        `torch.vmap`."""
+        """Gradient of the estimated log joint density with respect to unconstrained params, and the
+        evaluation, as `grad` returns them; computed by `torch.autograd` instead of `torch.func`,
+        for models with an `autograd.Function` that functorch does not support. This method does not
+        work under `torch.vmap`.
+        """
         self.prepare(rows.as_arguments(batch))
         return derivatives.plain_gradient(lambda p: self(p, batch, indices), params)
 

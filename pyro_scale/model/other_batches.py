@@ -94,7 +94,7 @@ def check_batch(
         first: the first batch, as the model's arguments.
 
     Raises:
-        PlateError: see `check_batches`.
+        PlateError: a row's log density depends on the other rows, or a constant term on the rows.
     """
     parts = _parts(log_posterior.model_info, batch, indices, first)
     full = _terms(log_posterior, params, batch, indices)

@@ -181,8 +181,8 @@ def _dims(plates: Iterable[CondIndepStackFrame], shape: torch.Size, free: int) -
 
 
 def _check_plates(terms: list[Term], enumerated: str, free: int) -> None:
-    """Raises for a site that is in plates and has a further dimension outside them: an enumerated
-    dimension that the model has moved, by a sum or an index.
+    """Checks that no term that is in plates has a dimension outside them: that would be an
+    enumerated dimension that the model has moved, by a sum or an index. Returns None if so.
 
     Args:
         terms: all terms.

@@ -370,7 +370,17 @@ class Native:
     ) -> int:
         """Fills `out`, contiguous int64 `[chains, n]` in main memory, with indices of rows of data,
         for epochs that visit all rows in random order. Returns the number of the epoch whose
-        permutations `orders` contains afterwards. The arguments are those of `philox.epochs`.
+        permutations `orders` contains afterwards.
+
+        Args:
+            streams: a stream for each chain.
+            first: number, in the endless sequence of epochs, of the first row index to write.
+            mirrored: 0 for plain epochs; otherwise the number of rows of a minibatch, for epochs
+                that go through their minibatches first forwards and then backwards.
+            held: number of the epoch whose permutations `orders` contains; -1 for none.
+            orders: memory for the permutations of one epoch, int32 `[chains, rows]`; is written
+                over.
+            out: tensor to write over.
         """
         counts = out.shape[1], orders.shape[1], mirrored, held
         pointers = orders.data_ptr(), out.data_ptr()

@@ -180,9 +180,9 @@ class RefinedNoise(NoiseStream):
 
 
 class ShardNoise:
-    """Standard normal numbers for the elements of one chain that this process has, where processes
-    share out the elements. They are the numbers of these elements in a `NoiseStream` of the whole
-    chain, however elements are distributed.
+    """Standard normal numbers for those elements of one chain that this process has, where
+    processes divide the elements among themselves. They are the numbers of these elements in a
+    `NoiseStream` of the whole chain, however elements are distributed.
 
     Args:
         seed: the run's seed.

@@ -105,13 +105,16 @@ def bayesianize(
 
 
 class BayesianModule(PyroModule):
-    """The result of `bayesianize`: a network that draws weights when it is called.
+    """A network that draws its chosen weights from their priors, as Pyro sample sites, whenever it
+    is called: the result of `bayesianize`.
 
     Args:
         net: the network, which is used as it is and not copied.
-        prior: the user's `prior=`, see `bayesianize`.
+        prior: the user's prior of the weights: a name, a distribution of a scalar, or a function of
+            a weight's name and the weight (see `bayesianize`).
         names: names of the weights that have a prior.
-        rest: what happens to the other weights, see `bayesianize`.
+        rest: what happens to the other weights: `"frozen"`, or `"point"` to estimate them along
+            with the draws.
     """
 
     def __init__(self, net: nn.Module, prior: WeightPrior, names: list[str], rest: Rest):
