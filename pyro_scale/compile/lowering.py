@@ -140,7 +140,8 @@ class Plan:
         return True
 
     def _aten(self, name: str, call: ast.Call) -> None:
-        """Translates the call of an ATen operation, and gives its results a name.
+        """Adds C++ statements that call an ATen operation, and gives the operation's results a
+        name.
 
         Args:
             name: name of the results in Inductor's source.

@@ -440,8 +440,9 @@ Gaussian: TypeAlias = Diagonal | Dense | Kronecker | LowRank
 
 
 def as_structure(gaussian: Gaussian, dense: bool) -> Gaussian:
-    """The Gaussian as a `Dense` one with the same covariance if `dense`; otherwise as a `Diagonal`
-    one with the same variances, without correlations."""
+    """A Gaussian with another structure of the covariance: a `Dense` one with the same covariance
+    if `dense`; otherwise a `Diagonal` one with the same variances, without correlations.
+    """
     if not dense:
         return Diagonal(gaussian.mean, gaussian.variance.sqrt())
     if isinstance(gaussian, Diagonal):

@@ -88,7 +88,8 @@ class FullDataDensity:
         return [function(self, *arguments)]
 
     def grad(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """The log joint and its gradient at a position [D].
+        """The log joint of all rows and its gradient at a position [D], in one pass through the
+        data.
 
         Returns:
             (The log joint divided by N, in nats, in float64; its gradient divided by N, [D]).

@@ -77,7 +77,8 @@ class Expansion(NamedTuple):
 
 
 def expand(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expansion:
-    """The log joint, its gradient and its curvature at the spec's position.
+    """An `Expansion`: the log joint of all rows, its gradient and its curvature at the spec's
+    position, in the elements of the spec's sites.
 
     The data are read once, and the model runs once on each chunk of rows.  If the density sums over
     a share of the chunks only (as several processes divide them), the results are that share's

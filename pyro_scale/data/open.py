@@ -25,7 +25,8 @@ def open_data(
     num_data: int | None = None,
     device: torch.device | None = None,
 ) -> Data:
-    """The source of minibatches for the data that a user passes, with N and B.
+    """The data that a user passes (tensors, a loader, nothing) as a source of minibatches, with N
+    and B: a `TensorData`, `IndexedData` or `StreamData`.
 
     Args:
         data: a loader (any iterable with `.dataset`), or the model's own arguments: a tensor, a

@@ -113,7 +113,7 @@ class Hyperparameters:
         return {k: v / num_data if k == "temperature" else v for k, v in values.items()}
 
     def values(self, step: int) -> dict[str, Tensor]:
-        """A dict from the name of each hyperparameter to its value at a step: float64, 0-d, or
+        """The value of each hyperparameter at a step, a dict of tensors by name: float64, 0-d, or
         `[entries]` for a hyperparameter that is a dict by site.
 
         The temperature is not divided by N, the number of rows of the data: 1 samples the

@@ -124,8 +124,8 @@ def frozen_base(
     arguments: Arguments,
     others: Sequence[Arguments] = (),
 ) -> FrozenBase:
-    """Separates a log posterior into features of the rows, which can be computed once, and a
-    function of params and features.
+    """A `FrozenBase`: the log posterior separated into features of the rows (outputs of the
+    network's frozen layers), which can be computed once, and a function of params and features.
 
     Args:
         log_posterior: a model that has weights that are neither latent nor point-estimated.
@@ -308,11 +308,11 @@ class _HiddenUse(TorchFunctionMode):
 
 
 def _check_gradients(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> None:
-    """Raises for a model that uses params under `torch.no_grad`: the recorded graph would let
-    gradients through there.
+    """Checks that the model does not use params under `torch.no_grad`: the recorded graph would let
+    gradients through there. Returns None if it does not.
 
     Raises:
-        NoBase: the model does.
+        NoBase: the model uses params under `torch.no_grad`.
     """
     with torch.enable_grad():
         leaves = {n: value.detach().requires_grad_() for n, value in params.items()}

@@ -601,8 +601,9 @@ class LogPosterior:
         return other
 
     def is_of_same_model(self, other: LogPosterior) -> bool:
-        """Whether another log posterior was made from the same model object and has the same
-        Gaussian prior object, so that what is known of one holds for the other.
+        """Whether another log posterior was made from the same model object and has the same prior:
+        the model's own for both, or the same replacement of it. What is known of one (its mode,
+        say) then holds for the other.
         """
         return self.model is other.model and self._prior is other._prior
 

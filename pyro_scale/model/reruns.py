@@ -87,8 +87,9 @@ class Rerun:
     def probe_indices(
         self, arguments: Arguments, plate: str, size: int, num_data: int
     ) -> list[Probe]:
-        """Runs of a model that subsamples by itself on other rows: on its B rows in reverse order,
-        and on half of them together with other rows.
+        """A list of runs on other rows, for a model that subsamples by itself: on its B rows in
+        reverse order, and on half of them together with other rows. They show whether a row's log
+        density depends on the other rows.
 
         Args:
             arguments: the whole data, as the model's arguments.
@@ -105,10 +106,10 @@ class Rerun:
         ]
 
     def probe_rows(self, arguments: Arguments, size: int, num_data: int | None) -> list[Probe]:
-        """Runs of the model on parts of a batch: on its two halves (on a single row, on the row
-        twice), and on the batch in reverse order, which finds rows that depend on their place, such
-        as `arange(len(x)) % 12`. Empty if the model runs on the whole data only and the batch may
-        be that.
+        """A list of runs of the model on parts of a batch: on its two halves (a batch of a single
+        row: on the row twice), and on the batch in reverse order, which finds rows that depend on
+        their place, such as `arange(len(x)) % 12`. Empty if the model runs on the whole data only
+        and the batch may be that.
 
         Args:
             arguments: the batch, as the model's arguments.
@@ -179,8 +180,8 @@ class Rerun:
 def probe_shifted(
     rerun: Rerun, arguments: Arguments, size: int, num_data: int | None
 ) -> list[Probe]:
-    """Runs of the model at a second set of latent values: on the whole batch, then those of
-    `Rerun.probe_rows`. Empty if the model cannot be evaluated at these values.
+    """A list of runs of the model at a second set of latent values: on the whole batch, then on its
+    parts, as `Rerun.probe_rows`. Empty if the model cannot be evaluated at these values.
 
     Args:
         rerun: runs the model at the first latent values.

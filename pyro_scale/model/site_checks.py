@@ -71,11 +71,11 @@ def check_latent_sizes(sites: Mapping[str, Site]) -> None:
 
 
 def check_starts(sites: Mapping[str, Site], chain: int = 0) -> None:
-    """Raises for latents that start outside their support, or on its edge, where the unconstrained
-    value is not finite. `chain` is the chain's number, for the message.
+    """Checks that no latent starts outside its support, or on its edge, where the unconstrained
+    value is not finite. Returns None if so; `chain` is the chain's number, for the message.
 
     Raises:
-        SiteError: there is such a latent.
+        SiteError: a latent starts there.
     """
     for site in sites.values():
         if site.unconstrained is not None and not bool(torch.isfinite(site.unconstrained).all()):
@@ -94,7 +94,7 @@ def check_enumerated(name: str, fn: Any, infer: Mapping[str, Any]) -> None:
         infer: the site's `infer` dict.
 
     Raises:
-        SiteError: the latent is such a one.
+        SiteError: the latent is not marked, or its values cannot be enumerated.
     """
     instead = without_imputation(name)
     enumerates = infer.get("enumerate") == "parallel"

@@ -132,8 +132,10 @@ def without_imputation(name: str) -> str:
 
 
 def free_dim(sites: Mapping[str, Site]) -> int | None:
-    """The first dimension (negative, from the right) that is left of all batch dimensions and
-    plates of a run, where enumerated sites may put their values; None if no site is enumerated."""
+    """The first dimension (negative, from the right) to the left of all batch dimensions and plates
+    of a run's sites: enumerated sites may use it and those further left for their values. None if
+    no site is enumerated.
+    """
     if not any(site.kind == "enumerated" for site in sites.values()):
         return None
     batch_dims = [len(site.fn.batch_shape) for site in sites.values() if site.kind != "subsample"]

@@ -80,8 +80,9 @@ def philox(key: int | Tensor, counters: list[Tensor]) -> list[Tensor]:
 def words(
     streams: Streams, first: int, count: int, device: torch.device | None = None
 ) -> list[Tensor]:
-    """The four random 32-bit words at indices first, ..., first + count - 1 of each stream: a list
-    of four int64 tensors `[chains, count]`.
+    """The four random 32-bit words that belong to each of `count` indices in each stream, beginning
+    with index `first`: a list of four int64 tensors `[chains, count]`, from which other random
+    numbers are made.
     """
     places = torch.arange(first, first + count, device=device).expand(len(streams.chains), -1)
     like = torch.zeros_like(places)
@@ -205,8 +206,8 @@ def _below(bound: int | Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _pair32(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors of independent standard normal numbers in float32, from 32 random bits for the
-    radius and 32 for the angle of each pair.
+    """Two tensors of independent standard normal numbers in float32, made from random 32-bit
+    numbers (int64 tensors of the same shape): `u` gives the radius and `v` the angle of each pair.
     """
     uniform = (u.to(torch.float32) + 0.5) * 2.0**-32
     centered = (v & 0x3FFFFFFF) - 0x20000000
