@@ -130,8 +130,9 @@ _DECOMPOSITIONS = {
 
 
 def _write_dtypes(module: fx.GraphModule) -> None:
-    """Makes the dtype explicit of tensors that a graph creates without one, such as torch.eye(3):
-    torch's default may have changed when the graph is compiled."""
+    """Writes a dtype into all operations of a graph that create a tensor without one, such as
+    torch.eye(3), in place: torch's default dtype may have changed when the graph is compiled.
+    """
     for node in module.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or node.all_input_nodes:

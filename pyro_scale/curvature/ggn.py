@@ -222,8 +222,7 @@ class Curvature:
     def natural_gradient(
         self, params: Params, batch: Any, damping: float = 0.0, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
-        """The natural gradient of a batch's log joint, and the model's evaluation: a step of
-        Newton's method that needs no matrix.
+        """(The natural gradient of a batch's log joint, the model's evaluation on the batch).
 
         The natural gradient is the inverse of the curvature times the gradient of the log joint.
         The curvature is the prior's plus N/B times the batch's, and the equations are solved by

@@ -137,7 +137,8 @@ def _expand_by_hessian(density: FullDataDensity, spec: CurvatureSpec, dense: boo
 
 
 def gaussian_at(density: FullDataDensity, spec: CurvatureSpec, precision: Tensor) -> Gaussian:
-    """The Gaussian over the spec's sites with the spec's position as its mean.
+    """The Laplace approximation of the posterior in the elements of the spec's sites: the Gaussian
+    with the spec's position as its mean and this precision.
 
     Args:
         density: the density that is approximated, for the order of params.

@@ -195,8 +195,8 @@ class LogDensity:
     program: str
 
     def on(self, arguments: Arguments) -> LogDensity:
-        """The same density on other rows of data, of the same number, shapes and dtypes; compiled
-        code is used again.
+        """The same density on other rows of data, of the same number, shapes and dtypes; code that
+        has been compiled is used again.
         """
         if isinstance(self.function, EagerFunction):
             return replace(self, function=self.function.on(arguments))

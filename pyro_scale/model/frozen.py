@@ -267,8 +267,8 @@ def _is_work(node: fx.Node) -> bool:
 def _compare(
     parts: FrozenBase, log_posterior: LogPosterior, params: Params, batches: Sequence[Arguments]
 ) -> None:
-    """Compares value and gradient of the two parts with those of the log posterior, on each batch
-    at other params.
+    """Checks on each batch, at other params each time, that the two parts together have the same
+    log joint and gradient as the log posterior. Returns None if so.
 
     Raises:
         NoBase: they differ by more than rounding.

@@ -242,8 +242,10 @@ def find_kept(program: Program, first: Recorder, arguments: Arguments) -> dict[s
 
 
 def _local_latent_error(error: LatentShapeChanged, size: int) -> SiteError:
-    """The error to raise for a latent whose shape has changed: that it has one value for every row,
-    if only one dimension changed and had the batch's size; otherwise the error as it is."""
+    """The error to raise for a latent whose shape has changed with the batch, returned and not
+    raised. If just one dimension has changed and its size was that of the batch, the error says
+    that the latent has one value for every row; otherwise it is `error` itself.
+    """
     pairs = zip(error.value_shape, error.site_shape, strict=False)
     follows = [n for n, m in pairs if n != m]
     if len(error.value_shape) == len(error.site_shape) and follows == [size]:

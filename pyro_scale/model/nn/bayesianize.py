@@ -302,9 +302,11 @@ def _can_be_copied(module: nn.Module) -> bool:
 
 
 def _padding_of(net: nn.Module, names: list[str]) -> dict[str, int]:
-    """The row at `padding_idx` of each chosen Embedding weight, by the weight's name; such a row
-    stays as it is. Tied weights are left out and their `padding_idx` is set to None: the other
-    module that shares the weight uses that row as an ordinary one, so it has a gradient."""
+    """A dict from the name of each chosen Embedding weight that has a `padding_idx` to that index:
+    the weight's row there is not drawn and stays as it is. Tied weights are left out, and their
+    `padding_idx` is set to None: the other module that shares the weight uses that row as an
+    ordinary one, so the row has a gradient.
+    """
     count = Counter(id(weight) for _, weight in net.named_parameters(remove_duplicate=False))
     paddings = {}
     for path, module in net.named_modules():

@@ -177,8 +177,9 @@ class ShardedModule(PyroModule):
 
 @contextlib.contextmanager
 def looking() -> Iterator[None]:
-    """Context in which a call of a sharded network raises `NetworkFoundError`, before any rank
-    waits for another: finds out whether a model calls one."""
+    """Context in which a call of a sharded network raises `NetworkFoundError` and computes nothing:
+    run a model inside it to find out whether it calls one, before any rank waits for another.
+    """
     with exclusive:
         ShardedModule.is_looked_for = True
         try:
@@ -189,8 +190,10 @@ def looking() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stepping() -> Iterator[None]:
-    """Context in which models may call sharded networks with gradients enabled, which `backward()`
-    then leaves in the networks' parameters (`ShardedModule.gradients`). For a sampler's step."""
+    """Context for a sampler's step, in which models may call sharded networks with gradients
+    enabled. `backward()` then leaves the gradients in the networks' parameters, where
+    `ShardedModule.gradients` reads them.
+    """
     before, ShardedModule.is_stepped = ShardedModule.is_stepped, True
     try:
         yield
