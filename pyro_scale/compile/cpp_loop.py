@@ -111,8 +111,8 @@ class Inputs(NamedTuple):
         kinds: for each input of the step, `"state"` (a tensor of the state; these come first),
             `"per step"` (a tensor with an entry for each step), `"gathered"` (rows of a table, at
             indices that change from step to step) or `"fixed"` (the same at all steps).
-        position: index, among the state's tensors, of the chains' params `[chains, D]`, which are
-            kept as draws.
+        position: index, among the state's tensors, of the chains' positions `[chains, D]` (params,
+            or their whitened coordinates), which are kept as draws.
     """
 
     kinds: tuple[str, ...]
@@ -127,7 +127,8 @@ def inputs_of(
 
     Args:
         num_state: number of tensors in the state.
-        position: index, among these, of the chains' params `[chains, D]`.
+        position: index, among these, of the chains' positions `[chains, D]` (params, or their
+            whitened coordinates).
         num_per_step: number of tensors with an entry for each step, besides those of the batch
             (hyperparameters, standard normal numbers).
         sources: how each tensor of the minibatch is read: fixed, per step, or gathered from a
@@ -139,8 +140,8 @@ def inputs_of(
 
 def write_loop(graph: Graph, inputs: Inputs, compiled: Compiled) -> str:
     """The C++ source of a loop over a compiled step. The step maps the state and other inputs to
-    the next state and each chain's log joint; the loop keeps the chains' params and log joints of
-    every so many steps as draws.
+    the next state and each chain's log joint; the loop keeps the chains' positions (params, or
+    their whitened coordinates) and log joints after every so many steps.
 
     Args:
         graph: graph of the step.
@@ -161,7 +162,8 @@ class Loop:
 
     Attributes:
         library: loaded library, built from the source of `write_loop`.
-        position: index, among the state's tensors, of the chains' params `[chains, D]`.
+        position: index, among the state's tensors, of the chains' positions `[chains, D]` (params,
+            or their whitened coordinates).
         log_joint_dtype: dtype of a step's log joint.
     """
 
@@ -275,7 +277,8 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
         plan: C++ statements of the step.
         kinds: for each input, constants included, whether it is part of the state, per step,
             gathered or fixed (see `Inputs`).
-        position: index of the input that holds the chains' params.
+        position: index of the input that holds the chains' positions (params, or their whitened
+            coordinates).
 
     Raises:
         NotALoop: an output of the state is not contiguous.

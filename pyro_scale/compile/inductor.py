@@ -193,8 +193,8 @@ def build_library(source: str) -> str:
 
 
 def build_plain(source: str) -> str:
-    """Builds a C++ library from source that includes no headers of torch, which takes less time
-    than `build_library`. Returns the path of the library's file.
+    """Builds a C++ library from source that includes no headers of torch (for others, see
+    `build_library`). Returns the path of the library's file.
 
     Raises:
         Exception: there is no C++ compiler, or the compiler rejects the source.

@@ -149,7 +149,7 @@ class Chains:
 
     def _find_broken(self, moved: Any, kept: Kept) -> Tensor:
         """Mask of the chains that break in these steps: booleans `[chains]`, True for a chain that
-        was running until now and has non-finite params or log joints after these steps.
+        was running until now and has a non-finite position or log joint after these steps.
 
         Args:
             moved: the kernel's state after the steps.

@@ -238,8 +238,8 @@ class _Model:
     def _make_sampler(
         self, settings: Any, init_mean: Any, cores: int, progress: Any, *others: Any
     ) -> Any:
-        """nutpie's sampler of this model. nutpie itself calls this method, with arguments that only
-        it knows; they are passed on.
+        """nutpie's sampler of this model. nutpie itself calls this method, with arguments whose
+        meaning only nutpie needs to know.
         """
         from nutpie import _lib
 
