@@ -24,8 +24,10 @@ _COPIES = (_ATEN.clone.default, _ATEN.detach.default)
 
 
 def update_by_piece(module: fx.GraphModule) -> None:
-    """Rewrites a graph in place: elementwise operations on a concatenation of long vectors become
-    operations on these vectors.  Results are concatenated where other operations read them."""
+    """Rewrites a graph in place, to make it faster: elementwise operations on a concatenation of
+    long vectors (such as all D params) become operations on the vectors that were concatenated.
+    Results are concatenated where other operations read them.
+    """
     cats = [node for node in module.graph.nodes if _is_long_cat(node)]
     for cat in cats:
         _take_apart(module.graph, cat)
@@ -35,8 +37,9 @@ def update_by_piece(module: fx.GraphModule) -> None:
 
 
 def _take_apart(graph: fx.Graph, cat: fx.Node) -> None:
-    """Rewrites a graph in place: splits the elementwise operations on the concatenation `cat` into
-    operations on the concatenated vectors."""
+    """Rewrites a graph in place: each elementwise operation on the result of `cat`, a concatenation
+    of vectors, becomes one operation for each of these vectors.
+    """
     vectors: list[fx.Node] = list(cat.args[0])  # type: ignore[arg-type]
     size = len(cat.meta["val"])
     bounds = list(accumulate((len(vector.meta["val"]) for vector in vectors), initial=0))
@@ -75,8 +78,8 @@ def _take_apart(graph: fx.Graph, cat: fx.Node) -> None:
 
 
 def _is_long_cat(node: fx.Node) -> bool:
-    """True if a node of a graph concatenates vectors, and both the result and the vectors, on
-    average, are long.
+    """Whether a node of a graph concatenates vectors that are long enough, on average, for
+    `update_by_piece` to be worth it; the result must be long, too.
     """
     if node.target is not _ATEN.cat.default:
         return False
@@ -85,7 +88,9 @@ def _is_long_cat(node: fx.Node) -> bool:
 
 
 def _is_by_element(node: fx.Node, size: int) -> bool:
-    """True if a node of a graph is an elementwise operation with a result `[..., size]`."""
+    """Whether a node of a graph is an elementwise operation whose result has the shape `[...,
+    size]`.
+    """
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not value.dim() or value.shape[-1] != size:
         return False
@@ -97,9 +102,10 @@ def _is_by_element(node: fx.Node, size: int) -> bool:
 
 
 def _flatten_terms(graph: fx.Graph, vector: fx.Node) -> fx.Node:
-    """A node that equals `vector`.  If that is the flattened sum of two matrices, adds the sum of
-    flattened matrices to the graph and returns it: Inductor would fuse the sum with a matrix
-    product, which copies the other term first."""
+    """A node of the graph that computes the same as `vector`. If `vector` is the flattened sum of
+    two matrices, this is a new node, the sum of the flattened matrices: Inductor would fuse the sum
+    of matrices with a matrix product, which copies the other term first. Otherwise it is `vector`.
+    """
     if vector.target is not _ATEN.view.default:
         return vector
     total, shape = vector.args

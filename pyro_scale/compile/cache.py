@@ -34,7 +34,8 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Limits(NamedTuple):
-    """Largest sizes of the cache on disk, in bytes.
+    """How large the cache of compiled code on disk may become, in bytes: the oldest files beyond
+    these sizes are deleted.
 
     Attributes:
         code: largest size of all compiled libraries together.
@@ -52,14 +53,16 @@ LIMITS = Limits()
 def library_for(
     graph: Graph, form: Hashable, threads: int | None, build: Callable[[], str]
 ) -> ctypes.CDLL:
-    """The compiled C++ library of a graph of tensor operations, loaded; from the cache if it is
-    there, otherwise newly built.
+    """The C++ library that computes a graph of tensor operations, loaded: from the cache on disk if
+    it is there, otherwise built now and cached.
 
     Args:
         graph: graph of the function that the library computes.
-        form: whatever else the generated C++ depends on, hashable.
-        threads: number of threads that C++ kernels use; None for torch's number.
-        build: function that builds the library and returns its path.
+        form: what else the generated C++ depends on, such as the kind of function; any hashable
+            object, a part of the cache's key.
+        threads: number of threads that the C++ code uses; None for torch's number.
+        build: function that builds the library and returns its path; called if there is none in the
+            cache.
     """
     return library(key_of(graph, form, threads), build)
 
@@ -82,8 +85,9 @@ def library(key: str, build: Callable[[], str]) -> ctypes.CDLL:
 
 
 def _load(code: bytes) -> ctypes.CDLL:
-    """Loads a library from its bytes, by way of a file that nobody else can change before it is
-    loaded."""
+    """Loads a library from its bytes. The bytes are written to a file that nobody else can change
+    before it is loaded.
+    """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         copy = Path(directory) / "loop.so"
         copy.write_bytes(code)
@@ -91,12 +95,14 @@ def _load(code: bytes) -> ctypes.CDLL:
 
 
 def key_of(graph: Graph, form: Hashable, threads: int | None) -> str:
-    """A hash of everything that compiled code depends on: the graph, the shapes, strides and dtypes
-    of its inputs, the machine, and the files of this package, which write the C++.
+    """The key of a compiled library in the cache: a hash of everything that the code depends on,
+    which are the graph, the shapes, strides and dtypes of its inputs, the machine, and the files of
+    this package, which write the C++.
 
     Args:
         graph: graph of the function.
-        form: whatever else the generated C++ depends on, hashable.
+        form: what else the generated C++ depends on, such as the kind of function; any hashable
+            object.
         threads: number of threads that C++ kernels use; None for torch's number.
     """
     geometry = [(x.dtype, tuple(x.shape), x.stride()) for x in graph.examples]
@@ -110,9 +116,9 @@ def key_of(graph: Graph, form: Hashable, threads: int | None) -> str:
 
 
 def directory() -> Path:
-    """The cache's directory: the one that the user's environment variable names, otherwise one in
-    the user's cache directory. If other users can write to it: a temporary directory that this
-    process removes at its end.
+    """The directory of the cache of compiled code: the one that the environment variable
+    `PYRO_SCALE_CACHE_DIR` names, otherwise one in the user's cache directory. If other users can
+    write to it, a temporary directory that this process removes at its end.
     """
     with contextlib.suppress(OSError):
         path = Path(os.environ.get(_VARIABLE) or platformdirs.user_cache_dir("pyro-scale"))
@@ -212,8 +218,9 @@ def _drop_beyond(most_bytes: int, files: list[Path]) -> None:
 
 
 def _digest(key: str, code: bytes) -> bytes:
-    """A hash of a key and all bytes of a library: loading a part of a library would kill the
-    process."""
+    """A hash of a library's key and bytes, which is stored with the library. A file whose hash does
+    not match is not loaded: loading an incomplete library would kill the process.
+    """
     return hashlib.sha256(key.encode() + code).digest()
 
 

@@ -87,8 +87,9 @@ def _compile(graph: Graph, threads: int | None) -> Compiled:
 
 
 def why_not(error: Exception) -> str:
-    """One line for messages that says why a model cannot be compiled, from the exception that was
-    raised."""
+    """The reason why a model cannot be compiled, as one line for messages, from the exception that
+    tracing, Inductor or the C++ compiler raised.
+    """
     if isinstance(error, FileNotFoundError) or "InvalidCxxCompiler" in str(error):
         return f"{_NO_COMPILER}: {error}"
     first = str(error).strip().partition("\n")[0][:300]
@@ -103,6 +104,8 @@ def why_not(error: Exception) -> str:
 
 
 def section_on(reason: str) -> Code:
-    """A code for the section of the documentation's troubleshooting page: "no-compiler" if the
-    reason, a line from `why_not`, is that there is no C++ compiler; otherwise "not-compiled"."""
+    """The section of the documentation's troubleshooting page to refer to in a message:
+    "no-compiler" if `reason`, a line from `why_not`, says that there is no C++ compiler; otherwise
+    "not-compiled".
+    """
     return "no-compiler" if reason.startswith(_NO_COMPILER) else "not-compiled"

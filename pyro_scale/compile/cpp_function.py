@@ -94,7 +94,8 @@ struct OneThread {
 
 
 def check_signature(graph: Graph) -> None:
-    """Raises an error unless a graph maps a float64 vector to a float64 (value, gradient).
+    """Checks that a graph is that of a function from a float64 vector (and other tensors) to a
+    float64 value and its gradient. Returns None if so.
 
     Raises:
         TypeError: the graph's first argument is no float64 vector, or it returns something else.
@@ -167,7 +168,8 @@ class NativeFunction:
         self.inputs_address = ctypes.addressof(self._pointers)
 
     def reading(self, inputs: Sequence[Tensor]) -> NativeFunction:
-        """The same machine code, with other tensors in place of its first inputs.
+        """A function with the same machine code that reads other tensors: `inputs` in place of its
+        first `len(inputs)` tensors, the others as before. For another data set of the same shape.
 
         Raises:
             ValueError: a tensor has another dtype, shape or stride than the one it replaces.

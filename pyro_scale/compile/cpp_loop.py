@@ -104,14 +104,15 @@ _ERROR_BYTES = 4096
 
 
 class Inputs(NamedTuple):
-    """How a compiled loop reads the inputs of a step.
+    """Where a compiled loop finds each input of a sampler's step: in the state, in tensors with an
+    entry for each step, in a table of rows, or in a tensor that never changes.
 
     Attributes:
         kinds: for each input of the step, `"state"` (a tensor of the state; these come first),
             `"per step"` (a tensor with an entry for each step), `"gathered"` (rows of a table, at
             indices that change from step to step) or `"fixed"` (the same at all steps).
-        position: index of the state's leaf that is the position `[chains, D]`, which is kept as a
-            draw.
+        position: index, among the state's tensors, of the chains' positions `[chains, D]` (params,
+            or their whitened coordinates), which are kept as draws.
     """
 
     kinds: tuple[str, ...]
@@ -121,13 +122,15 @@ class Inputs(NamedTuple):
 def inputs_of(
     num_state: int, position: int, num_per_step: int, sources: Sequence[Source]
 ) -> Inputs:
-    """How a compiled loop reads the inputs of a step, except its constants (tensors that the model
-    reads besides its arguments).
+    """An `Inputs`: where a compiled loop finds each input of a sampler's step, except constants
+    (tensors that the model reads besides its arguments).
 
     Args:
-        num_state: number of leaves of the state.
-        position: index of the leaf that is the position.
-        num_per_step: number of tensors with an entry for each step, besides the batch's.
+        num_state: number of tensors in the state.
+        position: index, among these, of the chains' positions `[chains, D]` (params, or their
+            whitened coordinates).
+        num_per_step: number of tensors with an entry for each step, besides those of the batch
+            (hyperparameters, standard normal numbers).
         sources: how each tensor of the minibatch is read: fixed, per step, or gathered from a
             table.
     """
@@ -136,8 +139,9 @@ def inputs_of(
 
 
 def write_loop(graph: Graph, inputs: Inputs, compiled: Compiled) -> str:
-    """The C++ source of a loop over a compiled step.  The step maps the state and other inputs to
-    the next state and a number for each chain, which is kept with the position.
+    """The C++ source of a loop over a compiled step. The step maps the state and other inputs to
+    the next state and each chain's log joint; the loop keeps the chains' positions (params, or
+    their whitened coordinates) and log joints after every so many steps.
 
     Args:
         graph: graph of the step.
@@ -158,7 +162,8 @@ class Loop:
 
     Attributes:
         library: loaded library, built from the source of `write_loop`.
-        position: index of the state's leaf that is the position.
+        position: index, among the state's tensors, of the chains' positions `[chains, D]` (params,
+            or their whitened coordinates).
         log_joint_dtype: dtype of a step's log joint.
     """
 
@@ -176,7 +181,8 @@ class Loop:
         every: int,
         threads: int,
     ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-        """Runs all steps of a block.
+        """Runs all steps of a block of steps, in each group of chains, and returns the state after
+        the last step and the draws that were kept.
 
         Args:
             state: leaves of the state, `[groups, chains, ...]`.
@@ -246,8 +252,9 @@ class _Pointer:
 
 
 def _per_step(leaf: Tensor) -> _Pointer:
-    """The pointer to a tensor `[groups, steps, ...]`, whose entries are made contiguous if they are
-    not."""
+    """A pointer to a tensor `[groups, steps, ...]` for the compiled loop, which reads one entry of
+    it at each step. The tensor is copied if its entries are not contiguous.
+    """
     leaf = leaf if leaf[0, 0].is_contiguous() else leaf.contiguous()
     return _Pointer(leaf, leaf.stride(0), leaf.stride(1))
 
@@ -268,8 +275,10 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
 
     Args:
         plan: C++ statements of the step.
-        kinds: kind of each input, as in `Inputs`, constants included.
-        position: index of the input that is the position.
+        kinds: for each input, constants included, whether it is part of the state, per step,
+            gathered or fixed (see `Inputs`).
+        position: index of the input that holds the chains' positions (params, or their whitened
+            coordinates).
 
     Raises:
         NotALoop: an output of the state is not contiguous.
@@ -321,9 +330,9 @@ def _source(plan: Plan, kinds: Sequence[str], position: int) -> str:
 
 
 def _in_buffer(plan: Plan, view: View) -> View:
-    """An output of a step, with its memory in one of the step's buffers. An input that is returned
-    unchanged, such as the old position or a step's noise, is copied to a new buffer before its
-    pointer moves on.
+    """The tensor `view`, an output of a step, in memory that the step may write to. If an input is
+    returned unchanged, such as the old params or a step's standard normal numbers, it is copied to
+    a new buffer, because pointers to inputs move on at the end of the step.
     """
     if view.root in plan.buffers:
         return view

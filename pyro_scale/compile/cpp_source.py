@@ -27,8 +27,9 @@ _ARENA = """
 
 
 def is_small(plan: Plan) -> bool:
-    """True if the buffers of a step are small enough for local variables. A C++ compiler sees all
-    uses of these, and omits computations whose results are not used.
+    """Whether the buffers (intermediate tensors) of a step are small enough for local variables of
+    a C++ function. A compiler sees all uses of these, and leaves out computations whose results are
+    not used.
 
     Args:
         plan: C++ statements of the step.
@@ -57,7 +58,9 @@ def write_kernels(plan: Plan, inline: bool = False) -> str:
 
 
 def write_local_buffers(plan: Plan) -> str:
-    """C++ source of the buffers of a step as arrays on the stack, with a pointer to each."""
+    """C++ source that declares the buffers of a step as arrays on the stack, each with a pointer to
+    it. For small buffers (see `is_small`).
+    """
     lines = []
     for root, num_bytes in plan.buffers.items():
         lines.append(f"alignas({_ALIGNMENT}) char {root}_memory[{_aligned(num_bytes)}];")
@@ -66,8 +69,9 @@ def write_local_buffers(plan: Plan) -> str:
 
 
 def write_buffers(plan: Plan) -> str:
-    """C++ source of pointers to the buffers of a step, in memory that each thread keeps from call
-    to call."""
+    """C++ source that declares a pointer to each buffer of a step, in memory that each thread keeps
+    from call to call. For large buffers (see `is_small`).
+    """
     pointers, size = [], 0
     for root, num_bytes in plan.buffers.items():
         pointers.append(f"char* {root} = base + {size};")
@@ -82,7 +86,9 @@ def indent(lines: list[str], by: int) -> str:
 
 
 def _aligned(num_bytes: int) -> int:
-    """The size of a buffer in bytes, rounded up so that the next buffer is aligned."""
+    """The number of bytes to reserve for a buffer of `num_bytes`: rounded up so that the next
+    buffer begins at an aligned address.
+    """
     return -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -39,7 +39,8 @@ _PROCESSOR = ("-march=native",), ("-mcpu=native",), ()
 
 
 class CppKernel:
-    """A C++ function as Inductor wrote it ("kernel"), which is compiled when it is first called.
+    """A C++ function that Inductor has written for some operations of a graph (a "kernel"). It is
+    compiled when it is first called.
 
     Args:
         argument_types: C++ type of each argument.
@@ -51,11 +52,15 @@ class CppKernel:
         self._built: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """Calls the kernel on tensors and numbers; builds the kernel first if necessary."""
+        """Calls the kernel on tensors and numbers, as Inductor's Python source does; builds the
+        kernel first if that has not happened yet.
+        """
         return self.built()(*args)
 
     def built(self) -> Callable[..., Any]:
-        """The kernel as a Python function of tensors; builds it first if necessary."""
+        """The compiled kernel as a Python function of tensors and numbers; builds the kernel now if
+        that has not happened yet.
+        """
         if self._built is None:
             self._built = _load(self._build)
         return self._built
@@ -84,7 +89,8 @@ class Compiled:
     names: Mapping[str, Any]
 
     def build(self) -> None:
-        """Builds the C++ kernels now, so that their errors are raised here.
+        """Builds the C++ kernels that the compiled graph calls. They would otherwise be built at
+        the first call; built now, their errors are raised here.
 
         Raises:
             Exception: there is no C++ compiler, or the compiler rejects a kernel.
@@ -141,8 +147,9 @@ def _uses_widest_vectors() -> bool:
 
 
 def _may_abort(kernel: object) -> bool:
-    """Whether an object is a C++ kernel that checks indices in several threads, where a failed
-    check would abort the process."""
+    """Whether an object is a C++ kernel that checks indices in several threads: if such a check
+    fails, the process is aborted and no exception is raised.
+    """
     if not isinstance(kernel, CppKernel):
         return False
     return "#pragma omp" in kernel.source and "out of bounds" in kernel.source
@@ -186,7 +193,8 @@ def build_library(source: str) -> str:
 
 
 def build_plain(source: str) -> str:
-    """Builds a C++ library that needs no headers of torch.  Returns the path of the library's file.
+    """Builds a C++ library from source that includes no headers of torch (for others, see
+    `build_library`). Returns the path of the library's file.
 
     Raises:
         Exception: there is no C++ compiler, or the compiler rejects the source.

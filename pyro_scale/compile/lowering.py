@@ -33,8 +33,8 @@ _CHECKS = ("args.clear", "assert_size_stride", "assert_size_stride_grouped", "as
 
 @dataclass
 class Plan:
-    """The C++ statements of one step, and what they use. Statements of Inductor's source are
-    translated one by one with `read`.
+    """The translation of one step into C++: statements, the buffers they use, and the kernels they
+    call. `read` adds the translation of the next statement of Inductor's Python source.
 
     Attributes:
         inputs: inputs of the step.
@@ -63,13 +63,15 @@ class Plan:
 
     @property
     def calls_aten(self) -> bool:
-        """Whether the statements call operations of ATen."""
+        """Whether some statement calls a torch (ATen) operation, which the C++ source then needs
+        helpers for.
+        """
         return any("check(" in line for line in self.lines)
 
     @property
     def substitutes(self) -> bool:
-        """True if some statement solves triangular equations by substitution, written in C++
-        instead of a call of ATen.
+        """Whether some statement solves triangular equations by substitution in C++ (instead of a
+        call of torch), which the C++ source then needs a helper for.
         """
         return any("substitute<" in line for line in self.lines)
 
@@ -138,7 +140,8 @@ class Plan:
         return True
 
     def _aten(self, name: str, call: ast.Call) -> None:
-        """Translates the call of an ATen operation, and gives its results a name.
+        """Adds C++ statements that call an ATen operation, and gives the operation's results a
+        name.
 
         Args:
             name: name of the results in Inductor's source.
@@ -158,7 +161,9 @@ class Plan:
     # ------------------------------------------------------------------ expressions
 
     def _argument(self, expression: ast.expr) -> Any:
-        """An argument of a call: a view of a tensor, or a Python number."""
+        """The argument that an expression in Inductor's source stands for: a view of a tensor, or a
+        Python number.
+        """
         try:
             return ast.literal_eval(expression)
         except ValueError:
@@ -186,8 +191,8 @@ class Plan:
         raise NotALoop(ast.unparse(expression))
 
     def _allocate(self, view: View) -> View:
-        """The tensor `view`, with memory assigned to it: a buffer of the same size that is no
-        longer used, or a new buffer.
+        """The tensor `view` with memory assigned to it: a buffer of the same size whose contents
+        are no longer used, or else a new buffer.
         """
         root = next((r for r in self.free if self.buffers[r] == view.num_bytes), None)
         if root is None:

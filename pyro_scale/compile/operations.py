@@ -21,13 +21,15 @@ from torch import Tensor
 
 
 class NotALoop(Exception):
-    """Error: a step contains a statement that cannot be written as C++; the argument is this
-    statement."""
+    """Raised if a step contains a statement that cannot be written as C++; the exception's argument
+    is this statement. Callers then run steps from Python.
+    """
 
 
 @dataclass(frozen=True)
 class View:
-    """A tensor in memory, as C++ names it.
+    """A tensor in the memory of compiled code: a C++ pointer, with offset, shape, strides and
+    dtype.
 
     Attributes:
         root: name of the C++ pointer to the memory.
@@ -110,7 +112,9 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
 
 
 def is_operation(function: str) -> bool:
-    """Whether a function's name in Inductor's source is that of an ATen operation."""
+    """Whether a name in Inductor's Python source, such as
+    `torch.ops.aten.linalg_cholesky_ex.default`, is that of an ATen operation.
+    """
     return function.startswith("torch.ops.aten.")
 
 
@@ -202,8 +206,9 @@ def _word(value: Any, kind: str, function: str) -> str:
 def _results_like(
     operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, ...]:
-    """The results of an operation on arguments of these shapes and dtypes, as tensors without
-    memory."""
+    """The shapes and dtypes of an operation's results for these arguments: tensors on torch's meta
+    device, without memory.
+    """
 
     def like(value: Any) -> Any:
         if not isinstance(value, View):
@@ -262,8 +267,8 @@ def is_substitution(function: str, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def solution(right: View) -> View:
-    """The solution x of A x = b as a tensor without memory yet, with the shape and strides that
-    ATen would give it, from the right side b.
+    """A `View` for the solution x of A x = b, which has no memory yet: the shape, dtype and strides
+    that ATen would give to x. `right` is b.
     """
     *many, size, one = right.size
     return View("", right.dtype, (*many, size, one), (*(size for _ in many), 1, size))
@@ -295,5 +300,7 @@ def write_substitution(matrix: View, right: View, x: View, kwargs: Mapping[str, 
 
 
 def _batch_stride(view: View) -> int:
-    """Number of elements from one matrix or vector of a batch to the next; 0 without a batch."""
+    """The number of elements in memory from one matrix (or vector) of a batch to the next; 0 if
+    there is only one.
+    """
     return view.stride[0] if len(view.size) == 3 else 0

@@ -89,19 +89,23 @@ def trace(function: Callable[..., Sequence[Tensor]], examples: Sequence[Tensor])
 
 
 def is_tracing() -> bool:
-    """Whether `trace` is recording operations now, in the running code."""
+    """Whether the code that runs now is being recorded by `trace`: it must not read tensors' values
+    then.
+    """
     return get_proxy_mode() is not None
 
 
 def as_input(constant: Tensor) -> Tensor:
-    """A constant as compiled code reads it: detached, without conjugation or negation bits, in the
-    same memory if possible."""
+    """The tensor by which compiled code reads a constant: detached, without conjugation or negation
+    bits, in the same memory if possible.
+    """
     return constant.detach().resolve_conj().resolve_neg()
 
 
 def _accumulate(combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    """Decomposition of a cumulative sum or product into operations on elements, for `make_fx`, as
-    Inductor has no C++ kernel for them.
+    """A function that computes a cumulative sum or product along a dimension by operations on
+    elements. It is passed to `make_fx` as a decomposition, since Inductor has no C++ kernel for
+    these two.
 
     Args:
         combine: function of two tensors that adds or multiplies.
@@ -126,8 +130,9 @@ _DECOMPOSITIONS = {
 
 
 def _write_dtypes(module: fx.GraphModule) -> None:
-    """Makes the dtype explicit of tensors that a graph creates without one, such as torch.eye(3):
-    torch's default may have changed when the graph is compiled."""
+    """Writes a dtype into all operations of a graph that create a tensor without one, such as
+    torch.eye(3), in place: torch's default dtype may have changed when the graph is compiled.
+    """
     for node in module.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or node.all_input_nodes:
@@ -160,8 +165,9 @@ def _spread_failures(module: fx.GraphModule) -> None:
 
 
 def _lift_constants(module: fx.GraphModule) -> list[Constant]:
-    """Turns the tensors that a graph contains into inputs, after its other inputs. Returns them, in
-    order."""
+    """Turns the tensors that a graph contains into further inputs of the graph, after the
+    function's arguments. Returns a list of these tensors, in the inputs' order.
+    """
     graph = module.graph
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     inputs: dict[str, fx.Node] = {}

@@ -115,7 +115,9 @@ def raise_if_from_handler(error: BaseException) -> None:
 
 
 def _code(handler: Any) -> CodeType | None:
-    """The code object of a Python signal handler; None for the system's handlers."""
+    """The code object of a Python signal handler, which identifies its frames in a traceback; None
+    if the handler is not written in Python, such as the system's default.
+    """
     while isinstance(handler, functools.partial):
         handler = handler.func
     for function in (handler, type(handler).__call__ if callable(handler) else None):

@@ -18,18 +18,23 @@ from torch import Tensor
 
 
 class _Gaussian:
-    """Base of all Gaussians over a vector `[D]`; subclasses are dataclasses whose fields are
-    tensors."""
+    """Base class of Gaussian distributions of a vector `[D]`. Subclasses store the covariance in
+    different ways, and are dataclasses whose fields are tensors.
+    """
 
     mean: Tensor
 
     @classmethod
     def from_contents(cls, **contents: Any) -> Self:
-        """The Gaussian with these fields, as `contents` returns them."""
+        """The Gaussian whose fields (such as `mean` and `sd`) have these values: the inverse of
+        `contents`.
+        """
         return cls(**contents)
 
     def contents(self) -> dict[str, Any]:
-        """A dict from the names of the Gaussian's fields to tensors, to save in files."""
+        """The Gaussian's fields as a dict by name (tensors, or lists and tuples of them), to save
+        in files.
+        """
         return dict(vars(self))
 
     def double(self) -> Self:
@@ -71,7 +76,9 @@ class Diagonal(_Gaussian):
         return cls(mean, precision.rsqrt())
 
     def temper(self, temperature: float) -> Diagonal:
-        """The Gaussian with the covariance multiplied by a temperature."""
+        """The Gaussian of the same mean with the covariance multiplied by `temperature`: the
+        approximation of a posterior at that temperature.
+        """
         return Diagonal(self.mean, self.sd * math.sqrt(temperature))
 
     def sample(self, noise: Tensor) -> Tensor:
@@ -89,7 +96,9 @@ class Diagonal(_Gaussian):
 
     @property
     def precision(self) -> Tensor:
-        """Precisions of the elements, `[D]`; the precision matrix has no other entries."""
+        """The precisions (reciprocal variances) of the elements, `[D]`: the diagonal of the
+        precision matrix, which has no other entries.
+        """
         return self.sd.square().reciprocal()
 
     precision_diagonal = precision
@@ -144,7 +153,9 @@ class Dense(_Gaussian):
         return cls(mean, inverse.flip(-2, -1).mT)
 
     def temper(self, temperature: float) -> Dense:
-        """The Gaussian with the covariance multiplied by a temperature."""
+        """The Gaussian of the same mean with the covariance multiplied by `temperature`: the
+        approximation of a posterior at that temperature.
+        """
         if temperature == 1:
             return self
         return Dense(self.mean, self.scale_tril * math.sqrt(temperature))
@@ -187,8 +198,9 @@ class Dense(_Gaussian):
 
 
 class _ByProducts(_Gaussian):
-    """Base of Gaussians that multiply vectors by their covariance and their precision, without
-    storing a `[D, D]` matrix."""
+    """Base class of Gaussians that store no `[D, D]` matrix, and multiply vectors by their
+    covariance and their precision instead.
+    """
 
     def covariance_times(self, vector: Tensor) -> Tensor:
         """The covariance times vectors `[..., D]`."""
@@ -243,7 +255,9 @@ class LowRank(_ByProducts):
         return cls(mean, scale, axes, singular.square())
 
     def temper(self, temperature: float) -> LowRank:
-        """The Gaussian with the covariance multiplied by a temperature."""
+        """The Gaussian of the same mean with the covariance multiplied by `temperature`: the
+        approximation of a posterior at that temperature.
+        """
         return LowRank(self.mean, self.scale * math.sqrt(temperature), self.axes, self.lengths)
 
     def sample(self, noise: Tensor) -> Tensor:
@@ -311,8 +325,9 @@ class Block(NamedTuple):
         return self.left @ (self.variances.sqrt() * noise) @ self.right.mT
 
     def diagonal(self, values: Tensor) -> Tensor:
-        """Diagonal, arranged as `[m, n]`, of the matrix with the block's eigenvectors and these
-        eigenvalues `[m, n]`."""
+        """The diagonal, arranged as `[m, n]`, of the matrix with the block's eigenvectors and with
+        `values` `[m, n]` as eigenvalues: for `variances`, the variances of the block's elements.
+        """
         return self.left.square() @ values @ self.right.square().mT
 
 
@@ -342,7 +357,9 @@ class Kronecker(_ByProducts):
         return {**vars(self), "blocks": tuple(tuple(block) for block in self.blocks)}
 
     def temper(self, temperature: float) -> Kronecker:
-        """The Gaussian with the covariance multiplied by a temperature."""
+        """The Gaussian of the same mean with the covariance multiplied by `temperature`: the
+        approximation of a posterior at that temperature.
+        """
         blocks = tuple(
             block._replace(variances=temperature * block.variances) for block in self.blocks
         )
@@ -385,9 +402,13 @@ class Kronecker(_ByProducts):
         return torch.stack([part.log().sum() for part in parts]).sum()
 
     def _diagonal(self, eigenvalues: Callable[[Tensor], Tensor]) -> Tensor:
-        """Diagonal `[D]` of the matrix that has the covariance's eigenvectors, and as eigenvalues a
-        function of its eigenvalues: the identity for the covariance, the reciprocal for the
-        precision."""
+        """The diagonal `[D]` of a function of the covariance matrix, which is applied to the
+        covariance's eigenvalues.
+
+        Args:
+            eigenvalues: function applied to variances: the identity for the covariance, the
+                reciprocal for the precision.
+        """
         total = torch.zeros_like(self.mean)
         for block in self.blocks:
             total[block.places] = block.diagonal(eigenvalues(block.variances))
@@ -399,7 +420,8 @@ class Kronecker(_ByProducts):
         map_block: Callable[[Block, Tensor], Tensor],
         map_others: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """Maps vectors `[..., D]` part by part.
+        """Vectors `[..., D]` in which each block's elements, and the elements of no block, are
+        replaced by results of functions.
 
         Args:
             vector: vectors, `[..., D]`.
@@ -418,8 +440,9 @@ Gaussian: TypeAlias = Diagonal | Dense | Kronecker | LowRank
 
 
 def as_structure(gaussian: Gaussian, dense: bool) -> Gaussian:
-    """The Gaussian as a `Dense` one with the same covariance if `dense`; otherwise as a `Diagonal`
-    one with the same variances, without correlations."""
+    """A Gaussian with another structure of the covariance: a `Dense` one with the same covariance
+    if `dense`; otherwise a `Diagonal` one with the same variances, without correlations.
+    """
     if not dense:
         return Diagonal(gaussian.mean, gaussian.variance.sqrt())
     if isinstance(gaussian, Diagonal):

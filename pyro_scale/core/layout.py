@@ -14,7 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """The correspondence of a dict of tensors, such as latents by site, and one flat vector `[D]`.
+    """Where each tensor of a dict, such as latents by site, is found in one flat vector `[D]`;
+    converts one to the other.
 
     Args:
         names: names of the entries, in the vector's order.
@@ -35,7 +36,9 @@ class Layout:
 
     @classmethod
     def from_tensors(cls, values: Mapping[str, Tensor]) -> Layout:
-        """The layout of a dict of tensors, in the dict's order."""
+        """The layout that corresponds to a dict of tensors: its names, shapes and dtypes, in the
+        dict's order.
+        """
         return cls(
             tuple(values),
             tuple(value.shape for value in values.values()),
@@ -62,7 +65,9 @@ class Layout:
         return places
 
     def places(self, names: Iterable[str]) -> Tensor:
-        """Indices in the vector of all elements of the entries with these names, int64 `[d]`."""
+        """Indices, in the flat vector, of all elements of the entries with these names, one entry
+        after another: int64 `[d]`.
+        """
         slices = self.slices()
         parts = [torch.arange(slices[n].start, slices[n].stop) for n in names]
         return torch.cat(parts) if parts else torch.arange(0)

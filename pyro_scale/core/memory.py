@@ -48,7 +48,7 @@ def bytes_of(device: torch.device) -> int:
 
 
 def in_words(count: int) -> str:
-    """A number of bytes as text, such as "1.5 GiB"."""
+    """A number of bytes as text for messages, such as "1.5 GiB"."""
     units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
     power = min(len(units) - 1, max(0, (max(count, 1).bit_length() - 1) // 10))
     return f"{count / 2 ** (10 * power):.3g} {units[power]}"

@@ -20,12 +20,12 @@ _GROUP_NUMBERS = 2**15
 
 
 def autocorrelation_time(draws: Tensor) -> Tensor:
-    """Integrated autocorrelation time of each element, in draws (number of draws per effective
-    draw), `[elements]`; 1 for constant elements, and at least 1 / log10(all draws).
+    """Integrated autocorrelation time of each element, `[elements]`: how many draws are worth one
+    independent draw. 1 for constant elements, and at least 1 / log10(all draws).
 
     ArviZ's, of whole chains and without ranks: twice the sum of the autocorrelations about the
     common mean of all chains, over Geyer's initial monotone sequence (Geyer 1992; Vehtari et al.
-    2021).
+    2021). Number of draws of all chains divided by it: effective sample size.
 
     Args:
         draws: draws, `[chains, draws, elements]`, four draws a chain or more.

@@ -58,27 +58,35 @@ class Sums(NamedTuple):
 
     @classmethod
     def none(cls, num_chains: int, size: int) -> Sums:
-        """The sums of no draws: zeros."""
+        """The sums of chains without draws, to add others to: zeros of the shapes for `num_chains`
+        chains and draws of `size` elements.
+        """
         zeros = torch.zeros(num_chains, size, dtype=torch.float64)
         return cls(torch.zeros(num_chains, 1, dtype=torch.long), zeros, zeros)
 
     @classmethod
     def from_draws(cls, numbers: Tensor) -> Sums:
-        """The sums of draws `[chains, n, size]`, in float64."""
+        """The number, mean and sum of squared deviations of draws `[chains, n, size]`, chain by
+        chain, in float64.
+        """
         numbers = numbers.double()
         mean = numbers.mean(1)
         number = torch.full((len(numbers), 1), numbers.shape[1])
         return cls(number, mean, (numbers - mean[:, None]).square().sum(1))
 
     def __or__(self, other: Sums) -> Sums:
-        """The sums over the draws of both, chain by chain (Chan, Golub and LeVeque 1983)."""
+        """The number, mean and sum of squared deviations of the draws of both together, chain by
+        chain (Chan, Golub and LeVeque 1983).
+        """
         count = self.number + other.number
         part, gap = other.number / count.clamp(min=1).double(), other.mean - self.mean
         squares = self.squares + other.squares + gap.square() * (self.number * part)
         return Sums(count, self.mean + gap * part, squares)
 
     def pool(self) -> Sums:
-        """The sums of the draws of all chains together, as of one chain."""
+        """The number, mean and sum of squared deviations of the draws of all chains together, as if
+        they were one chain: `number` `[1, 1]`, the others `[1, size]`.
+        """
         number = self.number.sum(0, keepdim=True)
         mean = (self.number * self.mean).sum(0, keepdim=True) / number
         squares = self.squares + self.number * (self.mean - mean).square()
@@ -132,7 +140,8 @@ class Totals(NamedTuple):
         )
 
     def moments(self, levels: Sequence[float]) -> Moments:
-        """The moments of every element, `[size]`, over all chains.
+        """The posterior mean, sd, quantiles, R-hat and ESS of every element, over the draws of all
+        chains: tensors `[size]`.
 
         Args:
             levels: levels of the quantiles, in [0, 1].
@@ -156,7 +165,9 @@ class Totals(NamedTuple):
         return Moments(total.mean[0], variance.sqrt(), quantiles, r_hat, variance / error)
 
     def state(self) -> dict[str, Any]:
-        """A dict of tensors and plain objects from which `from_state` restores the totals."""
+        """The statistics as a dict of tensors and plain objects, to save in a file; `from_state`
+        restores them.
+        """
         return {
             "halves": [list(half) for half in self.halves],
             "batches": list(self.batches),
@@ -166,7 +177,7 @@ class Totals(NamedTuple):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Totals:
-        """The totals from a dict that `state` returned."""
+        """The statistics that were saved as `state`, a dict that the method `state` returned."""
         first, second = (Sums(*half) for half in state["halves"])
         sketch = QuantileSketch(0)
         vars(sketch).update(state["sketch"])
@@ -213,8 +224,9 @@ class OnlineMoments:
             draws = draws[:, most:]
 
     def sketch_of(self, chain: int) -> QuantileSketch:
-        """The quantile sketch of the draws of the chain with this index, one stream for each
-        element."""
+        """The quantile sketch of one chain's draws, from which quantiles of each element follow;
+        `chain` is the chain's index.
+        """
         size = self._shape[1]
         return self._sketch.streams(slice(chain * size, (chain + 1) * size))
 
@@ -225,7 +237,9 @@ class OnlineMoments:
         return Totals.from_parts([self], [(0, chain) for chain in chains])
 
     def state(self) -> dict[str, Any]:
-        """A dict of tensors `[chains, ...]` from which `go_on_from` continues the collection."""
+        """The moments collected so far, as a dict of tensors `[chains, ...]` for a checkpoint;
+        `go_on_from` continues from it.
+        """
         sketch = {name: x.unflatten(0, self._shape) for name, x in vars(self._sketch).items()}
         return {
             "halves": [list(half) for half in self.halves],
@@ -235,8 +249,11 @@ class OnlineMoments:
         }
 
     def go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Continues an earlier collection from its saved `state`. Everything collected so far is
-        discarded.
+        """Continues an earlier collection of draws, after a run is resumed. Everything collected
+        here so far is discarded.
+
+        Args:
+            state: what the property or method `state` of the earlier collection returned.
         """
         first, second = (Sums(*half) for half in state["halves"])
         self.halves = first, second

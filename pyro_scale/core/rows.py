@@ -24,20 +24,24 @@ Arguments = tuple[Any, ...] | dict[str, Any]
 
 
 class Fixed(NamedTuple):
-    """A tensor of the minibatches that is the same at every step."""
+    """Source of a tensor of the minibatches for a compiled loop: the tensor is the same at every
+    step.
+    """
 
     tensor: Tensor
 
 
 class PerStep(NamedTuple):
-    """A tensor of the minibatches with an entry for every step, `[chains, steps, ...]`."""
+    """Source of a tensor of the minibatches for a compiled loop: a tensor `[chains, steps, ...]`
+    with an entry for every step.
+    """
 
     tensor: Tensor
 
 
 class Gathered(NamedTuple):
-    """A tensor of the minibatches that consists of the rows of a table `[N, ...]` at indices
-    `[chains, steps, B]`.
+    """Source of a tensor of the minibatches for a compiled loop: the rows of a table `[N, ...]` at
+    indices `[chains, steps, B]`.
     """
 
     table: Tensor
@@ -49,8 +53,9 @@ Source = Fixed | PerStep | Gathered
 
 
 def is_rows(leaf: object) -> bool:
-    """Whether an object among the model's arguments is rows of data: a tensor with at least one
-    dimension."""
+    """Whether an object among the model's arguments holds rows of data: it is a tensor with at
+    least one dimension. Other objects are passed to the model as they are.
+    """
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
@@ -74,8 +79,9 @@ def column_names(batch: object) -> dict[str, list[Any]]:
 
 
 def by_place_or_name(batch: object) -> Arguments:
-    """Data from a loader or a user as a tuple of positional arguments, or a dict of arguments by
-    name. A single argument becomes a tuple of one. The arguments themselves are not converted.
+    """Data from a loader or a user as a tuple (arguments by position) or a dict (arguments by
+    name). A list becomes a tuple, and a single argument a tuple of one. The arguments themselves
+    are not converted.
     """
     if isinstance(batch, Mapping):
         return dict(batch)
@@ -158,7 +164,9 @@ def count(arguments: Arguments) -> int | None:
 
 
 def described(arguments: Arguments) -> str:
-    """A phrase with the names, dtypes and shapes of all tensors of rows, for messages."""
+    """A phrase for messages with the names, dtypes and shapes of all tensors of rows among the
+    model's arguments.
+    """
     descriptions = [
         f"{name} is {dtype_name(leaf.dtype)} {list(leaf.shape)}"
         for name, leaf in named_rows(arguments)
@@ -184,8 +192,8 @@ def are_finite(arguments: Arguments) -> bool:
 
 
 def to_clean(arguments: Arguments, begin: int = 0, among: str = " of the batch") -> str:
-    """An error message which says that rows of data contain NaN or infinite numbers, and names
-    argument and row of the first one; "" if all numbers are finite.
+    """A sentence for an error message: that rows of data contain NaN or infinite numbers, with the
+    argument and the row of the first one. Empty ("") if all numbers are finite. Nothing is raised.
 
     Args:
         arguments: the model's arguments.
@@ -204,8 +212,13 @@ def to_clean(arguments: Arguments, begin: int = 0, among: str = " of the batch")
 
 
 def other_columns(arguments: Arguments, expected: Arguments) -> str:
-    """A message about the first argument whose rows have another shape than those of the argument
-    of this name in `expected`; "" if there is none."""
+    """A sentence for an error message about the first argument whose rows have another shape than
+    in an earlier batch; empty ("") if there is none.
+
+    Args:
+        arguments: the model's arguments.
+        expected: the arguments of the earlier batch, with which these are compared by name.
+    """
     shapes = {name: list(leaf.shape[1:]) for name, leaf in named_rows(expected)}
     for name, leaf in named_rows(arguments):
         if shapes.get(name, list(leaf.shape[1:])) != list(leaf.shape[1:]):

@@ -35,8 +35,8 @@ class Falling:
         return self.start / (1 + step / 1000)
 
     def over(self, num_steps: int) -> Callable[[Any], Any]:
-        """The schedule for a run of `num_steps` steps: a function of the step's number, linear from
-        `start` at step 0 to 0 at step `num_steps`.
+        """The schedule for a run of known length: a function of the step's number that falls
+        linearly from `start` at step 0 to 0 at step `num_steps`.
         """
         return partial(_linear, self.start, num_steps)
 
@@ -165,15 +165,17 @@ class Cyclical:
 
 
 def map_schedule(function: Callable[[float], float], value: float | Schedule) -> float | Schedule:
-    """function(value) if `value` is a number; if it is a schedule, the schedule step ->
-    function(value(step))."""
+    """`function` applied to a hyperparameter that may change from step to step: `function(value)`
+    if `value` is a number; if it is a schedule, the schedule step -> function(value(step)).
+    """
     if callable(value):
         return lambda step: function(value(step))
     return function(value)
 
 
 def initial(value: float | Schedule) -> float:
-    """The number itself, or a schedule's value at step 0, as a float.
+    """The value at step 0 of a hyperparameter, as a float: the number itself, or the schedule's
+    value there.
 
     Raises:
         ArgumentError: the number is not finite and above 0, or `value` is a `Cyclical`.

@@ -151,7 +151,8 @@ def _values_of(column: Any, where: str) -> np.ndarray:
 
 
 def _side_by_side(columns: dict[str, np.ndarray]) -> Tensor:
-    """Columns as a table `[rows, columns]`, of floating-point numbers if any column has them.
+    """The columns of a data frame as one tensor `[rows, columns]`, of floating-point numbers if any
+    column has them.
 
     Args:
         columns: dict from a column's name for messages to its values.
@@ -163,7 +164,7 @@ def _side_by_side(columns: dict[str, np.ndarray]) -> Tensor:
 
 
 def _of_one_dtype(columns: list[Tensor]) -> list[Tensor]:
-    """The columns, converted to their common dtype; all are of integers or booleans."""
+    """The columns (integers or booleans), converted to the dtype to which all promote."""
     dtype = columns[0].dtype
     for column in columns:
         dtype = torch.promote_types(dtype, column.dtype)

@@ -55,8 +55,9 @@ class QuantileSketch:
 
     @classmethod
     def merge(cls, sketches: Sequence[QuantileSketch]) -> Self:
-        """A sketch whose streams contain the numbers of several sketches together; all have the
-        same number of streams."""
+        """A sketch of the numbers of several sketches together, stream by stream; all sketches have
+        the same number of streams.
+        """
         merged = cls(len(sketches[0].held))
         parts = []
         for block in merged._blocks():
@@ -70,8 +71,8 @@ class QuantileSketch:
         return merged
 
     def streams(self, places: slice) -> QuantileSketch:
-        """A sketch with only the streams (sequences of numbers) whose indices are in the slice
-        `places`.
+        """A sketch of some of the streams (each stream is one element's sequence of numbers): those
+        whose indices are in the slice `places`.
         """
         part = QuantileSketch(0)
         part.means, part.sizes = self.means[places], self.sizes[places]
@@ -90,13 +91,15 @@ class QuantileSketch:
         return torch.cat(parts).T
 
     def _merge(self, numbers: Tensor) -> None:
-        """Merges numbers `[streams, n]` into the streams' clusters."""
+        """Adds the numbers `[streams, n]` to the streams' clusters, in place."""
         parts = [_cluster(*self._with(numbers, block)) for block in self._blocks()]
         self.means, self.sizes = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
     def _with(self, numbers: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-        """(Means, sizes), each `[streams, clusters + n]` and sorted by mean, of a block of streams:
-        their clusters, and further numbers `[streams, n]` as clusters of one."""
+        """(Means, sizes) of a block of streams with further numbers added as clusters of one number
+        each: both `[streams, clusters + n]`, sorted by mean. `numbers` is `[streams, n]`, and
+        `block` the slice of the streams.
+        """
         means = torch.cat([self.means[block].to(numbers.dtype), numbers[block]], 1)
         return _sort(means, torch.cat([self.sizes[block], _ones(numbers[block])], 1))
 
@@ -135,7 +138,13 @@ def _cluster(means: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantiles(means: Tensor, sizes: Tensor, levels: Tensor) -> Tensor:
-    """Quantiles `[streams, levels]` from sorted clusters `[streams, n]`."""
+    """Quantiles of each stream, `[streams, levels]`, from its clusters.
+
+    Args:
+        means: means of the clusters, sorted, `[streams, n]`.
+        sizes: numbers of members of the clusters, `[streams, n]`.
+        levels: levels of the quantiles, in [0, 1].
+    """
     means, ends = means.double(), sizes.cumsum(1)
     places = ends - (sizes + 1) / 2  # of the means among the numbers, from 0
     ranks = levels * (ends[:, -1:] - 1)

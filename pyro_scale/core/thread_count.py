@@ -54,8 +54,9 @@ _changing = threading.Lock()
 
 @contextmanager
 def restored_threads() -> Iterator[None]:
-    """Context of a run, which may choose its number of threads; at the end, torch has the number
-    that it had."""
+    """Context around a run, inside of which `choose_threads` may change torch's number of threads;
+    at the end, torch has the same number as before.
+    """
     before, outer = torch.get_num_threads(), (_run.threads, _run.ends)
     with contextlib.ExitStack() as _run.ends:
         _run.ends.callback(_set_threads, before)

@@ -61,7 +61,8 @@ def as_flag(name: str, value: object) -> bool:
 
 
 def evenly(total: int, count: int) -> Tensor:
-    """At most `count` of the numbers 0, ..., total - 1, evenly spaced from the first to the last,
-    int64; all of them if `count` is not below `total`."""
+    """Indices that pick at most `count` of `total` items, evenly spaced from the first to the last:
+    sorted int64 numbers from 0 to total - 1. All of them if `count` is not below `total`.
+    """
     places = torch.linspace(0, total - 1, min(total, count), dtype=torch.float64)
     return places.round().long()

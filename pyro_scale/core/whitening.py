@@ -262,7 +262,9 @@ class KroneckerWhitening(_OfTensors):
         return mixed._rotate(self.scale.square())
 
     def _rotate(self, vector: Tensor, back: bool = False) -> Tensor:
-        """Q v for vectors v `[..., d]`, or Q' v if `back`."""
+        """Vectors `[..., d]` multiplied by the orthogonal matrix Q of the whitening, or by its
+        transpose Q' if `back`.
+        """
         ordered, parts, start = vector[..., self.order], [], 0
         for bases in self.bases:
             left, right = (basis.mT if back else basis for basis in bases)
@@ -293,8 +295,8 @@ def whiten(gaussian: Gaussian, num_data: int, like: Tensor) -> Whitening:
 
 
 def _times_both(left: Tensor, right: Tensor, vector: Tensor) -> Tensor:
-    """left Z right', flattened to `[..., m n]`, for matrices Z `[m, n]` that are flattened to
-    `[..., m n]`. A basis of one vector (a matrix [1, 1]) counts as 1.
+    """The products left Z right' for matrices Z `[m, n]`, which are passed (`vector`) and returned
+    flattened, `[..., m n]`. A factor `left` or `right` of size [1, 1] is taken for 1.
     """
     if len(left) == 1:
         return _times(right, vector)

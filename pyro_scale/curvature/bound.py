@@ -29,8 +29,8 @@ _NUM_ERRORS = 4.5
 
 
 class Offset(NamedTuple):
-    """How far a Gaussian is from the one of largest evidence lower bound: the largest errors among
-    its elements.
+    """Estimated distance of a Gaussian from the one of largest evidence lower bound: the largest
+    errors among its elements.
 
     Attributes:
         mean: the largest error of an element's mean, in sds; infinite if unknown.
@@ -44,8 +44,9 @@ class Offset(NamedTuple):
 
     @property
     def is_small(self) -> bool:
-        """Whether both errors are at most their tolerances, `MOST_MEAN` and `MOST_SD`, plus 4.5
-        standard errors."""
+        """Whether the Gaussian is good enough: both errors are at most their tolerances
+        (`MOST_MEAN`, `MOST_SD`) plus 4.5 standard errors.
+        """
         chance = _NUM_ERRORS * self.error
         return self.mean <= MOST_MEAN + chance and self.sd <= MOST_SD + chance
 
@@ -68,7 +69,9 @@ class _Regression(NamedTuple):
 
     @property
     def is_positive(self) -> bool:
-        """Whether `precision` is positive definite, so that there is a better Gaussian."""
+        """Whether `precision` is positive definite. Only then does the regression give a Gaussian
+        with a larger bound.
+        """
         return not bool(torch.linalg.cholesky_ex(self.precision).info)
 
 
@@ -89,11 +92,12 @@ class Bound(NamedTuple):
     temperature: float
 
     def improved(self, gaussian: Dense | Diagonal, eps: Tensor) -> Dense | Diagonal:
-        """The Gaussian of the same structure (diagonal or dense) with the largest evidence lower
-        bound, in which an expectation is a mean over fixed standard normal numbers.
+        """The Gaussian with the largest evidence lower bound that a search from `gaussian` reaches,
+        of the same structure (diagonal or dense). Expectations are means over fixed standard normal
+        numbers.
 
         Args:
-            gaussian: the Gaussian to begin with; returned if no better one is found.
+            gaussian: the Gaussian where the search begins; returned if no better one is found.
             eps: standard normal numbers, `[draws, d]`.
         """
         current = self._regress(gaussian, eps)
@@ -114,8 +118,10 @@ class Bound(NamedTuple):
         return gaussian
 
     def offset(self, gaussian: Dense | Diagonal, eps: Tensor) -> Offset:
-        """An estimate of how far a Gaussian is from the one of largest evidence lower bound, from
-        standard normal numbers `eps`, `[draws, d]`; infinite if it cannot be estimated."""
+        """An estimate of how far a Gaussian is from the one of largest evidence lower bound: the
+        largest errors of its means and sds. Both are infinite if they cannot be estimated. `eps`
+        has the standard normal numbers `[draws, d]` from which expectations are computed.
+        """
         regression = self._regress(gaussian, eps)
         if regression is None or not regression.is_positive:
             return Offset(torch.inf, torch.inf, 0.0)
@@ -124,7 +130,8 @@ class Bound(NamedTuple):
     def _regress(self, gaussian: Dense | Diagonal, eps: Tensor) -> _Regression | None:
         """The evidence lower bound at a Gaussian, and the linear regression of its draws' gradients
         on their standard normal numbers; None if the log joint or its gradient is not finite at
-        some draw. Arguments as for `improved`."""
+        some draw. `eps` has these numbers, `[draws, d]`.
+        """
         factor = _factor(gaussian)
         draws = self.center.double().repeat(len(eps), 1)
         draws[:, self.places] = gaussian.mean.double() + eps @ factor.mT
@@ -153,8 +160,9 @@ def _factor(gaussian: Dense | Diagonal) -> Tensor:
 
 
 def _move(gaussian: Dense | Diagonal, target: _Regression, fraction: float) -> Dense | Diagonal:
-    """The Gaussian at a fraction (1 for all) of the way from `gaussian` to the better one that the
-    regression gives."""
+    """A Gaussian between `gaussian` (at fraction 0) and the better one that the regression gives
+    (at fraction 1): a step towards the largest bound.
+    """
     factor, identity = _factor(gaussian), torch.eye(len(target.constant)).to(target.constant)
     step = factor @ torch.linalg.solve(target.precision, target.constant)
     mean = gaussian.mean + fraction * step.to(gaussian.mean)

@@ -20,11 +20,12 @@ CHUNK_ROWS = 4096
 
 
 class Chunk(NamedTuple):
-    """Some rows of the data, in the form of the model's arguments.
+    """Consecutive rows of the data, on which the model is run at once: sums over all rows are
+    computed chunk by chunk.
 
     Attributes:
-        arguments: the model's arguments.
-        indices: numbers of the chunk's rows in the arguments, for a model that subsamples by
+        arguments: the model's arguments, with the rows of the chunk.
+        indices: indices of the chunk's rows in the arguments, for a model that subsamples by
             itself; None for any other model.
         keep: slice of the chunk's rows that no earlier chunk had; chunks of a model that subsamples
             may overlap.
@@ -45,8 +46,8 @@ class Chunk(NamedTuple):
 def chunks_of(
     log_posterior: LogPosterior, data: Data, num_rows: int | None = None, share: Share = WHOLE
 ) -> Iterator[Chunk]:
-    """Chunks whose new rows cover all rows of the data once, in order; or one process's share of
-    these chunks.
+    """Yields chunks of rows whose new rows (`keep`) cover all rows of the data once, in order; with
+    a `share`, only those chunks that this process works on.
 
     Args:
         log_posterior: the model's log posterior; if the model needs all rows together, there is a
@@ -112,14 +113,16 @@ def _chunk_size(
 
 
 def num_rows_in(data: TensorData | IndexedData) -> int:
-    """The number of rows of the data; 0 if no argument of the model is a tensor of rows."""
+    """The number of rows of the data; 0 for a model without arguments that are tensors of rows."""
     if isinstance(data, IndexedData):
         return len(data.subset)
     return rows.count(data.arguments) or 0
 
 
 def is_row_wise(log_posterior: LogPosterior) -> bool:
-    """Whether the model can be run on a part of the data, and its log joint is a sum over rows."""
+    """Whether sums over rows can be computed chunk by chunk: the model can be run on a part of the
+    data, and its log likelihood is a sum over rows.
+    """
     info = log_posterior.model_info
     joint = any(rule.whole_data for rule in info.scaling.rules.values())
     return not (joint or info.whole_only)
@@ -127,8 +130,9 @@ def is_row_wise(log_posterior: LogPosterior) -> bool:
 
 def split(log_posterior: LogPosterior, batches: Iterable[Arguments]) -> Iterator[Chunk]:
     """Yields a chunk for each batch of rows. For a model that subsamples by itself (in
-    `pyro.plate`), yields several chunks for each batch: all have the batch's arguments, and differ
-    in the indices of rows, as many as the model's own batch size."""
+    `pyro.plate`), yields several chunks for each batch: all have the batch's arguments, and each
+    has the indices of as many rows as a subsample of the model has.
+    """
     info = log_posterior.model_info
     for arguments in batches:
         total = rows.count(arguments)

@@ -78,7 +78,9 @@ class ControlVariates:
 
     @property
     def gradients_a_row(self) -> int:
-        """The cost of `grad`, as a number of gradients of the log posterior on the same batch."""
+        """The cost of one call of `grad`, as a number of gradients of the log posterior on the same
+        batch: 2, or 4 with the curvature.
+        """
         return 2 * self.order
 
     def grad(
@@ -97,7 +99,14 @@ class ControlVariates:
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> tuple[Params, Evaluation]:
-        """As `grad`, by `torch.autograd`: for models that `torch.func` does not support."""
+        """The corrected gradient of the log joint and the model's evaluation, as `grad` returns
+        them; computed by `torch.autograd`, for models that `torch.func` does not support.
+
+        Args:
+            params: unconstrained values of all latent sites.
+            batch: the model's arguments.
+            indices: numbers of the rows to take, for a model that subsamples by itself.
+        """
         return self._correct(self.log_posterior.plain_grad, params, batch, indices)
 
     def _correct(
@@ -119,8 +128,9 @@ class ControlVariates:
     def row_gradients(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> Params:
-        """The gradient of each row's log likelihood minus the row's control variate, by site,
-        `[B, *shape]`. Arguments as for `grad`.
+        """The gradient of each row's log likelihood minus the row's control variate (its gradient
+        at the anchor, and with `curvature` also the linear term): a dict by site, `[B, *shape]`.
+        Arguments as for `grad`.
 
         The variance of these over rows determines the minibatch noise of `grad`.
         """
@@ -170,8 +180,10 @@ class ControlVariates:
     def _outputs(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """(The outputs of each observed site, `[B, K]` for B rows of the batch; the numbers from
-        which the Fisher information in these outputs is computed, `[B, ...]`)."""
+        """(A list with the outputs of each observed site, `[B, K]` for B rows of the batch: the K
+        numbers through which the site's likelihood depends on the params; a list with the numbers
+        from which the Fisher information in these outputs is computed, `[B, ...]`).
+        """
         assert self.curvature is not None
         sites = self.log_posterior.run(params, rows.as_arguments(batch), indices).sites
         observed = [obs.of_rows(sites) for obs in self.curvature.observed]

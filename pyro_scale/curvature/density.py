@@ -54,8 +54,8 @@ class FullDataDensity:
     chunk_numbers: int = 2**22
 
     def of_some_rows(self, most: int, seed: int) -> FullDataDensity:
-        """The same density, estimated from `most` rows that are drawn at random without
-        replacement.
+        """An estimate of the same density from `most` rows, drawn at random without replacement:
+        cheaper to evaluate, for searches and pilots.
 
         Returns the density itself if the data have no more rows than `most`, are not tensors, or
         the model cannot run on a part of them.
@@ -88,7 +88,8 @@ class FullDataDensity:
         return [function(self, *arguments)]
 
     def grad(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """The log joint and its gradient at a position [D].
+        """The log joint of all rows and its gradient at a position [D], in one pass through the
+        data.
 
         Returns:
             (The log joint divided by N, in nats, in float64; its gradient divided by N, [D]).
@@ -113,7 +114,7 @@ class FullDataDensity:
 
     @property
     def passes(self) -> int:
-        """The cost of `derivatives`, as a number of gradients of all rows: 1 + D."""
+        """The cost of one call of `derivatives`, in gradients over all rows: 1 + D."""
         return 1 + self.layout.size
 
     def hessian(self, position: Tensor) -> Tensor:
@@ -207,9 +208,11 @@ class FullDataDensity:
         return self.part_of(evaluation, chunk) + zero
 
     def part_of(self, evaluation: Evaluation, chunk: Chunk) -> Tensor:
-        """A chunk's part of the log joint divided by N, from the model's evaluation on the chunk:
-        the log likelihood of the chunk's new rows, and the log prior times their share of all
-        rows."""
+        """A chunk's part of the log joint divided by N, a scalar, from the model's evaluation on
+        the chunk: the log likelihood of the chunk's new rows, and that fraction of the log prior
+        which these rows are of all rows. The parts of all chunks add up to the log joint divided by
+        N.
+        """
         num_data = self.log_posterior.num_data
         with torch.enable_grad():  # float64: the total is large, and its changes are small
             rows_sum = evaluation.log_lik[chunk.keep].sum(dtype=torch.float64)
@@ -219,7 +222,9 @@ class FullDataDensity:
 
     @property
     def rows_in_all(self) -> int:
-        """The number of rows that `data` should have: N, or the size of the sample."""
+        """The number of rows that `data` must hold: N, or the size of the sample if the density is
+        estimated from one.
+        """
         return self.num_rows or self.log_posterior.num_data
 
     def chunks(self, num_rows: int | None = None) -> Iterator[Chunk]:
@@ -250,8 +255,9 @@ class FullDataDensity:
             self._check_count(sum(chunk.num_new for chunk in chunks))
 
     def to_clean(self) -> str:
-        """Advice for an error message on which rows of the data are NaN or infinite; "" if all rows
-        are finite."""
+        """A sentence to add to an error message: which row of the data is NaN or infinite; "" if
+        all rows are finite. Nothing is raised.
+        """
         begin = 0
         whose = "" if self.num_rows is None and self.share == WHOLE else " of those looked at"
         for chunk in self.chunks():
@@ -320,14 +326,16 @@ def _call(density: FullDataDensity, function: Callable[..., Any], *arguments: An
 
 
 def zero_nats(like: Tensor) -> Tensor:
-    """A scalar 0 in float64 on the device of `like`, to start a sum of log densities over many
-    rows, which needs the digits."""
+    """A scalar 0 in float64, on the device of `like`: the start of a sum of log densities over many
+    rows, for which float32 has too few digits.
+    """
     return torch.zeros((), dtype=torch.float64, device=like.device)
 
 
 def _or_nan(function: Callable[[Tensor], Tensor], position: Tensor) -> Tensor:
-    """The value of `function(position)`; NaN if it fails because a matrix of the model cannot be
-    factorized."""
+    """The value of `function(position)`; NaN in place of the error that torch raises if a matrix of
+    the model cannot be factorized at this position.
+    """
     try:
         return function(position)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]

@@ -142,8 +142,10 @@ class Search:
         return best
 
     def at(self, center: Tensor) -> Candidate:
-        """The Gaussian and the log evidence at a given position [D], without a search, and an
-        estimate of the squared distance to the mode."""
+        """The Laplace approximation (the Gaussian and the log evidence) at a position [D] without a
+        search for the mode, with an estimate of the squared distance to the mode, in the Gaussian's
+        sds.
+        """
         value, slope, gaussian = self._gaussian_at(center)
         num_data = self.density.log_posterior.num_data
         total = num_data * slope
@@ -153,7 +155,7 @@ class Search:
 
     @property
     def _places(self) -> Tensor:
-        """Indices of the Gaussian's d elements in a position [D]."""
+        """Indices, in a position [D], of the d elements that the Gaussian is over, `[d]`."""
         return self.density.layout.places(self.sites)
 
     def _nearest(self, start: Tensor) -> Candidate:
@@ -231,16 +233,19 @@ class Search:
         return density.sums.run(lambda: work(dataclasses.replace(self, density=density)))
 
     def check_fits(self, position: Tensor) -> None:
-        """Raises if the structure is "dense" and its matrices do not fit in memory; `position` is
-        any vector [D] with the dtype and device."""
+        """Raises an `ArgumentError` if `structure` is "dense" and its matrices do not fit in
+        memory; otherwise returns None. `position` is any vector [D] with the dtype and device of
+        the params.
+        """
         if self.structure == "dense":
             size = len(self._places)
             check_fits(size, position.dtype, position.device, _MATRICES, "Laplace")
 
 
 def _difference(values: Tensor) -> float:
-    """The step h of a central difference (f(x + h) - f(x - h)) / (2 h), for the dtype of
-    `values`."""
+    """The step h for a numerical derivative (f(x + h) - f(x - h)) / (2 h), of a size that suits the
+    dtype of `values`.
+    """
     return float(torch.finfo(values.dtype).eps ** (1 / 3))
 
 

@@ -56,8 +56,9 @@ def base_of(fn: Any) -> Any:
 
 
 def mask_of(fn: Any) -> Tensor:
-    """The product of the masks around a distribution: booleans that broadcast over
-    `base_of(fn).batch_shape`."""
+    """All masks around a distribution combined: booleans that broadcast over
+    `base_of(fn).batch_shape`, False at elements that do not count.
+    """
     layers = list(_layers(fn))
     rank = len(layers[-1].batch_shape)
     masks = [torch.as_tensor(f._mask) for f in layers if isinstance(f, dist.MaskedDistribution)]
@@ -66,7 +67,9 @@ def mask_of(fn: Any) -> Tensor:
 
 
 def own_arguments(base: Any) -> Arguments:
-    """The arguments that the user gave, with their graph, in the order of `arg_constraints`.
+    """The arguments that the user gave to a distribution, such as `loc` and `scale`, with their
+    autograd graph, in the order of `arg_constraints`. Not those that torch computes from others
+    (such as `probs` from `logits`).
 
     The dict is empty for a mixture and the like, whose arguments are not tensors, though these
     depend on something: `information` raises for them.
@@ -156,7 +159,9 @@ def _layers(fn: Any) -> Iterator[Any]:
 
 
 def _wrapped_by(fn: Any) -> Any | None:
-    """The distribution inside a wrapper, with the wrapper's batch shape; None if there is none."""
+    """The distribution directly inside a wrapper (`to_event`, a mask, `expand`, a transform), with
+    the wrapper's batch shape; None if `fn` wraps none.
+    """
     if isinstance(fn, td.Independent | dist.MaskedDistribution):
         return fn.base_dist
     if isinstance(fn, dist.ExpandedDistribution):
@@ -191,8 +196,9 @@ def _is_fixed_and_invertible(fn: Any) -> bool:
 
 
 def _read(owner: Any, name: str, default: Any) -> Any:
-    """An attribute of a distribution or a constraint; `default` if the class does not define it, or
-    it depends on a value (both raise NotImplementedError)."""
+    """An attribute of a distribution or a constraint; `default` if reading it raises
+    `NotImplementedError`, as torch does where the class has none or it depends on a value.
+    """
     try:
         return getattr(owner, name)
     except NotImplementedError:
@@ -200,8 +206,9 @@ def _read(owner: Any, name: str, default: Any) -> Any:
 
 
 def _derived(base: Any, names: Container[str]) -> set[str]:
-    """Names of the arguments that torch computes from another one that the user gave, such as
-    `probs` from `logits`."""
+    """The names in `names` that are not the user's own arguments: torch computes them from another
+    one, such as `probs` from `logits`.
+    """
     holder = vars(getattr(base, "_categorical", base))  # one-hot and multinomial delegate to it
     derived: set[str] = set()
     for group in _ALTERNATIVES:
@@ -212,7 +219,8 @@ def _derived(base: Any, names: Container[str]) -> set[str]:
 
 
 def _expand(value: Tensor, batch_shape: torch.Size, event_dim: int) -> Tensor:
-    """An argument over the whole batch, `[*batch_shape, *event]`.
+    """A distribution's argument expanded to the whole batch, `[*batch_shape, *event]`, where
+    `event` are the last `event_dim` dimensions.
 
     An argument that already begins with the batch's shape is left alone, because some of Pyro's
     classes declare fewer event dimensions than their arguments have.
@@ -246,14 +254,17 @@ def _rebuild(base: Any, arguments: Arguments, batch_shape: torch.Size) -> Any:
 
 
 def _is_known(family: type) -> bool:
-    """Whether a family's density is torch's or Pyro's, and not a user's own in a derived class."""
+    """Whether the log density of a class of distributions is torch's or Pyro's own code. False for
+    a user's class with a `log_prob` of its own, for which closed forms may be wrong.
+    """
     density: Any = family.log_prob  # type: ignore[attr-defined]
     return density.__module__.split(".")[0] in ("torch", "pyro")
 
 
 def _closed_forms(family: type) -> Blocks:
-    """The closed forms of a family, or of the family that it is derived from; empty if there are
-    none."""
+    """The closed forms of the Fisher information of a class of distributions (or of the class that
+    it is derived from): functions by names of arguments; empty if there are none.
+    """
     families = [parent for parent in family.__mro__ if parent in CLOSED_FORMS]
     return CLOSED_FORMS[families[0]] if families and _is_known(family) else {}
 
@@ -361,5 +372,7 @@ def _by_divergence(base: Any, arguments: Arguments, names: Sequence[str]) -> Ten
 
 
 def _flat(parts: Sequence[Tensor], batch_shape: torch.Size) -> Tensor:
-    """Arguments flattened and concatenated, `[*batch_shape, m]`."""
+    """The values of a distribution's arguments, flattened and concatenated for each element of the
+    batch: `[*batch_shape, m]`.
+    """
     return torch.cat([part.reshape((*batch_shape, -1)) for part in parts], -1)

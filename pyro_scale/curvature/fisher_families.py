@@ -31,7 +31,9 @@ _GUMBEL_CROSS = 1 - euler_constant
 
 
 def _trigamma(x: Tensor) -> Tensor:
-    """The second derivative of lgamma; `torch.polygamma(1, x)` has only nine correct digits."""
+    """The trigamma function, the second derivative of lgamma, elementwise in full precision;
+    `torch.polygamma(1, x)` has only nine correct digits.
+    """
     return torch.special.zeta(2.0, x)
 
 
@@ -51,7 +53,9 @@ def _student_df(df: Tensor) -> Tensor:
 
 
 def _bessel_ratio(k: Tensor) -> Tensor:
-    """I1(k) / I0(k): the mean resultant length of a von Mises."""
+    """I1(k) / I0(k), a ratio of Bessel functions, elementwise: the mean resultant length of a von
+    Mises with concentration k.
+    """
     return torch.special.i1e(k) / torch.special.i0e(k)
 
 
@@ -79,8 +83,10 @@ def _continuous_bernoulli(logits: Tensor) -> Tensor:
 
 
 def _chances(a: Any) -> tuple[Tensor, Tensor]:
-    """(p, 1 - p) of a Bernoulli, binomial or geometric distribution, each without cancellation; `a`
-    has the distribution's argument, logits or probs, as an attribute."""
+    """(p, 1 - p), the probabilities of success and failure of a Bernoulli, binomial or geometric
+    distribution, each without loss of digits. `a` has the distribution's argument, `logits` or
+    `probs`, as an attribute.
+    """
     if hasattr(a, "logits"):
         return torch.sigmoid(a.logits), torch.sigmoid(-a.logits)
     probs = clamp_probs(a.probs)  # log_prob does so too
@@ -88,21 +94,26 @@ def _chances(a: Any) -> tuple[Tensor, Tensor]:
 
 
 def _odd(a: Any) -> Tensor:
-    """(d logit / d prob)^2, the factor from the Fisher information in a logit to that in the
-    probability; `a` has one of the two, logits or probs, as an attribute."""
+    """(d logit / d prob)^2 = 1 / (p (1 - p))^2: the factor from the Fisher information in a logit
+    to that in the probability p. `a` has the distribution's argument, `logits` or `probs`, as an
+    attribute.
+    """
     p, q = _chances(a)
     return (p * q) ** -2
 
 
 def _variance(a: Any) -> Tensor:
-    """A Bernoulli's variance p (1 - p), which is its Fisher information in the logit."""
+    """The variance p (1 - p) of a Bernoulli, which is also its Fisher information in the logit. `a`
+    has the distribution's argument, `logits` or `probs`, as an attribute.
+    """
     p, q = _chances(a)
     return p * q
 
 
 def _gamma_poisson(a: Any) -> tuple[Tensor, Tensor]:
-    """(p, 1 - p) of the negative binomial that equals a gamma-Poisson; `a` has the latter's rate as
-    an attribute."""
+    """(p, 1 - p): the success probability and its complement of the negative binomial distribution
+    that equals a gamma-Poisson. `a` has the gamma-Poisson's rate as an attribute.
+    """
     return 1 / (1 + a.rate), a.rate / (1 + a.rate)
 
 
@@ -128,7 +139,12 @@ def _negative_binomial_count(r: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 
 def _diagonal(values: Tensor, minus: Tensor) -> Tensor:
-    """The matrix diag(values) - minus, `[*batch, n, n]`, for `values` `[*batch, n]`."""
+    """Matrices `[*batch, n, n]`: diag(values) - minus.
+
+    Args:
+        values: diagonals, `[*batch, n]`.
+        minus: what is subtracted from every element, broadcast to `[*batch, n, n]`.
+    """
     return torch.diag_embed(values) - minus
 
 
@@ -178,7 +194,9 @@ def _dirichlet_multinomial(a: Any) -> Tensor:
 
 
 def _beta_total(a: Any) -> Tensor:
-    """The trigamma of the sum of a beta's concentrations, `[*batch]`."""
+    """The trigamma function of the sum of a beta's two concentrations, `[*batch]`: the term that
+    all entries of its Fisher information have in common.
+    """
     return _trigamma(a.concentration1 + a.concentration0)
 
 
@@ -223,8 +241,9 @@ def _scale_tril(a: Any) -> Tensor:
 
 
 def _square(block: Tensor) -> Tensor:
-    """A tensor `[*batch, n, n, n, n]` of derivatives by pairs of matrix elements, reshaped to a
-    matrix `[*batch, nn, nn]`."""
+    """The matrix `[*batch, nn, nn]` of a tensor `[*batch, n, n, n, n]`, which has an entry for each
+    pair of elements of an n x n matrix.
+    """
     return block.flatten(-4, -3).flatten(-2, -1)
 
 

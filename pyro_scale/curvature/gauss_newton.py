@@ -33,13 +33,15 @@ class GaussNewtonDensity(FullDataDensity):
 
     @property
     def passes(self) -> int:
-        """The cost of `derivatives`, as a number of gradients of all rows."""
+        """The cost of one call of `derivatives`, in gradients over all rows of data."""
         return 2
 
 
 def with_gauss_newton(density: FullDataDensity) -> FullDataDensity:
-    """The same density with the Gauss-Newton matrix as its Hessian; the density itself if the model
-    has no such matrix (a likelihood term without a distribution, for example)."""
+    """A density with the same log joint and the Gauss-Newton matrix in place of its Hessian; the
+    density itself if the model has no such matrix (because of a likelihood term without a
+    distribution, for example).
+    """
     replaced = GaussNewtonDensity(**_fields(density))
     layout, device = density.layout, rows.device(density.data.first())
     try:
@@ -65,21 +67,27 @@ class AnchoredDensity(FullDataDensity):
     shift: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(()))
 
     def hessian(self, position: Tensor) -> Tensor:
-        """The sample's Hessian at a position [D], divided by N, [D, D], plus the correction `shift`
-        by which it is that of all rows at one point."""
+        """The Hessian of the log joint at a position [D], divided by N, [D, D]: that of the sample
+        of rows plus a constant, with which it is exactly that of all rows at one point.
+        """
         return super().hessian(position) + self.shift
 
     def hessian_times(self, position: Tensor, vector: Tensor) -> Tensor:
-        """The corrected Hessian at a position, divided by N, times a vector [D]."""
+        """The Hessian of the log joint at a position [D], divided by N and corrected to be that of
+        all rows at one point, times a vector [D]: a vector [D].
+        """
         return super().hessian_times(position, vector) + self.shift @ vector
 
     def hessian_diagonal(self, position: Tensor) -> Tensor:
-        """The diagonal [D] of the corrected Hessian at a position, divided by N."""
+        """The diagonal [D] of the Hessian of the log joint at a position [D], divided by N and
+        corrected to be that of all rows at one point.
+        """
         return super().hessian_diagonal(position) + self.shift.diagonal()
 
 
 def anchored(sample: FullDataDensity, position: Tensor, precision: Tensor) -> AnchoredDensity:
-    """The density of a sample of the rows, with the curvature of all rows at a position.
+    """The density of a sample of the rows with the curvature of all rows: at `position` its Hessian
+    is minus `precision`, elsewhere it differs from that as the sample's Hessian does.
 
     Args:
         sample: the density of the sample; it may be anchored elsewhere.

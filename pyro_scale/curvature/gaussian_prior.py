@@ -82,7 +82,9 @@ def exact_moments(
 def _moments_of_draws(
     log_posterior: LogPosterior, arguments: Arguments, dense: bool, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """(The mean of prior draws, [D]; their covariance, [D, D], or its diagonal, [D])."""
+    """Moments of draws from the prior in unconstrained space: (their mean, [D]; their covariance,
+    [D, D] if `dense`, otherwise its diagonal, [D]).
+    """
     try:
         draws = log_posterior.prior_draws(arguments, _NUM_DRAWS, seed)
     except NotImplementedError as error:
@@ -106,7 +108,9 @@ def _moments_of_draws(
 
 
 def _may_depend(site: Site) -> bool:
-    """Whether a site's distribution may depend on another latent; True if that cannot be told."""
+    """Whether a site's distribution may depend on another latent site; also True if that cannot be
+    found out.
+    """
     try:
         arguments = own_arguments(base_of(site.fn))
     except NoInformation:

@@ -92,7 +92,8 @@ class Curvature:
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
     ) -> dict[str, Tensor]:
-        """The diagonal of the curvature of a batch, by site, in each site's shape.
+        """The diagonal of the log likelihood's curvature in the params, in nats, summed over the
+        rows of a batch: a dict from site to a tensor of the site's shape.
 
         The cost is one backward pass for each output of a row, if params are weights of products or
         convolutions, tables, or operands of sums and products.  Other params take the Jacobians of
@@ -111,8 +112,10 @@ class Curvature:
     def dense(
         self, params: Params, batch: Any, indices: Tensor | None = None, held: Params | None = None
     ) -> Tensor:
-        """The curvature of a batch as a matrix [D, D] for the D elements of `params`, in their
-        order; arguments as for `diagonal`."""
+        """The log likelihood's curvature as a matrix [D, D], in nats, summed over the rows of a
+        batch. D is the number of elements of `params`, in whose order rows and columns are;
+        arguments as for `diagonal`.
+        """
         layout = Layout.from_tensors(params)
         total = torch.zeros(layout.size, layout.size, dtype=layout.dtype, device=_device(params))
         for block in self.observe(params, batch, indices, held).blocks():
@@ -128,7 +131,8 @@ class Curvature:
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
     ) -> dict[str, Tensor]:
-        """The curvature of a batch times a vector, by site, without the matrix.
+        """The log likelihood's curvature (a matrix, which is not formed), summed over the rows of a
+        batch, times a vector: a dict from site to a tensor of the site's shape.
 
         The product takes about as long as two gradients.  `vector` has a tensor of the param's
         shape for each site in `params`; other arguments as for `diagonal`.
@@ -167,7 +171,8 @@ class Curvature:
         keep: slice = _ALL_ROWS,
         among: Container[str] | None = None,
     ) -> tuple[dict[str, list[Factors]], dict[str, Tensor]]:
-        """The K-FAC approximation of the curvature of a batch.
+        """The K-FAC approximation of the log likelihood's curvature, summed over the rows of a
+        batch: two small matrices for each block of a weight.
 
         Weights of products, convolutions and projections have Kronecker factors, and so have
         biases. Further arguments are those of `diagonal`.
@@ -198,8 +203,8 @@ class Curvature:
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
     ) -> dict[str, list[Tensor]]:
-        """The diagonal of the curvature of a batch in given bases: a dict from site to a tensor
-        `[m, n]` for each of its blocks.
+        """The diagonal, in given bases, of the log likelihood's curvature, summed over the rows of
+        a batch: a dict from site to a tensor `[m, n]` for each of its blocks.
 
         In the eigenvectors of the Kronecker factors this is EKFAC (George et al. 2018). Further
         arguments are those of `diagonal`.
@@ -217,7 +222,7 @@ class Curvature:
     def natural_gradient(
         self, params: Params, batch: Any, damping: float = 0.0, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
-        """The natural gradient of a batch's log joint.
+        """(The natural gradient of a batch's log joint, the model's evaluation on the batch).
 
         The natural gradient is the inverse of the curvature times the gradient of the log joint.
         The curvature is the prior's plus N/B times the batch's, and the equations are solved by
@@ -257,8 +262,10 @@ class Curvature:
         return layout.unflatten(solution), evaluation
 
     def notes(self, params: Params, batch: Any, indices: Tensor | None = None) -> list[str]:
-        """Remarks for users, one for each observed site whose Fisher information is estimated by
-        Monte Carlo; empty if all is exact. The batch is only needed to run the model."""
+        """Remarks for users on the accuracy of the curvature: one string for each observed site
+        whose Fisher information can only be estimated by Monte Carlo; empty if all is exact. The
+        model is run on the batch to find its observed sites.
+        """
         if self.kind == "empirical_fisher":  # which uses the log likelihood as it is
             return []
         observations = self.observe(params, batch, indices).observations
@@ -272,13 +279,27 @@ class Curvature:
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
     ) -> ObservedBatch:
-        """Runs the model on a batch, and returns the run, from which the curvature can be computed
-        in several ways; arguments as for `diagonal`."""
+        """Runs the model on a batch once, so that several things can be computed from the same run:
+        the curvature (`diagonal_of`), the log joint, gradients.
+
+        Args:
+            params: unconstrained values of the sites whose curvature is computed.
+            batch: the model's arguments, a tuple by position or a dict by name.
+            indices: numbers of the rows to take, for a model that subsamples by itself; None for
+                random ones.
+            held: unconstrained values of the other latent sites; None if there are none.
+            keep: the rows of the batch that are summed over; all by default.
+        """
         return self._observe(self._inputs(params, batch, indices, held, keep))
 
     def diagonal_of(self, run: ObservedBatch) -> dict[str, Tensor]:
-        """The diagonal of the curvature of a batch, by site, in each site's shape, from a run of
-        the model on the batch that `observe` returned."""
+        """The diagonal of the log likelihood's curvature (of the class's `kind`) in the params, in
+        nats, summed over the rows of a batch: a dict from site to a tensor of the site's shape. The
+        same as `diagonal`, for callers that need more from the same run of the model.
+
+        Args:
+            run: run of the model on the batch, as `observe` returned it.
+        """
         params, diagonal = run.inputs.params, dict[str, Tensor]()
         with suppress(CannotRepeat):
             if (graph := self._graph(run)) is not None:
@@ -309,8 +330,10 @@ class Curvature:
         return ModelInputs(params, held or {}, arguments, self._indices(arguments, indices), keep)
 
     def _indices(self, arguments: Arguments, indices: Tensor | None) -> Tensor | None:
-        """Numbers of the rows that the model takes: `indices` if given, random ones for a model
-        that subsamples by itself, None for any other model."""
+        """The indices of the rows that a model which subsamples by itself is to use: `indices` if
+        they are passed, otherwise random ones, as many as its subsample has. None for any other
+        model.
+        """
         self.log_posterior.prepare(arguments)
         info = self.log_posterior.model_info
         if info.own_plate is None or indices is not None:
@@ -319,8 +342,9 @@ class Curvature:
             return torch.randperm(self.log_posterior.num_data)[: info.batch_size]
 
     def _graph(self, run: ObservedBatch) -> RowWise | None:
-        """The graph of the outputs of each row, for gradients without Jacobians; None for a model
-        that only runs on all rows of the data together."""
+        """Autograd's graph of each row's outputs, from which squares of rows' gradients follow
+        without Jacobians; None for a model that only runs on all rows of the data together.
+        """
         if self.log_posterior.model_info.whole_only:
             return None
         with torch.enable_grad():
@@ -356,8 +380,10 @@ def row_moments(
 
 
 def _with_two_rows(inputs: ModelInputs) -> ModelInputs:
-    """The same inputs, with the row twice if the batch has a single row; `keep` still counts it
-    once. In a batch of one row, operations on params alone cannot be told from those on rows."""
+    """The same inputs, with the row twice if the batch has a single row (`keep` still counts the
+    row once): in a batch of one row, operations on params alone cannot be told from those on rows
+    of data.
+    """
     if inputs.indices is not None or rows.count(inputs.arguments) != 1:
         return inputs
     twice = torch.zeros(2, dtype=torch.long, device=rows.device(inputs.arguments))

@@ -88,19 +88,25 @@ def takers_of(last: Node) -> dict[Edge, list[tuple[Node, int]]]:
 
 
 def shape_of(edge: Edge) -> torch.Size:
-    """The shape of a tensor of autograd's graph, which is (node, number of the node's output)."""
+    """The shape of a tensor in autograd's graph. `edge` is (node of the operation that made the
+    tensor, number of the operation's output).
+    """
     node, place = edge
     return torch.Size(node._input_metadata[place].shape)
 
 
 def outputs_of(node: Node) -> list[Edge]:
-    """All tensors that an operation returns, as (node, number of the output)."""
+    """All tensors that an operation of autograd's graph returns: a list of edges, (node, number of
+    the output).
+    """
     return [(node, place) for place in range(len(node._input_metadata))]
 
 
 def is_unary(node: Node) -> bool:
-    """Whether an operation reshapes, reorders or selects elements of one tensor, or applies a
-    function to each element; from a list of known operations."""
+    """Whether an operation keeps the elements of one tensor apart: it reshapes, reorders or selects
+    elements, or applies a function to each element. Decided by a list of known operations, so False
+    for others.
+    """
     return node.name() in _RESHAPING or node.name() in _FUNCTIONS
 
 

@@ -97,8 +97,9 @@ class Factors:
     count: int
 
     def add_to_each(self, others: list[Factors]) -> None:
-        """Adds these factors in place to the item of `others` that is for the same elements of the
-        param; appends these factors to the list if there is no such item."""
+        """Adds these factors to a list: in place to the item for the same elements of the param, or
+        as a new item at the end if there is none. To sum factors over chunks of rows.
+        """
         for other in others:
             if torch.equal(other.places, self.places):
                 other.inputs = other.inputs + self.inputs
@@ -109,7 +110,9 @@ class Factors:
 
     @property
     def mean_inputs(self) -> Tensor:
-        """The mean of a a^T, [m, m]."""
+        """The mean of a a^T over rows of data and positions, [m, m]: `inputs` divided by
+        `count`.
+        """
         return self.inputs / self.count
 
 
@@ -190,20 +193,25 @@ def _has_factors(entries: tuple[Entry, ...]) -> bool:
 
 
 def _slope(entry: Entry) -> float | None:
-    """The factor that a param is multiplied by before its use, if it is the same for all
-    elements."""
+    """The number by which all elements of a param are multiplied before an operation uses them;
+    None if it differs among the elements.
+    """
     slopes = entry.slope[entry.slope != 0].unique()
     return float(slopes) if len(slopes) == 1 else None
 
 
 def _is_bias(entry: Entry) -> bool:
-    """Whether the entry adds the same elements of a param to every row, without a factor."""
+    """Whether an operation adds the param itself to every row of data, like a layer's bias: the
+    same elements for all rows, not multiplied by anything.
+    """
     use = entry.use
     return isinstance(use, Elementwise) and use.is_shared and use.is_plain
 
 
 def _covers(factors: list[Factors], leaf: Tensor) -> bool:
-    """Whether each element of a param (`leaf`) is in exactly one block of the factors."""
+    """Whether blocks of Kronecker factors cover a param: each element of `leaf` is in exactly one
+    block.
+    """
     places = torch.cat([block.places.flatten() for block in factors])
     return len(places) == leaf.numel() == len(places.unique()) and int(places.min()) == 0
 

@@ -140,8 +140,10 @@ def find_mode(
 
 
 def _is_flat(slope: Tensor, first: Tensor) -> bool:
-    """Whether the gradient `slope` at the end of a search is small: its norm divided by N is at
-    most 1e-3, or a tenth of the norm of `first`, the gradient at the start."""
+    """Whether a search has ended at a point where the gradient is small enough for a mode: the norm
+    of `slope` (the gradient there, divided by N) is at most 1e-3, or a tenth of the norm of `first`
+    (the gradient at the start).
+    """
     return bool(slope.norm() <= max(_GRAD_FACTOR * float(first.norm()), _GRAD_TOL))
 
 
@@ -200,7 +202,9 @@ def newton_refine(
 
 
 def _solve(factor: Tensor, vector: Tensor) -> Tensor:
-    """The inverse of a matrix times a vector, by the matrix's Cholesky factor."""
+    """The solution x of A x = vector, for a positive definite matrix A with the lower Cholesky
+    factor `factor`.
+    """
     return torch.cholesky_solve(vector[:, None], factor)[:, 0]
 
 
@@ -309,8 +313,10 @@ def _value(density: FullDataDensity, position: Tensor) -> float:
 
 
 def _gain_along_newton(density: FullDataDensity, candidate: Candidate, places: Tensor) -> float:
-    """The largest rise of the log joint, in nats, over fractions 1, 1/2, 1/4, ... of a Newton step
-    of the elements `places`; 0 if it is NaN at all of them."""
+    """The largest rise of the log joint, in nats, that a fraction 1, 1/2, 1/4, ... of a Newton step
+    of the elements `places` brings from the candidate; 0 if the log joint is NaN at all of these
+    points. A small number means that the candidate is a mode.
+    """
     num_data = density.log_posterior.num_data
     value, slope = density.grad(candidate.center)
     step = torch.zeros_like(candidate.center)

@@ -52,7 +52,9 @@ class Ascent(NamedTuple):
 
 
 class _Quadratic(NamedTuple):
-    """The log joint, its gradient [D] and minus its Hessian [D, D], in nats and float64."""
+    """Quadratic model of the log joint around a position: the log joint, its gradient [D] and minus
+    its Hessian [D, D], in nats and float64.
+    """
 
     value: float
     slope: Tensor
@@ -123,8 +125,9 @@ def ascend(
 
 
 def _units(model: _Quadratic) -> Tensor:
-    """Each element's curvature in nats, positive, [D]; the element's unit of length in the trust
-    region is one over the root."""
+    """Each element's curvature in nats, positive, [D]. One over its root is the element's unit of
+    length in the trust region, so that stiff elements move less.
+    """
     least = _LEAST_CURVATURE * model.slope.square()
     units = torch.maximum(model.curvature.diagonal().abs(), least)
     return torch.where(units > 0, units, 1.0)

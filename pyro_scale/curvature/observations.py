@@ -44,13 +44,15 @@ class Observation(ABC):
 
     @property
     def note(self) -> str | None:
-        """A remark for users if F is a Monte Carlo estimate; None if it is exact."""
+        """A remark for users if F (the Fisher information in the outputs) is a Monte Carlo
+        estimate; None if it is exact.
+        """
         return None
 
     @property
     @abstractmethod
     def width(self) -> int:
-        """K, the number of outputs of a row, from this observation."""
+        """K, the number of outputs of each row of data that belong to this observed site."""
 
     @abstractmethod
     def outputs(self, sites: Mapping[str, Site], row_values: Tensor) -> Tensor:
@@ -63,13 +65,17 @@ class Observation(ABC):
 
     @abstractmethod
     def times(self, jacobian: Tensor, row_values: Tensor) -> Tensor:
-        """F of each row times the row's matrix in `jacobian`, `[b, K, D]`: a tensor `[b, K, D]`;
-        `row_values` as for `outputs`."""
+        """The products of each row's matrix F [K, K] with the row's matrix in `jacobian`, `[b, K,
+        D]`: a tensor `[b, K, D]`. `row_values` has the entries of `self.row_values` for these b
+        rows, from which F is computed.
+        """
 
     @abstractmethod
     def columns(self, start: int, stop: int) -> Tensor:
-        """Columns start to stop of a factor L of F = L L^T, for each row of the batch:
-        `[stop - start, B, K]`."""
+        """Columns start, ..., stop - 1 of a matrix L with L L^T = F, for each row of the batch:
+        `[stop - start, B, K]`. Gradients of outputs weighted by these columns have outer products
+        that add up to the curvature.
+        """
 
 
 @dataclass(frozen=True)
@@ -94,8 +100,12 @@ class Exact(Observation):
         return self.row_values.shape[1] * self.row_values.shape[2]
 
     def of_rows(self, sites: Mapping[str, Site]) -> Exact:
-        """The same site's observation in another run, for the rows and at the params of that
-        run."""
+        """The observation of the same site in another run of the model: its Fisher information is
+        that at the params and for the rows of that run.
+
+        Args:
+            sites: all sites of that run, by name.
+        """
         return observe_exactly(sites[self.name], self.rule, self.arguments)
 
     def outputs(self, sites: Mapping[str, Site], row_values: Tensor) -> Tensor:
@@ -124,12 +134,20 @@ class Exact(Observation):
         return columns.flatten(2)
 
     def _column(self, element: int, column: int) -> Tensor:
-        """One column of a root of an element's Fisher information, for each row: `[B, m]`."""
+        """One column of a matrix R with R R^T = the Fisher information of one element of each row:
+        `[B, m]`.
+
+        Args:
+            element: index of the element among the row's elements.
+            column: index of the column, below m.
+        """
         return self._roots[:, element, :, column]
 
     @cached_property
     def _roots(self) -> Tensor:
-        """A root R of each element's Fisher information R R^T, `[B, elements, m, m]`."""
+        """For each element of each row, a matrix R with R R^T = the element's Fisher information:
+        `[B, elements, m, m]`.
+        """
         return gaussian.semidefinite_root(self.row_values)
 
 
@@ -150,16 +168,23 @@ class Classes(Exact):
         return (probs * (logits - mean)).flatten(1, 2)
 
     def _column(self, element: int, column: int) -> Tensor:
-        """Column j of a root of an element's Fisher information: sqrt(p_j) (e_j - p), `[B, m]`,
-        times the root of the total count, scale and mask."""
+        """One column of a matrix R with R R^T = the Fisher information of one element of each row,
+        `[B, m]`: for column j, sqrt(p_j) (e_j - p) times the root of the total count, scale and
+        mask.
+
+        Args:
+            element: index of the element among the row's elements.
+            column: index j of the column, below m.
+        """
         root = -self._probs[:, element]
         root[:, column] += 1
         return root * self.row_values[:, element, column, None].sqrt()
 
     @cached_property
     def _probs(self) -> Tensor:
-        """The probabilities of each element's classes, which add up to 1, `[B, elements, m]`; zeros
-        for elements that are masked."""
+        """The class probabilities p of each element of each row, `[B, elements, m]`, normalized to
+        add up to 1; zeros for elements that are masked.
+        """
         return _over_sum(self.row_values, 2)
 
 
@@ -324,7 +349,9 @@ def _draw(site: Site, rule: Rule, num_draws: int) -> Drawn:
 
 
 def _over_sum(values: Tensor, dim: int) -> Tensor:
-    """The values divided by their sum along a dimension; 0 where the sum is 0."""
+    """`values` divided by their sum along dimension `dim`, so that they add up to 1; 0 where the
+    sum is 0.
+    """
     total = values.sum(dim, keepdim=True)
     return torch.where(total > 0, values / total, 0)
 

@@ -45,8 +45,9 @@ class ModelInputs:
     keep: slice
 
     def only(self, names: Container[str]) -> ModelInputs:
-        """The same inputs, for the curvature of the named sites only; the other sites become
-        constants."""
+        """A copy of the inputs for the curvature of the named sites only; the other params move to
+        `held` and are constants.
+        """
         params = {name: value for name, value in self.params.items() if name in names}
         others = {name: value for name, value in self.params.items() if name not in names}
         return replace(self, params=params, held={**self.held, **others})
@@ -77,14 +78,17 @@ class Block:
                 total.addmm_(part.flatten(0, 1).T, inner.flatten(0, 1))
 
     def times(self, vector: Tensor) -> Tensor:
-        """The sum of the terms over rows times a vector [D]: a vector [D]."""
+        """The product of the sum over rows of the terms J^T F J, a matrix [D, D] that is not
+        formed, with a vector [D]: a vector [D].
+        """
         along = (self.jacobian @ vector)[..., None]
         inner = torch.cat([product for _, product in self._factors(along)], dim=1)
         return torch.einsum("bkd,bk->d", self.jacobian, inner[..., 0])
 
     def _factors(self, outputs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields for each observation (its part of a tensor `[b, K, ...]` along K, F times that
-        part)."""
+        """Yields, for each observation, (the part `[b, k, ...]` of `outputs` `[b, K, ...]` that
+        belongs to its k outputs; the product of the observation's F with this part).
+        """
         parts = outputs.split([obs.width for obs in self.observations], dim=1)
         for observation, part, values in zip(
             self.observations, parts, self.row_values, strict=True
@@ -124,8 +128,10 @@ class ObservedBatch:
         return torch.cat(parts, dim=1) if parts else torch.zeros(0, 0)
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """Columns start to stop of a factor L of F = L L^T, for each row of the batch:
-        `[stop - start, B, K]`."""
+        """Columns start, ..., stop - 1 of a matrix L with L L^T = F, for each row of the batch,
+        `[stop - start, B, K]`. The curvature is the sum of outer products of the gradients of
+        outputs that are weighted by these columns.
+        """
         parts, first = [], 0
         for obs in self.observations:
             begin, end = max(start - first, 0), min(stop - first, obs.width)
@@ -137,7 +143,9 @@ class ObservedBatch:
         return torch.cat(parts)
 
     def times(self, outputs: Tensor) -> Tensor:
-        """F of each row times the row's vector in `outputs`, `[B, K]`: a tensor `[B, K]`."""
+        """The products of each row's matrix F [K, K] with the row's vector in `outputs`, `[B, K]`:
+        a tensor `[B, K]`.
+        """
         parts = outputs.split([obs.width for obs in self.observations], dim=1)
         pairs = zip(self.observations, parts, strict=True)
         return torch.cat(
@@ -216,8 +224,9 @@ class ObservedBatch:
         return torch.cat([obs.outputs(sites, of_rows) for obs, of_rows in pairs], dim=1)
 
     def _flat(self, jacobian: Mapping[str, Tensor]) -> Tensor:
-        """A Jacobian that is given as a dict from param to `[b, K, *shape]`, as one tensor
-        `[b, K, D]`."""
+        """A Jacobian as one tensor `[b, K, D]`, from a dict that has a tensor `[b, K, *shape]` for
+        each param.
+        """
         layout = Layout.from_tensors(self.inputs.params)
         parts = [
             jacobian[name].reshape(*jacobian[name].shape[:2], -1).to(layout.dtype)
@@ -280,6 +289,7 @@ def observe(
 
 
 def _enumerated_terms(sites: Mapping[str, Site]) -> set[str]:
-    """Names of the log joint's terms that are sums over enumerated sites, and so have no
-    distribution of their own."""
+    """Names of the log joint's terms that are sums over enumerated sites. They are not the density
+    of one distribution, so they have no Fisher information.
+    """
     return {name for name, term in terms_of(sites).items() if term.site is None}

@@ -36,14 +36,18 @@ class Operand(NamedTuple):
 
 
 def is_readable(node: Node) -> bool:
-    """Whether an operation is of a kind that `use_of` supports, such as a matrix product."""
+    """Whether an operation of autograd's graph is of a kind that `use_of` understands, such as a
+    matrix product.
+    """
     return node.name() in _READERS
 
 
 def use_of(operand: Operand) -> Use | None:
-    """How an operation uses an operand: as the weight of a product, as a table of which entries are
-    read, or element by element. None if the operation is not supported, or the tensors that its
-    node has saved cannot be read."""
+    """A description of how an operation uses one of its operands: as the weight of a product
+    (`Product`), as a table of which entries are read (`Lookup`), or element by element
+    (`Elementwise`). None if the operation is not supported, or the tensors that its node has saved
+    cannot be read.
+    """
     read = _READERS.get(operand.node.name())
     return read(operand) if read is not None and _has_saved(operand.node) else None
 
@@ -61,16 +65,18 @@ def _has_saved(node: Node) -> bool:
 
 
 def _product(operand: Operand) -> Use | None:
-    """The use of an operand of the matrix product `[M, K] @ [K, N]` or `[G, M, K] @ [G, K, N]` as
-    the weight."""
+    """How a matrix product `[M, K] @ [K, N]` or `[G, M, K] @ [G, K, N]` uses an operand as the
+    weight: a `Product`; None if the other matrix does not hold the rows of data.
+    """
     is_left = operand.number == 0
     other = operand.node._saved_mat2 if is_left else operand.node._saved_self
     return _product_with(other, operand, is_left)
 
 
 def _product_and_sum(operand: Operand) -> Use | None:
-    """The use of an operand of `beta * bias + alpha * left @ right` (`torch.addmm`), as the bias or
-    the weight; None for a weight if alpha is not 1."""
+    """How `beta * bias + alpha * left @ right` (`torch.addmm`) uses an operand: a `Product` for a
+    weight, an `Elementwise` for the bias; None for a weight if alpha is not 1.
+    """
     node = operand.node
     if operand.number == 0:
         is_bias = operand.shape[-1:] == operand.output[-1:]
@@ -82,8 +88,8 @@ def _product_and_sum(operand: Operand) -> Use | None:
 
 
 def _product_with(other: Tensor | None, operand: Operand, is_left: bool) -> Use | None:
-    """The use of a matrix as the weight of a product with another matrix; None if the other matrix
-    does not hold the rows of data in its outer dimension.
+    """How a product with another matrix uses a matrix as the weight: a `Product`; None if the other
+    matrix does not hold the rows of data in its outer dimension.
 
     Args:
         other: the other matrix, as the node has saved it; None if it has not.
@@ -112,8 +118,9 @@ def _product_with(other: Tensor | None, operand: Operand, is_left: bool) -> Use 
 
 
 def _product_with_vector(operand: Operand) -> Use | None:
-    """The use of the vector of `matrix @ vector` as the weight, with the matrix's rows as rows of
-    data; None for the matrix."""
+    """How `matrix @ vector` uses the vector as the weight, with the matrix's rows as rows of data:
+    a `Product`; None if the operand is the matrix.
+    """
     if operand.number == 0:
         return None
     rows = operand.rows
@@ -126,9 +133,10 @@ def _product_with_vector(operand: Operand) -> Use | None:
 
 
 def _convolution(operand: Operand) -> Use | None:
-    """The use of the weight or the bias of a convolution in one or two dimensions; None for its
-    input, for a transposed convolution, or if the output's first dimension is not the rows of
-    data."""
+    """How a convolution in one or two dimensions uses its weight or its bias: a `Product` or an
+    `Elementwise`. None for its input, for a transposed convolution, or if the output's first
+    dimension is not that of the rows of data.
+    """
     node, _, shape, output, rows = operand
     if rows.axis != 0 or output[0] != rows.num_rows:
         return None
@@ -194,8 +202,9 @@ def _lookup(indices: Tensor, operand: Operand) -> Use | None:
 
 
 def _elementwise(operand: Operand) -> Use | None:
-    """The use of an operand of a sum, a difference, a product or a quotient, element by element, or
-    of `expand`; None for a divisor."""
+    """How a sum, a difference, a product, a quotient or `expand` uses an operand element by
+    element: an `Elementwise`; None for a divisor.
+    """
     node, is_second = operand.node, operand.number == 1
     slope: Tensor | float | None = 1.0
     match node.name():

@@ -42,7 +42,9 @@ class CurvatureSpec:
     num_rows: int | None = None
 
     def split(self, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(The point's values of `sites` by name, its values of all other sites by name)."""
+        """The point's values as two dicts of tensors by site: (those of `sites`, those of all other
+        sites).
+        """
         held = layout.unflatten(self.position)
         return {name: held.pop(name) for name in self.sites}, held
 
@@ -75,7 +77,8 @@ class Expansion(NamedTuple):
 
 
 def expand(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expansion:
-    """The log joint, its gradient and its curvature at the spec's position.
+    """An `Expansion`: the log joint of all rows, its gradient and its curvature at the spec's
+    position, in the elements of the spec's sites.
 
     The data are read once, and the model runs once on each chunk of rows.  If the density sums over
     a share of the chunks only (as several processes divide them), the results are that share's
@@ -116,7 +119,14 @@ def expand(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expans
 
 
 def _expand_by_hessian(density: FullDataDensity, spec: CurvatureSpec, dense: bool) -> Expansion:
-    """As `expand`, with minus the exact Hessian of the log joint as the precision."""
+    """The log joint, its gradient and its curvature at the spec's position, where the precision is
+    minus the exact Hessian of the log joint.
+
+    Args:
+        density: the log joint density of all rows.
+        spec: the point and the sites.
+        dense: whether the precision is a matrix [d, d]; otherwise it is the diagonal [d].
+    """
     num_data, places = density.log_posterior.num_data, density.layout.places(spec.sites)
     if dense:
         value, slope, matrix = density.derivatives(spec.position)
@@ -127,7 +137,8 @@ def _expand_by_hessian(density: FullDataDensity, spec: CurvatureSpec, dense: boo
 
 
 def gaussian_at(density: FullDataDensity, spec: CurvatureSpec, precision: Tensor) -> Gaussian:
-    """The Gaussian over the spec's sites with the spec's position as its mean.
+    """The Laplace approximation of the posterior in the elements of the spec's sites: the Gaussian
+    with the spec's position as its mean and this precision.
 
     Args:
         density: the density that is approximated, for the order of params.
@@ -153,7 +164,8 @@ def gaussian_at(density: FullDataDensity, spec: CurvatureSpec, precision: Tensor
 
 
 def indefinite(density: FullDataDensity, place: int, least: float) -> ModelError:
-    """The error to raise if a Gaussian's precision is not positive definite.
+    """The error for a Gaussian whose precision is not positive definite, with a message that names
+    the site; returned, for the caller to raise.
 
     Args:
         density: the density that is approximated, for the names of sites.

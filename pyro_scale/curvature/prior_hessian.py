@@ -52,7 +52,8 @@ def prior_precision(
 def precision_of_prior(
     log_posterior: LogPosterior, log_prior: Tensor, leaves: Params, dense: bool
 ) -> Tensor:
-    """As `prior_precision`, from a log prior that has been computed already.
+    """The prior's precision, minus the Hessian of the log prior with respect to the params, as a
+    matrix or its diagonal, from a log prior that has been computed already.
 
     Args:
         log_posterior: the model's log posterior.
@@ -134,7 +135,8 @@ def _slope(log_prior: Tensor, leaves: Params) -> Tensor:
 
 
 def _product(slope: Tensor, leaves: Params, vector: Tensor) -> Tensor:
-    """Minus the Hessian times a vector [D], a vector [D], from a gradient `slope` [D] that has a
-    graph."""
+    """Minus the Hessian of the log prior times a vector [D]: a vector [D]. `slope` is the log
+    prior's gradient [D] with an autograd graph, and `leaves` the params that it was computed from.
+    """
     parts = torch.autograd.grad(slope, list(leaves.values()), vector, retain_graph=True)
     return -Layout.from_tensors(leaves).flatten(dict(zip(leaves, parts, strict=True)))

@@ -38,7 +38,9 @@ class RowSums(NamedTuple):
     everywhere: set[str]
 
     def plus(self, others: RowSums) -> RowSums:
-        """The sums over these rows of data and over those of `others`."""
+        """The sums over the rows of both together; `everywhere` has the sites that had factors in
+        both.
+        """
         factors = {name: list(parts) for name, parts in self.factors.items()}
         for name, parts in others.factors.items():
             for part in parts:
@@ -51,7 +53,8 @@ class RowSums(NamedTuple):
 def kronecker_at(
     density: FullDataDensity, spec: CurvatureSpec, corrected: bool = False
 ) -> Kronecker:
-    """The Gaussian over the spec's sites, with a block for each weight.
+    """The Laplace approximation of the posterior at the spec's position, in the elements of the
+    spec's sites: a Gaussian with a Kronecker-factored block for each weight of a network.
 
     Weights of products, convolutions and projections, and biases, have blocks, in which the
     likelihood's precision is the Kronecker product of two factors.  All other elements are
@@ -156,8 +159,10 @@ class _Block(NamedTuple):
         return self.curvature + self.prior
 
     def shifted(self, start: int) -> Block:
-        """The block as a part of a Gaussian, with its variances, in a vector in which the site's
-        elements begin at index `start`."""
+        """The same block as a `Block` of a Gaussian over several sites: with variances in place of
+        precisions, and with indices into a vector in which this site's elements begin at index
+        `start`.
+        """
         places, left, right = self.basis
         return Block(start + places, left, right, 1 / self.precision)
 
@@ -165,8 +170,10 @@ class _Block(NamedTuple):
 def _add_up(
     density: FullDataDensity, spec: CurvatureSpec, among: Sequence[str] | set[str]
 ) -> RowSums:
-    """The Kronecker factors and the diagonal of the likelihood's curvature, summed over all rows of
-    the data, also those of other processes; only the sites in `among` may have factors."""
+    """A `RowSums` with the Kronecker factors and the diagonal of the likelihood's curvature, summed
+    over all rows of the data, those of other processes included. Only the sites in `among` may have
+    factors.
+    """
     total, *others = density.of_each(_row_sums, spec, set(among))
     for sums in others:
         total = total.plus(sums)
@@ -174,8 +181,10 @@ def _add_up(
 
 
 def _row_sums(density: FullDataDensity, spec: CurvatureSpec, among: Container[str]) -> RowSums:
-    """The Kronecker factors and the diagonal of the likelihood's curvature, summed over this
-    density's rows of the data; only the sites in `among` may have factors."""
+    """A `RowSums` with the Kronecker factors and the diagonal of the likelihood's curvature, summed
+    over those rows of the data that `density` sums over. Only the sites in `among` may have
+    factors.
+    """
     free, held = spec.split(density.layout)
     layout = Layout.from_tensors(free)
     total = RowSums({}, spec.position.new_zeros(layout.size), set(free))
@@ -193,8 +202,10 @@ def _row_sums(density: FullDataDensity, spec: CurvatureSpec, among: Container[st
 def _eigenvalues(
     density: FullDataDensity, spec: CurvatureSpec, bases: Mapping[str, Sequence[Basis]]
 ) -> list[Tensor]:
-    """The diagonal of the likelihood's curvature, over this density's rows, in each basis: a list
-    of tensors `[m, n]`, site after site."""
+    """The diagonal of the likelihood's curvature in each of the bases, summed over those rows of
+    the data that `density` sums over: a list of tensors `[m, n]`, one for each basis, site after
+    site.
+    """
     free, held = spec.split(density.layout)
     held |= {name: value for name, value in free.items() if name not in bases}
     free = {name: free[name] for name in bases}
@@ -211,7 +222,9 @@ def _eigenvalues(
 
 
 def _check_is_vector(name: str, factors: Sequence[Factors]) -> None:
-    """Checks that a site whose prior correlates its elements is a vector, and so one block."""
+    """Raises a `ModelError` unless a site whose prior correlates its elements is a vector (one
+    block of Kronecker factors): correlated elements of matrices are not supported.
+    """
     if len(factors) > 1 or 1 not in factors[0].places.shape:
         raise ModelError(
             f"site '{name}': structure='kron' needs a prior of independent elements for a weight, "
@@ -275,7 +288,8 @@ def _block_of_vector(name: str, places: Tensor, curvature: Tensor, prior: Tensor
 
 
 def low_rank_at(density: FullDataDensity, spec: CurvatureSpec, rank: int) -> LowRank:
-    """The Gaussian over the spec's sites, by `rank` directions of large curvature.
+    """The Laplace approximation of the posterior at the spec's position, in the elements of the
+    spec's sites: a Gaussian with correlations along `rank` directions of large curvature.
 
     Its precision is the sum of three terms: the prior's diagonal; the largest part of that rank of
     the likelihood's curvature, in units of the prior's sds (Spantini et al. 2015); and the rest of

@@ -114,8 +114,12 @@ class RowWise:
     def squares(
         self, columns: Callable[[int, int], Tensor], count: int, keep: slice
     ) -> dict[str, Tensor]:
-        """The sum over rows and results of the squares of each row's gradient, element by element:
-        a dict from param to a tensor of the param's shape.
+        """For each param, element by element, the sum over rows of data of the squared gradients of
+        a row's results: a dict from param to a tensor of the param's shape.
+
+        A result is a weighted sum of a row's K outputs. Params are left out that are missing in
+        `entries`, or have an element in two entries, because gradients of both uses would have to
+        be summed before they are squared.
 
         A result is a weighted sum of a row's K outputs.  Without the params that are missing in
         `entries`, and without params that have an element in two entries, because gradients of both
@@ -139,9 +143,15 @@ class RowWise:
     def gradients(
         self, columns: Callable[[int, int], Tensor], count: int, keep: slice
     ) -> Iterator[dict[Node, Gradients]]:
-        """Yields the gradients of a few results at a time: dicts from the operation of each entry
-        to the gradients at that operation's output. Arguments as for `squares`; nothing is yielded
-        if there are no entries."""
+        """Yields the gradients of a few results (weighted sums of a row's outputs) at a time: dicts
+        from each operation that takes a param to the gradients at that operation's output. Nothing
+        is yielded if there are no such operations.
+
+        Args:
+            columns: function (start, stop) -> the weights of results start to stop, `[C, B, K]`.
+            count: the number of results of each row.
+            keep: the rows of the batch that are summed over.
+        """
         nodes = list({entry.node for entries in self.entries.values() for entry in entries})
         if not nodes:
             return
@@ -160,8 +170,10 @@ class RowWise:
 
 
 def _candidates(edge: Edge, takers: Takers) -> set[Node]:
-    """The operations that take a param, directly or after operations that keep its elements
-    separate (reshapes, functions of one element); about `_MOST_ENTRIES` at most."""
+    """The operations whose gradients may be needed for a param: those that take the param itself,
+    or what is left of it after operations that keep its elements apart (reshapes, functions of one
+    element). Stops at about `_MOST_ENTRIES`.
+    """
     waiting, nodes = [edge], set[Node]()
     while waiting and len(nodes) <= _MOST_ENTRIES:
         edge = waiting.pop()
@@ -208,7 +220,9 @@ def _entries(
 
 
 def _are_disjoint(entries: Sequence[Entry]) -> bool:
-    """Whether every element of a param is in at most one of the param's entries."""
+    """Whether every element of a param is used by at most one of the operations `entries`; only
+    then do squares of their gradients add up.
+    """
     if len(entries) < 2:
         return True
     return int(torch.stack([entry.slope != 0 for entry in entries]).sum(0).max()) == 1

@@ -99,8 +99,9 @@ class Gradients:
 
     @cached_property
     def squares(self) -> Tensor:
-        """The squares of the gradients, summed over the C results, in the shape of the operation's
-        output."""
+        """The squares of the gradients, summed over the C results: a tensor of the shape of the
+        operation's output.
+        """
         total = torch.zeros_like(self.values[0])
         for result in self.values:
             total.addcmul_(result, result)
@@ -129,12 +130,19 @@ class Product:
 
     @property
     def weight_shape(self) -> torch.Size:
-        """The weight's shape as G matrices, `[G, in, out]`."""
+        """The shape `[G, in, out]` of the weight as G matrices, for G products side by side (such
+        as a convolution's groups).
+        """
         return torch.Size((len(self.inputs), self.inputs.shape[-1], self.num_outputs))
 
     def squares(self, gradients: Gradients) -> Tensor:
-        """The sum over rows and results of the squares of each row's gradient with respect to the
-        weight, element by element, in the shape that the weight has in the operation."""
+        """The squares of each row's gradients with respect to the weight, summed over rows of data:
+        element by element, in the shape that the weight has in the operation.
+
+        Args:
+            gradients: gradients of C scalar results of each row, at the operation's output; squares
+                are summed over these results, too.
+        """
         if self.inputs.shape[2] == 1:
             squares = self.by_row(gradients.squares[None])[0, :, :, 0]
             return self.as_used(self.inputs[:, :, 0].square().mT @ squares)
@@ -162,8 +170,13 @@ class Lookup:
     shape: torch.Size
 
     def squares(self, gradients: Gradients) -> Tensor:
-        """The sum over rows and results of the squares of each row's gradient with respect to the
-        table, in the table's shape; 0 for entries that no row reads."""
+        """The squares of each row's gradients with respect to the table, summed over rows of data:
+        element by element, in the table's shape; 0 for entries that no row reads.
+
+        Args:
+            gradients: gradients of C scalar results of each row, at the operation's output; squares
+                are summed over these results, too.
+        """
         by_row = self.by_row(gradients.values)
         count, size = len(self.places), self.shape[0]
         of_rows = torch.arange(count, device=by_row.device)[:, None] * size + self.places
@@ -196,8 +209,13 @@ class Elementwise:
     is_bias: bool = False
 
     def squares(self, gradients: Gradients) -> Tensor:
-        """The sum over rows and results of the squares of each row's gradient with respect to the
-        param, element by element, in the shape that the param has in the operation."""
+        """The squares of each row's gradients with respect to the param, summed over rows of data:
+        element by element, in the shape that the param has in the operation.
+
+        Args:
+            gradients: gradients of C scalar results of each row, at the operation's output; squares
+                are summed over these results, too.
+        """
         if not self.is_shared:  # every place belongs to one row
             by_row = self.rows.split(gradients.values * self.slope, 1)
             broadcast = [3 + place for place, size in enumerate(self._others) if size == 1]
@@ -215,18 +233,21 @@ class Elementwise:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the param is added without a factor (the slope is the number 1)."""
+        """Whether the operation adds the param without multiplying it by anything: the slope
+        (derivative of the output with respect to the param) is the number 1, as for a layer's bias.
+        """
         return not isinstance(self.slope, Tensor) and self.slope == 1
 
     @property
     def is_shared(self) -> bool:
-        """Whether all rows of data use the same elements of the param; False if each row has
-        elements of its own."""
+        """Whether all rows of data use the same elements of the param, as of a layer's bias; False
+        if each row has elements of its own, as of a local effect.
+        """
         return self.shape[self.rows.axis] == 1
 
     def by_row(self, gradients: Tensor) -> Tensor:
-        """Each row's gradients of C results with respect to a param that all rows share,
-        `[C, B, T, n]`, for n elements of the param and B rows of data.
+        """The gradients of C scalar results of each row of data with respect to a param that all
+        rows share, such as a layer's bias: `[C, B, T, n]`, for n elements of the param and B rows.
 
         For a layer's bias, T is the number of positions a row, because K-FAC treats positions as
         rows of their own.  Otherwise T is 1: gradients are summed over positions.
@@ -246,7 +267,9 @@ class Elementwise:
 
     @property
     def _others(self) -> list[int]:
-        """Sizes of the param's dimensions, without the one that holds the rows of data."""
+        """A list of the sizes of the param's dimensions, broadcast dimensions (size 1) included,
+        without the dimension that holds the rows of data.
+        """
         return [size for axis, size in enumerate(self.shape) if axis != self.rows.axis]
 
 

@@ -43,13 +43,16 @@ class Batch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """A list of the tensors of rows among the arguments, and the indices if there are any."""
+        """A list of the tensors that make up the batch: all tensors of rows among the arguments,
+        then `indices` if there are any.
+        """
         indices = [] if self.indices is None else [self.indices]
         return [*rows.leaves(self.arguments), *indices]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
-        """A copy of the batch in which the given tensors replace those of the property `tensors`,
-        in its order."""
+        """A copy of the batch with other numbers in its rows: `tensors` replace those that the
+        property `tensors` lists, in the same order.
+        """
         leaves = iter(tensors)
         arguments = rows.map_rows(lambda _: next(leaves), self.arguments)
         return Batch(arguments, self.per_chain, None if self.indices is None else next(leaves))
@@ -67,12 +70,15 @@ class Batches(Protocol):
 
     @property
     def fixed(self) -> Any:
-        """The tensors that all steps share, such as all rows of the data: a pytree."""
+        """The tensors that all steps share, a pytree: such as all rows of the data, from which
+        steps gather theirs.
+        """
         ...
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:
-        """The changing tensors of steps start, ..., stop - 1: a pytree of tensors `[chains, stop -
-        start, ...]`. Each call must begin where the last one ended.
+        """The tensors that change from step to step, for steps start, ..., stop - 1: a pytree of
+        tensors `[chains, stop - start, ...]`, such as row indices. Each call must begin where the
+        last one ended.
 
         Args:
             start: first step.
@@ -83,13 +89,15 @@ class Batches(Protocol):
         ...
 
     def batch(self, fixed: Any, changing: Any) -> Batch:
-        """The minibatches of one step, from the fixed tensors and that step's changing ones,
-        `[chains, ...]`; a pure function, which can be compiled."""
+        """The minibatches of all chains at one step, from the tensors that all steps share and that
+        step's changing ones, `[chains, ...]`. A pure function, which can be traced and compiled.
+        """
         ...
 
     def sources(self, changing: Any) -> list[Source]:
-        """For each of `Batch.tensors`, how a compiled loop computes it in a block of steps: fixed,
-        gathered by index, or one for each step.
+        """A list that says for each tensor in `Batch.tensors` how a compiled loop gets it at each
+        step of a block: `Fixed` (the same at all steps), `Gathered` (rows of a table by index) or
+        `PerStep` (an entry for each step).
 
         Args:
             changing: changing tensors of the block's steps, as `take` returns them.
@@ -97,25 +105,36 @@ class Batches(Protocol):
         ...
 
     def position(self, step: int) -> Any:
-        """What `seek` needs to continue at `step`, at which one of the latest calls of `take`
-        ended: a pytree of tensors and plain values, for a checkpoint."""
+        """The place in the data that is reached at a step, as a pytree of tensors and plain values
+        to save in a checkpoint: pass it to `seek` in order to continue from there. `step` must be
+        one at which one of the latest calls of `take` ended. None if batches depend on the step's
+        number alone.
+        """
         ...
 
     def seek(self, step: int, position: Any) -> None:
-        """Makes the next call of `take` begin at `step`. `position` is what `position(step)`
-        returned.
+        """Continues at a step: the next call of `take` begins there.
+
+        Args:
+            step: number of the step.
+            position: what `position(step)` returned in the earlier run.
         """
         ...
 
     def of_rows(self, part: slice) -> Batches:
-        """The same minibatches reduced to a slice of their rows; other rows are not read, where
-        possible. For processes that share out the rows of a minibatch."""
+        """The same minibatches, each reduced to a slice of its rows; other rows are not read, where
+        possible. For processes that divide the rows of each minibatch among themselves.
+
+        Args:
+            part: slice of the rows of each minibatch.
+        """
         ...
 
 
 class ByStep:
-    """Base class of minibatches that are functions of the step's number, so that `seek` has nothing
-    to do."""
+    """Base class of minibatches that depend on the step's number alone (not on what was read
+    before), so that a run can continue at any step: `position` is None, and `seek` does nothing.
+    """
 
     def position(self, step: int) -> Any:
         return None
@@ -126,7 +145,8 @@ class ByStep:
 
 @dataclass(frozen=True)
 class WholeData(ByStep):
-    """All rows of the data at every step.
+    """Batches that consist of all rows of the data, at every step and for every chain: without
+    subsampling.
 
     Attributes:
         fixed: the model's arguments, with all rows.
@@ -136,8 +156,9 @@ class WholeData(ByStep):
 
     @functools.cached_property
     def by_column(self) -> WholeData:
-        """The same data with narrow matrices stored by column, so that operations on all rows fill
-        vector registers."""
+        """The same data with narrow matrices (few columns) stored by column, so that operations on
+        all rows use the processor's vector instructions.
+        """
         return WholeData(store_by_column(self.fixed))
 
     def of_rows(self, part: slice) -> WholeData:
@@ -211,7 +232,9 @@ class OwnIndices(ByStep):
 
 
 class Stream(Protocol):
-    """The minibatches of all chains in a sequence without end, which is read step by step."""
+    """Protocol of a sequence of minibatches of all chains, without end, which can only be read step
+    by step.
+    """
 
     def steps(self, start: int, position: Any) -> Iterator[tuple[list[Arguments], Any]]:
         """Yields, for each step, (the model's arguments of every chain, the position in the stream
@@ -225,12 +248,14 @@ class Stream(Protocol):
         ...
 
     def of_rows(self, part: slice) -> Stream:
-        """The same stream with every minibatch reduced to a slice of its rows."""
+        """The same stream with every minibatch reduced to the slice `part` of its rows, for
+        processes that divide the rows of each minibatch among themselves.
+        """
         ...
 
 
 class ReadBatches:
-    """Minibatches that are read from a loader.
+    """Minibatches that are read from a loader, step by step, and put together for all chains.
 
     Only tensors of rows may change from batch to batch; other arguments must equal those of the
     first batch.
@@ -293,7 +318,8 @@ class ReadBatches:
 
 @dataclass(frozen=True)
 class SharedBatches:
-    """The minibatches of one chain, used by all chains.
+    """Minibatches that all chains share: at each step, all chains get the same batch, which is read
+    once.
 
     Attributes:
         batches: minibatches of the one chain.
@@ -331,7 +357,9 @@ class SharedBatches:
 
 
 def batches_from(batches: Batches, step: int, count: int) -> list[Batch]:
-    """The minibatches of steps step, ..., step + count - 1, one `Batch` for each step."""
+    """A list of the minibatches of `count` steps, beginning with number `step`: one `Batch` (of all
+    chains) for each step. For use outside of a compiled loop, such as measurements.
+    """
     spans = [batches.take(step + i, step + i + 1) for i in range(count)]
     drawn = [pytree.tree_map(lambda leaf: leaf[:, 0], changing) for changing in spans]
     return [batches.batch(batches.fixed, changing) for changing in drawn]

@@ -21,11 +21,12 @@ Features = Callable[[Arguments], tuple[Tensor, ...]]
 
 
 def table_of(data: TensorData, features: Features, batch_size: int) -> TensorData:
-    """The features of all rows, as data in memory.
+    """The features of all rows (such as outputs of a network's frozen layers), computed now and
+    kept in memory as a data set in place of the rows: one tensor `[N, ...]` for each feature.
 
     Args:
         data: the rows.
-        features: function from a batch's arguments to its features, tensors `[B, ...]`.
+        features: function from a batch's arguments to its features, a tuple of tensors `[B, ...]`.
         batch_size: B, the only batch size at which `features` is called.
     """
     num_rows = rows.count(data.arguments) or 0
@@ -40,11 +41,12 @@ def table_of(data: TensorData, features: Features, batch_size: int) -> TensorDat
 
 @dataclass(frozen=True)
 class FeatureData:
-    """Data whose minibatches are features of rows, computed when a minibatch is read.
+    """Data whose minibatches are features of rows (such as outputs of a network's frozen layers),
+    computed whenever a minibatch is read.
 
     Attributes:
         data: the rows.
-        features: function from a batch's arguments to its features, tensors `[B, ...]`.
+        features: function from a batch's arguments to its features, a tuple of tensors `[B, ...]`.
     """
 
     data: Data
@@ -59,12 +61,13 @@ class FeatureData:
 
 @dataclass(frozen=True)
 class FeatureBatches:
-    """Minibatches of features, computed from the minibatches of rows of all chains.
+    """Minibatches of features (such as outputs of a network's frozen layers), computed from
+    minibatches of rows when they are taken.
 
     Attributes:
         batches: minibatches of rows.
-        features: function from a batch's arguments to its features, tensors `[B, ...]`.
-        fixed: empty, since features have no part that all steps share.
+        features: function from a batch's arguments to its features, a tuple of tensors `[B, ...]`.
+        fixed: empty, since no part of the features is shared by all steps.
     """
 
     batches: Batches
@@ -92,11 +95,13 @@ class FeatureBatches:
         self.batches.seek(step, position)
 
     def _of_step(self, changing: Any, place: int) -> list[Tensor]:
-        """The features of one step's minibatches, `[chains, B, ...]` each.
+        """The features of one step's minibatches: a list with a tensor `[chains, B, ...]` for each
+        feature.
 
         Args:
-            changing: indices or rows of a span of steps, `[chains, steps, ...]`.
-            place: index of the step among the steps of the span.
+            changing: indices or rows of several steps, `[chains, steps, ...]`, as `take` of the
+                minibatches of rows returns them.
+            place: index of the step among these steps.
         """
         drawn = pytree.tree_map(lambda leaf: leaf[:, place], changing)
         batch = self.batches.batch(self.batches.fixed, drawn)

@@ -164,7 +164,8 @@ def _in_words(exit_code: int) -> str:
 
 
 def receive(batch: Any, device: torch.device | None) -> Arguments:
-    """The model's arguments from a loader's batch, on a device (None: where they are).
+    """The model's arguments from a loader's batch (tensors, or a tuple or dict of them), moved to a
+    device; left where they are if `device` is None.
 
     Raises:
         DataError: an argument is not a tensor although it has rows.
@@ -190,8 +191,9 @@ def check_tensors(arguments: Arguments) -> None:
 
 
 def to_device(arguments: Arguments, device: torch.device | None) -> Arguments:
-    """The arguments with their tensors of rows moved to a device (None: where they are). Lazy
-    negations and conjugations are resolved."""
+    """The arguments with their tensors of rows moved to a device; left where they are if `device`
+    is None. Lazy negations and conjugations are resolved.
+    """
 
     def move(tensor: Tensor) -> Tensor:
         return tensor.to(device or tensor.device).resolve_conj().resolve_neg()

@@ -28,8 +28,10 @@ _SHARE = 1 / 8
 
 
 def store_by_column(arguments: Arguments) -> Arguments:
-    """The arguments with narrow matrices stored by column, so that sums over rows of data are fast;
-    the same arguments if memory is too small for a copy."""
+    """The model's arguments with narrow matrices (few columns) copied to memory column by column,
+    so that sums over rows of data are fast; the same arguments if memory is too small for a copy.
+    Shapes and numbers do not change.
+    """
     in_bytes = sum(leaf.nbytes for leaf in rows.leaves(arguments))
     if in_bytes > _spare_bytes(rows.device(arguments) or torch.device("cpu")):
         return arguments
@@ -69,15 +71,17 @@ def pack(tables: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _spare_bytes(device: torch.device) -> float:
-    """The largest size in bytes that a copy of the rows may have on a device: an eighth of its
-    memory.
+    """The number of bytes that a copy of the rows may take at most on a device: an eighth of the
+    device's total memory.
     """
     return _SHARE * bytes_of(device)
 
 
 def _memory(num_bytes: int) -> Tensor:
-    """An uninitialized tensor of bytes, in huge pages where the system has them: a processor caches
-    the addresses of only a few thousand pages."""
+    """An uninitialized uint8 tensor `[num_bytes]`, in huge pages where the system has them: random
+    access to many rows is faster there, as a processor caches the addresses of only a few thousand
+    pages.
+    """
     if sys.platform != "linux":
         return torch.empty(num_bytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -25,7 +25,8 @@ def open_data(
     num_data: int | None = None,
     device: torch.device | None = None,
 ) -> Data:
-    """The source of minibatches for the data that a user passes, with N and B.
+    """The data that a user passes (tensors, a loader, nothing) as a source of minibatches, with N
+    and B: a `TensorData`, `IndexedData` or `StreamData`.
 
     Args:
         data: a loader (any iterable with `.dataset`), or the model's own arguments: a tensor, a
@@ -121,8 +122,8 @@ def _open_loader(loader: Any, num_data: int | None, device: torch.device | None)
 
 
 def _batch_sampler(loader: Any) -> torch_data.BatchSampler | None:
-    """torch's batch sampler of a DataLoader over a map-style data set; None for other loaders, and
-    for a sampler of batches that the user wrote.
+    """The batch sampler that torch made for a DataLoader over a map-style data set; None for other
+    loaders, and for a sampler of batches that the user wrote.
 
     Raises:
         DataError: the DataLoader's batching is switched off.
@@ -162,15 +163,17 @@ def _indices_of(sampler: Any, length: int | None) -> Tensor | None:
 
 
 def _is_plain(sampler: Any, *names: str) -> bool:
-    """Whether a sampler's class is one of torch's or torchdata's with one of these names, and not
-    the user's."""
+    """Whether a sampler is of one of torch's (or torchdata's) own classes with one of these names;
+    False for a class that the user has derived from it.
+    """
     kind = type(sampler)
     return kind.__name__ in names and kind.__module__.split(".")[0] in ("torch", "torchdata")
 
 
 def _tensors_of(dataset: Any, index: Tensor) -> Arguments | None:
-    """The tensors of a TensorDataset, or of a subset of one, at the rows `index`; None for other
-    data sets."""
+    """The tensors of a TensorDataset, or of a subset of one, at the rows `index`, as the model's
+    arguments; None for other data sets, which have to be read through their loader.
+    """
     while isinstance(dataset, torch_data.Subset):
         index = torch.as_tensor(dataset.indices)[index]
         dataset = dataset.dataset
@@ -199,5 +202,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _is_row(data: Any) -> bool:
-    """Whether the data are a list of arrays, as a loader collates the model's arguments."""
+    """Whether the data are a list of arrays: as a loader's collate function returns the model's
+    arguments.
+    """
     return isinstance(data, list) and bool(data) and all(hasattr(d, "__array__") for d in data)

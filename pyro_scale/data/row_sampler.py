@@ -20,7 +20,8 @@ _MOST_BYTES = 4 * 2**30
 
 
 def check_sampling(sampling: object) -> None:
-    """Raises for an unknown `sampling=`.
+    """Checks the user's argument `sampling`, the way in which rows of minibatches are drawn.
+    Returns None if it is known.
 
     Raises:
         ArgumentError: `sampling` is not one of `Sampling`.
@@ -70,7 +71,7 @@ class RowIndices:
         self._epoch = -1
 
     def at(self, step: int) -> Tensor:
-        """The row indices of one step, `[chains, batch_size]`."""
+        """The row indices of every chain's minibatch at one step, int64 `[chains, batch_size]`."""
         return self.span(step, step + 1)[:, 0]
 
     def span(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:

@@ -31,16 +31,18 @@ _SECTION_STEPS = 1024
 
 
 class Data(Protocol):
-    """A data set from which minibatches are read: tensors in memory, or a loader."""
+    """Protocol of a data set from which minibatches are read: tensors in memory, or a loader."""
 
     @property
     def num_data(self) -> int | None:
-        """N, the number of rows; None if only the model knows it."""
+        """N, the number of rows of the whole data set; None if the data do not tell, so that the
+        model has to declare N.
+        """
         ...
 
     @property
     def batch_size(self) -> int | None:
-        """B, the rows of a minibatch; None for all rows."""
+        """B, the number of rows of a minibatch; None if every step has all rows."""
         ...
 
     def first(self) -> Arguments:
@@ -50,7 +52,7 @@ class Data(Protocol):
     def batches(
         self, seed: int, num_chains: int, sampling: Sampling, chains: Sequence[int] | None = None
     ) -> Batches:
-        """The minibatches of every step and chain, without end.
+        """The minibatches of every chain at every step, without end: one epoch after another.
 
         Args:
             seed: seed of the run.
@@ -61,13 +63,14 @@ class Data(Protocol):
         ...
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Arguments]:
-        """Yields all rows once, in the data's order, in batches of at most `batch_size` rows (None:
-        B)."""
+        """Yields all rows once, in the data's order, as batches of at most `batch_size` rows; None
+        for the data's own batch size B.
+        """
         ...
 
     def spread(self, count: int) -> list[tuple[Arguments, Tensor | None]]:
-        """At most `count` full batches of different random rows, the same at each call, to check a
-        model on.
+        """Batches of random rows to check a model on: at most `count` full batches without common
+        rows, the same at each call.
 
         Returns:
             A list of (arguments, indices). Indices are for a model that subsamples by itself,
@@ -221,7 +224,7 @@ class IndexedData:
 
 @dataclass
 class ByIndex:
-    """A stream of minibatches that are read at random row indices from a loader's data set.
+    """A stream of minibatches of random rows, read by index from a loader's data set.
 
     Data sets may draw augmentations, so a batch depends on those read before it. Therefore reading
     begins anew at every section of 1024 steps (an epoch, if that is longer); to continue within a
@@ -262,7 +265,10 @@ class ByIndex:
 
 
 def _spread_rows(total: int, size: int, count: int) -> list[Tensor]:
-    """At most `count` tensors of `size` different indices below `total`, the same at each call."""
+    """Row indices for batches of different rows: a list of at most `count` tensors `[size]`, with
+    indices below `total` and no index in two of them, the same at each call. Shorter if there are
+    too few rows.
+    """
     places = torch.randperm(total, generator=torch.Generator().manual_seed(0))
     return [part for part in places[: count * size].split(size) if len(part) == size]
 

@@ -46,14 +46,14 @@ class StackedBatches(ByStep):
 
     @property
     def fixed(self) -> Any:
-        """The shared rows: inputs of the compiled program, so that it serves other data sets,
-        too.
+        """The rows that all data sets share. They are inputs of the compiled program, so that it
+        serves other data sets of the same shape, too.
         """
         return self.shared
 
     @property
     def num_chains(self) -> int:
-        """The number of chains, each with its data set."""
+        """The number of chains, each of which has a data set of its own."""
         return len(rows.leaves((*self.constants, self.own))[0])
 
     def take(self, start: int, stop: int, out: Any = None) -> Any:

@@ -88,7 +88,7 @@ class StreamData:
         return read_by_index(loader, (part.tolist() for part in order), 0, self.device)
 
     def _read_to_the_end(self) -> Iterator[Arguments]:
-        """Yields the batches of one epoch.
+        """Yields the batches of one epoch, as the model's arguments, until the loader ends.
 
         Raises:
             DataError: the loader yields more than N rows.
@@ -116,8 +116,14 @@ class StreamData:
 
     def with_states(self, seed: int, epoch: int, state: Any) -> Iterator[tuple[Arguments, Any]]:
         """Yields (batch as the model's arguments, loader's state before the batch) for one epoch.
-        `state` is the state to continue from, None for the beginning; loaders without states yield
-        None."""
+
+        Args:
+            seed: seed of the run.
+            epoch: number of the epoch; random numbers of the loader are a function of (seed,
+                epoch).
+            state: loader's state from which to continue; None for the epoch's beginning. Loaders
+                without states yield None.
+        """
         loader_seed = derived_seed(seed, 0, Purpose.DATA_LOADER, epoch)
         for batch, before in isolate(self.loader, loader_seed, state):
             yield receive(batch, self.device), before
@@ -125,16 +131,17 @@ class StreamData:
 
 @dataclass
 class DealtBatches:
-    """A stream of minibatches: cuts a loader's rows, epoch after epoch, into pieces of exactly B
-    rows, and deals them to all chains in random order.
+    """A stream of minibatches from a loader that cannot be read by index: cuts the loader's rows,
+    epoch after epoch, into pieces of exactly B rows. At each step every chain gets one piece, in
+    random order.
 
     Attributes:
         data: the loader's data.
         seed: seed of the run.
         chains: numbers of the chains of this process.
         num_chains: number of all chains.
-        part: slice of each piece's rows that is used, for chains whose rows are shared out among
-            processes.
+        part: slice of each piece's rows that is used, for processes that divide the rows of each
+            minibatch among themselves.
     """
 
     data: StreamData

@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 
 
 class Estimate(NamedTuple):
-    """The model's evaluation on a minibatch whose rows are on several ranks.
+    """The log joint of all data, as estimated from a minibatch whose rows are on several ranks.
 
     Attributes:
-        log_joint: log joint of all data, estimated from the minibatch, in nats.
+        log_joint: the estimate, a scalar in nats.
     """
 
     log_joint: Tensor
 
 
 def sum_over(group: ProcessGroup, tensor: Tensor) -> Tensor:
-    """The sum of a tensor over the ranks of a group, as an operation that can be traced and
-    compiled."""
+    """The sum of a tensor over the ranks of a process group, the same on each of them: an
+    all-reduce that can be traced and compiled.
+    """
     # private, but what torch.compile makes of all_reduce; not every torch has it
     from torch.distributed import _functional_collectives as collectives
 
@@ -51,7 +52,7 @@ class DataParallel:
     Attributes:
         density: the log posterior, which is evaluated on this rank's rows.
         weight: B_r/B of this rank.
-        group: the ranks that share out the rows of the same minibatches.
+        group: the ranks that divide the rows of the same minibatches among themselves.
     """
 
     density: Any
@@ -100,7 +101,9 @@ class DataParallel:
         return layout.unflatten(mean[:-1]), Estimate(mean[-1])
 
     def _errors(self, error: Exception | None) -> str:
-        """Text with the errors of all ranks; `error` is this rank's, None if it has none."""
+        """A text for messages with the errors of all ranks, which all of them must call at the same
+        time; `error` is this rank's error, None if it has none.
+        """
         from torch import distributed as dist
 
         words = None

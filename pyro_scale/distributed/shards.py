@@ -24,8 +24,8 @@ _AS_FSDP = "shard the whole network by torch.distributed.fsdp.fully_shard, along
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True if a tensor is a DTensor of `torch.distributed`, such as a part of a weight; does not
-    import that part of torch.
+    """Whether a tensor is a DTensor of `torch.distributed`, as the weights of a network are that is
+    divided among processes. That part of torch is not imported if it is not in use.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -38,7 +38,7 @@ class Shard:
 
     Attributes:
         shape: shape of the whole weight.
-        rows: slice of the first dimension that this rank has.
+        rows: slice of the weight's first dimension that this rank has.
         mesh: the device mesh of the ranks that have the parts.
         dim: the dimension of the mesh along which ranks have different parts.
     """
@@ -50,7 +50,7 @@ class Shard:
 
     @classmethod
     def from_weight(cls, name: str, tensor: Tensor) -> Shard:
-        """The description of this rank's part of a weight.
+        """A `Shard` that describes which part of a weight this rank has.
 
         Args:
             name: name of the weight in its network, for messages.
@@ -79,22 +79,33 @@ class Shard:
 
     @property
     def first(self) -> int:
-        """The index of the part's first element among all elements of the flattened weight."""
+        """The index of the first element of this rank's part among all elements of the whole
+        weight, flattened.
+        """
         return self.rows.start * self.shape[1:].numel()
 
     @property
     def local_shape(self) -> torch.Size:
-        """The shape of the part."""
+        """The shape of this rank's part of the weight: `[rows of the part, *shape[1:]]`, with 0
+        rows if this rank has none.
+        """
         return torch.Size((self.rows.stop - self.rows.start, *self.shape[1:]))
 
     @property
     def copies(self) -> int:
-        """The number of ranks that have the same part."""
+        """The number of ranks, this one included, that hold this same part of the weight: the size
+        of the device mesh divided by the number of different parts. 1 unless the mesh has a second
+        dimension, along which the network is replicated.
+        """
         return self.mesh.size() // self.mesh.size(self.dim)
 
     def whole(self, draws: Tensor) -> DTensor:
-        """A DTensor `[n, *shape]` of n values of the whole weight, of which this rank has `draws`,
-        its part `[n, *local_shape]`."""
+        """Values of the whole weight as one DTensor `[n, *shape]`, put together from the parts of
+        all ranks without moving data.
+
+        Args:
+            draws: n values of this rank's part, `[n, *local_shape]`.
+        """
         from torch.distributed import tensor
 
         placements: list[Any] = [tensor.Replicate()] * self.mesh.ndim

@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 
 class Rows(NamedTuple):
-    """This rank's part of every minibatch, among the ranks that move the same chains.
+    """The part of every minibatch that this rank computes, where several ranks move the same chains
+    and divide the rows of each minibatch among themselves.
 
     Attributes:
         rank: this rank's number among these ranks.
@@ -62,13 +63,17 @@ class Rows(NamedTuple):
         return slice(self.rank * size // self.world, (self.rank + 1) * size // self.world)
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of a tensor over these ranks, on every rank, on the tensor's own device."""
+        """The sum of a tensor over the ranks that move the same chains, the same on each of them,
+        on the tensor's own device. All of them must call this at the same time.
+        """
         total = values.detach().to(self.device, copy=True)
         dist.all_reduce(total, group=self.group)
         return total.to(values.device)
 
     def agree(self, holds: bool) -> bool:
-        """True if `holds` is True on all of these ranks; all of them must call this together."""
+        """Whether a condition is true on all ranks that move the same chains: True if each of them
+        passes `holds=True`. All of them must call this at the same time.
+        """
         return not bool(self.sum(torch.tensor(float(not holds))))
 
 
@@ -84,18 +89,23 @@ class Share(NamedTuple):
     step: int = 1
 
     def of(self, items: Iterable[T]) -> Iterator[T]:
-        """Yields those of the items that belong to this process."""
+        """Yields the items of a sequence that this process works on: every `step`-th, beginning
+        with number `first`.
+        """
         return islice(items, self.first, None, self.step)
 
     def number(self, place: int) -> int:
-        """The index in the whole sequence of one of this process's items. `place` is the item's
-        index among this process's items, counted from 0.
+        """The index in the whole sequence of one of this process's items.
+
+        Args:
+            place: the item's index among the items of this process, counted from 0.
         """
         return self.first + place * self.step
 
     def size(self, most: int, total: int) -> int:
-        """Number of rows for each chunk, at most `most`, if `total` rows are split into chunks that
-        processes share out, chosen so that every process gets the same number of chunks.
+        """The number of rows in a chunk, at most `most`, for `total` rows of data whose chunks are
+        divided among the processes: chosen so that every process gets the same number of chunks.
+        `most` if there are no rows.
         """
         rounds = -(-total // (most * self.step))
         return max(1, -(-total // (rounds * self.step))) if total else most

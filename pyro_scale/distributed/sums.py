@@ -45,18 +45,22 @@ class Sums:
 
     @property
     def are_here(self) -> bool:
-        """True if there is only one process, which computes all terms."""
+        """Whether this is the only process, so that all terms of the sums are computed here."""
         return self.workers.is_alone
 
     @property
     def share(self) -> Share:
-        """Which of all chunks of rows this process computes terms for: every n-th one, with n
+        """The chunks of rows for which this process computes terms: every n-th one, with n
         processes.
         """
         return self.workers.share
 
     def with_terms(self, terms: Mapping[str, Terms]) -> Sums:
-        """A copy with these functions, by name, in place of the present ones."""
+        """A copy that computes other sums, by the same processes.
+
+        Args:
+            terms: dict from a name to a function that computes this process's terms of one sum.
+        """
         return replace(self, terms=terms)
 
     def run(self, algorithm: Callable[[], T]) -> T:
@@ -146,8 +150,9 @@ class Sums:
         return shaped[0] if isinstance(terms, Tensor) else tuple(shaped)
 
     def _raise(self, error: BaseException | None) -> None:
-        """Exchanges errors among ranks after one of them failed. Raises this rank's error, or else
-        the first of another rank, on rank 0; on other ranks, raises only an interrupt of their own.
+        """Exchanges errors among ranks after one of them has failed, and raises one. Rank 0 raises
+        its own error or else the first of another rank; the other ranks raise only an interrupt of
+        their own.
         """
         failure = None if error is None else RankFailure.from_error(error)
         failures = self.workers.gather(failure, "what was raised in a sum over rows")
@@ -163,7 +168,9 @@ class Sums:
         return buffer.getvalue()
 
     def _unpack(self, value: Any) -> Any:
-        """The object that `_pack` turned into bytes, with its tensors on this process's device."""
+        """The object that `_pack` turned into bytes on another rank, with its tensors on this
+        process's device.
+        """
         return torch.load(io.BytesIO(value), map_location=self.device, weights_only=False)
 
 

@@ -60,7 +60,9 @@ class RankFailure(NamedTuple):
 
     @classmethod
     def from_error(cls, error: BaseException) -> Self:
-        """The description of an error, which can be pickled and sent to other ranks."""
+        """A description of an error that can be pickled and sent to other ranks: its class, text
+        and section of the documentation.
+        """
         code = error.code if isinstance(error, PyroScaleError) else None
         return cls(type(error), format(error), code)
 
@@ -89,8 +91,8 @@ class Workers:
         world: number of processes.
         keeps_all: True if every rank keeps the draws of all chains; if False, rank 0 does, and the
             others keep those of their own chains.
-        teams: (this rank's team, number of teams), where chains are shared out among teams. The
-            ranks of a team move the same chains. None if each rank is a team of its own.
+        teams: (this rank's team, number of teams), where chains are divided among teams. The ranks
+            of a team move the same chains. None if each rank is a team of its own.
         rows: this rank's part of every minibatch of its team; None if the rank takes all rows.
         group: torch's process group of these ranks; None for the default group.
     """
@@ -170,8 +172,9 @@ class Workers:
 
     @classmethod
     def that_are_left(cls) -> Workers:
-        """The processes that are there after a run: those of torch's process group if it still
-        exists, otherwise `ALONE`."""
+        """The processes that are still connected after a run: those of torch's process group if it
+        still exists, otherwise this process alone (`ALONE`).
+        """
         return cls.from_group("all") if dist.is_available() and dist.is_initialized() else ALONE
 
     @property
@@ -181,12 +184,16 @@ class Workers:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which shows progress, warns and keeps all draws."""
+        """Whether this process is rank 0, which shows progress, warns, and keeps the draws of all
+        chains.
+        """
         return self.rank == 0
 
     @property
     def has_all(self) -> bool:
-        """True if this rank keeps the draws of all chains, not only those of its own."""
+        """Whether this rank keeps the draws of all chains after a run, and not only those of its
+        own chains.
+        """
         return self.keeps_all or self.is_first
 
     def use_rows_by_rank(self, count: int, num_data: int | None, digest: str) -> int:
@@ -200,9 +207,9 @@ class Workers:
             digest: hash of this rank's rows, to compare them with those of other teams.
 
         Raises:
-            ArgumentError: minibatches are not shared out, so that chains would see these rows
-                alone; or teams have different rows, so that their chains would have different
-                posteriors.
+            ArgumentError: ranks do not divide minibatches among themselves, so that chains would
+                see these rows alone; or teams have different rows, so that their chains would have
+                different posteriors.
         """
         if self.rows is None:
             raise ArgumentError(
@@ -227,31 +234,34 @@ class Workers:
 
     @property
     def read_together(self) -> bool:
-        """True if there are several processes that all keep all draws and have all rows of the
-        data: computations after the run are then shared out among them by rows.
+        """Whether computations on a run's draws are divided among processes by rows of data: there
+        are several processes, and each has all draws and all rows.
         """
         return self.keeps_all and self.has_all_rows and not self.is_alone
 
     @property
     def has_all_rows(self) -> bool:
-        """True if this process was called with all rows of the data; False if each process was
-        called with other rows.
+        """Whether this process was called with all rows of the data; False if each process was
+        called with other rows (`rows_by_rank=True`).
         """
         return self.rows is None or self.rows.share is None
 
     @property
     def share(self) -> Share:
-        """Which items of a sequence this process works on, where items are shared out one by one:
-        every n-th one, with n processes.
+        """The items of a sequence that this process works on, where all processes divide a sequence
+        among themselves: every n-th one, with n processes.
         """
         return Share(self.rank, self.world)
 
     def chains(self, count: int) -> range:
-        """The numbers of the chains that this rank moves, of `count` chains in all."""
+        """The numbers of the chains that this rank moves, of `count` chains in all; ranks of one
+        team have the same.
+        """
         return range(self.team, count, self.num_teams)
 
     def check(self, num_chains: int) -> None:
-        """Raises if a team of ranks would have no chain.
+        """Checks that there are enough chains for every team of ranks to have one. Returns None if
+        so.
 
         Raises:
             ArgumentError: there are fewer chains than teams.
@@ -266,7 +276,8 @@ class Workers:
     # ------------------------------------------------------------------ messages
 
     def gather(self, value: T, what: str) -> list[T]:
-        """Every rank's value, in the order of ranks, on every rank.
+        """A list of every rank's `value`, in the order of ranks, on every rank. All ranks must call
+        this.
 
         Args:
             value: this rank's value; anything that can be pickled.
@@ -283,8 +294,8 @@ class Workers:
         return values
 
     def gather_at_first(self, value: T, what: str) -> list[T] | None:
-        """Every rank's value, in the order of ranks, on rank 0; None on the others. `what` is the
-        value's name in error messages.
+        """A list of every rank's `value`, in the order of ranks, on rank 0; None on the other
+        ranks. All ranks must call this; `what` is the value's name in error messages.
 
         Raises:
             RankError: another rank has failed, or makes another call.
@@ -297,8 +308,8 @@ class Workers:
         return values
 
     def broadcast(self, value: T, what: str) -> T:
-        """Rank 0's value, on every rank; the `value` of other ranks is ignored. `what` is the
-        value's name in error messages.
+        """Rank 0's value, on every rank; the `value` that other ranks pass is ignored. All ranks
+        must call this; `what` is the value's name in error messages.
 
         Raises:
             RankError: another rank has failed, or makes another call.
@@ -345,8 +356,8 @@ class Workers:
         return [_to_device(item, device) for item in ordered]
 
     def agree(self, holds: bool, what: str) -> bool:
-        """True, on every process, if `holds` is True on all of them. `what` is the condition's name
-        in error messages.
+        """Whether a condition is true on all processes: True, on every process, if each of them
+        passes `holds=True`. `what` is the condition's name in error messages.
 
         Raises:
             RankError: another rank has failed, or makes another call.
@@ -367,7 +378,9 @@ class Workers:
 
     @property
     def is_over(self) -> bool:
-        """True if a rank has failed or been interrupted; ranks then exchange no more messages."""
+        """Whether the processes can no longer exchange messages, because a rank has failed or been
+        interrupted.
+        """
         return self._is_over
 
     def broadcast_unchecked(self, value: T, what: str) -> T:
@@ -384,8 +397,10 @@ class Workers:
         return vector
 
     def least(self, count: int) -> int:
-        """Publishes this rank's count, and returns the smallest count that ranks have published so
-        far; 0 if a rank has published none. No rank waits, so this may be called within steps."""
+        """The smallest of the counts (such as draws written to disk) that ranks have published so
+        far, after this rank's `count` has been published; 0 if a rank has published none. No rank
+        waits, so this may be called within steps.
+        """
         if self.is_alone:
             return count
         store = _store()
@@ -478,7 +493,7 @@ class Workers:
 
     @property
     def _root(self) -> int:
-        """Rank 0's number in torch's default group."""
+        """The number that rank 0 of these processes has in torch's default process group."""
         return 0 if self._group is None else dist.get_global_rank(self._group, 0)
 
 
@@ -514,8 +529,8 @@ def _store() -> Any:
 
 
 def _comes(store: Any, name: str) -> bool:
-    """True if a key appears in the store within 5 seconds; False otherwise, or if the store is
-    gone.
+    """Whether a key is, or appears within 5 seconds, in the store that all processes can read;
+    False also if the store is gone, because the process that holds it has ended.
     """
     try:
         store.wait([name], _PATIENCE)

@@ -85,13 +85,15 @@ class Chains:
 
     @property
     def run_state(self) -> RunState:
-        """The number of steps taken, the state and the failures, as a run needs them to continue
-        from here."""
+        """The number of steps taken, the state of all chains, which of them are running, and the
+        failures: what a checkpoint stores so that the run can continue from here.
+        """
         return RunState(self.count, self.state, self.alive, tuple(self.failures))
 
     def go_on_from(self, run_state: RunState) -> None:
-        """Replaces step count, state and failures by those of an earlier run, to continue that
-        run."""
+        """Continues an earlier run: replaces the number of steps, the chains' state and the
+        failures by those of that run.
+        """
         self.count, self.state, self.alive = run_state.step, run_state.state, run_state.alive
         self.failures = list(run_state.failures)
 
@@ -131,8 +133,11 @@ class Chains:
     def _run_unbroken(
         self, program: Program, block: StepInputs, steps: Steps
     ) -> tuple[Any, Kept] | None:
-        """(The kernel's state after a block of steps, the draws and log joints kept in it); None if
-        a running chain becomes non-finite in the block, or the model raises a RuntimeError."""
+        """(The state of the sampler's kernel after a block of steps, the draws and log joints kept
+        in it), if all running chains remain finite. None if one of them becomes NaN or infinite in
+        the block, or the model raises a RuntimeError: the block then has to be taken in smaller
+        parts.
+        """
         try:
             moved, kept = self._run(program, block, steps)
         except RuntimeError:  # a matrix that cannot be factorized, in some chain
@@ -143,8 +148,8 @@ class Chains:
         return program.run(self.state, block, steps.left(block.start), steps.thinning)
 
     def _find_broken(self, moved: Any, kept: Kept) -> Tensor:
-        """True for chains that were running until now, but have a non-finite position or log joint
-        after these steps; booleans `[chains]`.
+        """Mask of the chains that break in these steps: booleans `[chains]`, True for a chain that
+        was running until now and has a non-finite position or log joint after these steps.
 
         Args:
             moved: the kernel's state after the steps.
@@ -260,8 +265,9 @@ class Chains:
             self.last_steps[chain] = record(self._engine, batches, past, chain)
 
     def _replace_stopped(self, state: Any) -> Any:
-        """The kernel's state in which the first running chain's state replaces those of stopped
-        chains, as these could fail again. Unchanged if all chains run, or none."""
+        """The state of all chains, in which stopped chains have a copy of the first running chain's
+        state, as their own could fail again. Unchanged if all chains run, or none does.
+        """
         if not bool(self.alive.any()) or bool(self.alive.all()):
             return state
         stand_in = int(torch.nonzero(self.alive)[0])
@@ -270,7 +276,9 @@ class Chains:
 
 
 def _are_finite(values: Tensor) -> Tensor:
-    """True for chains all of whose values `[chains, ...]` are finite; booleans `[chains]`."""
+    """Mask of the chains whose numbers are all finite: booleans `[chains]`, from a tensor `[chains,
+    ...]`.
+    """
     finite = torch.isfinite(values.sum(dim=-1))  # if a sum is finite, no term is infinite or NaN
     return finite if bool(finite.all()) else torch.isfinite(values).all(dim=-1)
 

@@ -80,8 +80,10 @@ class Checkpoint(NamedTuple):
     sink: dict[str, Any] | None = None
 
     def state_like(self, state: Any) -> Any:
-        """The checkpoint's kernel state, in the pytree structure and on the devices of `state`,
-        which is another state of the same kernel."""
+        """The state of the sampler's kernel from the checkpoint, which stores it as a list of
+        tensors: in the pytree structure and on the devices of `state`, another state of the same
+        kernel.
+        """
         leaves, structure = pytree.tree_flatten(state)
         pairs = zip(self.run_state.state, leaves, strict=True)
         return pytree.tree_unflatten([leaf.to(like.device) for leaf, like in pairs], structure)
@@ -127,8 +129,8 @@ class Checkpoints:
 
     @property
     def due(self) -> bool:
-        """True if a checkpoint is to be written now: the time between two checkpoints has passed
-        since the last one.
+        """Whether it is time to write the next checkpoint: as many seconds as `every` says have
+        passed since the last one.
         """
         return time.monotonic() - self._written >= self._every
 
@@ -220,7 +222,9 @@ def check_unused(path: files.FilePath, places: Sequence[Path]) -> None:
 
 
 def holds_state(path: files.FilePath) -> bool:
-    """Whether a directory can be read and holds a run's checkpoints."""
+    """Whether a directory holds checkpoints of a run; False if it does not exist or cannot
+    be read.
+    """
     with contextlib.suppress(FileError):
         return any(file.name.startswith("state-") for _, file in _files(files.as_path(path)))
     return False

@@ -50,7 +50,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_compile(compile: object) -> None:
-    """Raises if the user's argument `compile` is neither a bool nor "auto".
+    """Raises an `ArgumentError` if the user's argument `compile` is neither a bool nor "auto";
+    otherwise returns None.
 
     Raises:
         ArgumentError: `compile` has another value.
@@ -109,8 +110,8 @@ def choose_program(
 
 
 def _repays(num_steps: int, num_chains: int, vectorized: bool) -> bool:
-    """True if compiling is expected to take less time than it saves, judged by the numbers of steps
-    and chains.
+    """Whether compiling is expected to save more time than it takes, judged by the numbers of steps
+    and chains. Decides for `compile="auto"`.
 
     Args:
         num_steps: number of steps of the run.
@@ -149,8 +150,9 @@ def _common_program(example: Example, num_chains: int, agree: Callable[[bool], b
 
 
 def _blueprint(example: Example, num_chains: int) -> Blueprint:
-    """A blueprint (the compiled step, without the tensors that it works on), after it was compared
-    with the Python step on the example. Raises RuntimeError if the two differ.
+    """A compiled step for the chains and data of an example, without the tensors that it works on,
+    after its results were compared with those of the Python step. Raises a RuntimeError if the two
+    differ.
     """
 
     def compile_and_check(by_column: bool) -> Blueprint:
@@ -289,8 +291,9 @@ def _compiled_step(
 
 
 def _inputs_from(batch: Batch) -> list[Tensor]:
-    """The tensors of a minibatch in the order in which compiled code reads them, contiguous if they
-    differ by chain."""
+    """The tensors of a minibatch, as a list in the order in which compiled code reads them; made
+    contiguous if each chain has its own.
+    """
     return [leaf.contiguous() for leaf in batch.tensors] if batch.per_chain else batch.tensors
 
 

@@ -65,7 +65,7 @@ class Steps:
 
     @cached_property
     def kept(self) -> Tensor:
-        """Numbers of the steps after which a draw is kept, `[num_samples]`."""
+        """The numbers of the steps after which a draw is kept, ascending, int64 `[num_samples]`."""
         if self.keeps is None:
             return self.warmup_steps - 1 + self.thinning * torch.arange(1, self.num_samples + 1)
         candidates = filter(self.keeps, itertools.count(self.warmup_steps))
@@ -75,14 +75,16 @@ class Steps:
 
     @property
     def total(self) -> int:
-        """Number of all steps, warm-up included."""
+        """The number of all steps of the run, warm-up included: one more than the number of the
+        last step after which a draw is kept.
+        """
         return int(self.kept[-1]) + 1
 
     @cached_property
     def look_every(self) -> int:
-        """Number of draws from one measurement of the kinetic temperature to the next: a power of
-        two, so that the draws at which a longer run measures are among those at which a shorter one
-        does."""
+        """Number of draws from one measurement of the kinetic temperature to the next. A power of
+        two, so that a longer run also measures at the draws at which a shorter one does.
+        """
         return 1 << max(0, math.ceil(math.log2(self.num_samples / _MOST_LOOKS)))
 
     @cached_property
@@ -93,12 +95,15 @@ class Steps:
         return self.kept[self.look_every - 1 :: self.look_every]
 
     def kept_before(self, step: int) -> int:
-        """Number of draws of each chain that are kept by steps before step number `step`."""
+        """Number of draws of each chain that are kept before step number `step` is taken: the index
+        at which the next draw is stored.
+        """
         return int(torch.searchsorted(self.kept, step))
 
     def left(self, step: int) -> int:
-        """Number of steps from step number `step`, included, up to the next step that leads to a
-        kept draw, included: at least 1."""
+        """Number of steps from step number `step` to the next one after which a draw is kept, both
+        included: at least 1.
+        """
         return int(self.kept[self.kept_before(step)]) + 1 - step
 
     def even_until(self, start: int, stop: int) -> int:
@@ -114,8 +119,9 @@ class Steps:
 
 
 class Sink(Protocol):
-    """Storage, such as files or running moments, for the draws of a run that does not keep them in
-    memory."""
+    """Protocol of a storage for draws, such as files or running moments, of a run that does not
+    keep its draws in memory.
+    """
 
     @property
     def count(self) -> int:
@@ -127,7 +133,9 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Stores draws that are still pending; called after the last draw."""
+        """Stores draws that are still held back, such as an incomplete file's; called once, after
+        the last draw.
+        """
         ...
 
     def state(self) -> dict[str, Any]:
@@ -137,8 +145,13 @@ class Sink(Protocol):
         ...
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
-        """Continues from a state that `state` returned, of this or another sink; None discards all
-        draws and begins anew."""
+        """Continues from an earlier state, when a run is resumed: draws that were added later are
+        discarded.
+
+        Args:
+            state: what `state` returned, of this or another sink; None to discard all draws and
+                begin anew.
+        """
         ...
 
 
@@ -198,12 +211,16 @@ class Draws:
 
     @property
     def finished(self) -> list[int]:
-        """Indices of the chains that did not stop before the end."""
+        """The indices of the chains that ran to the end, and did not stop because of NaN, infinite
+        numbers or an error.
+        """
         stopped = {failure.chain for failure in self.failures}
         return [chain for chain in range(len(self.positions)) if chain not in stopped]
 
     def first(self, count: int) -> Draws:
-        """A copy that has only the first `count` draws of each chain; tensors are views."""
+        """A copy with the first `count` draws of each chain alone, for a run that ended early; its
+        tensors are views.
+        """
         return dataclasses.replace(
             self,
             positions=self.positions[:, :count],

@@ -61,7 +61,9 @@ class Kept(NamedTuple):
 
 
 class Program(Protocol):
-    """A way to run the steps of a block: Python code, a compiled step, or a compiled loop."""
+    """Protocol of a way to run the steps of a block: Python code, a compiled step, or a compiled
+    loop.
+    """
 
     @property
     def name(self) -> str:
@@ -86,7 +88,8 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class OneByOne:
-    """A program that calls a Python function or a compiled function for every step.
+    """A program that takes one step at a time, by a call from Python of a Python function or a
+    compiled function.
 
     Attributes:
         step: function (state, hyperparameters, standard normal numbers, changing tensors of the
@@ -114,7 +117,9 @@ class OneByOne:
 
 @dataclass(frozen=True)
 class ChainByChain:
-    """A program that moves the chains one after another, each by a program for one chain."""
+    """A program that moves one chain after another through a block of steps, by a program for a
+    single chain.
+    """
 
     program: OneByOne
 
@@ -184,21 +189,24 @@ class CompiledLoop:
         return source
 
     def _by_group(self, drawn: Tensor) -> Tensor:
-        """Tensors of a block `[chains, steps, ...]` as the loop reads them: `[1, steps, chains,
-        ...]` if one loop moves all chains as one group; otherwise unchanged, as each chain is a
-        group of its own.
+        """Tensors of a block of steps, `[chains, steps, ...]`, as the C++ loop reads them, with
+        groups of chains first: `[1, steps, chains, ...]` if the loop moves all chains as one group;
+        unchanged if each chain is a group of its own.
         """
         return drawn.transpose(0, 1)[None] if self.all_at_once else drawn
 
 
 def _by_chain(kept: Tensor) -> Tensor:
-    """Results of loops `[groups, kept, chains of a group, ...]`, reordered to `[all chains, kept,
-    ...]`."""
+    """Results of the C++ loop, `[groups, kept, chains of a group, ...]`, reordered to `[all chains,
+    kept, ...]`.
+    """
     return kept.transpose(1, 2).flatten(0, 1)
 
 
 def eager(engine: Engine, batches: Batches) -> OneByOne:
-    """The program that runs the step's Python code, and with it the model, at every step."""
+    """The program that needs no compiler: it runs the step's Python code, and with it the model, at
+    every step.
+    """
 
     def step(state: Any, values: Any, noise: Tensor, changing: Any) -> tuple[Any, Tensor]:
         batch = batches.batch(batches.fixed, changing)
@@ -227,7 +235,9 @@ class Example:
 
     @functools.cached_property
     def eager(self) -> OneByOne:
-        """The program that runs the step's Python code."""
+        """The program that runs the step's Python code, with which compiled programs are
+        compared.
+        """
         return eager(self.engine, self.batches)
 
 

@@ -64,20 +64,24 @@ class StepInputs:
         return values, self.noise[:, place], changing
 
     def part(self, first: int, last: int) -> StepInputs:
-        """A block of the steps `first`, ..., `last - 1` of this one, counted from 0 at this block's
-        first step; its tensors are views."""
+        """A shorter block: the steps `first`, ..., `last - 1` of this one, where this block's first
+        step has number 0. Its tensors are views.
+        """
         values = {name: column[first:last] for name, column in self.values.items()}
         changing = pytree.tree_map(lambda leaf: leaf[:, first:last], self.changing)
         return StepInputs(self.start + first, values, self.noise[:, first:last], changing)
 
     def parts(self, steps: int | None) -> Iterator[StepInputs]:
-        """Yields blocks of at most `steps` consecutive steps of this one, in order; the whole block
-        if `steps` is None."""
+        """Yields the block in parts of at most `steps` consecutive steps, in order; the whole block
+        at once if `steps` is None.
+        """
         size = steps or len(self)
         return (self.part(i, min(i + size, len(self))) for i in range(0, len(self), size))
 
     def of_chains(self, chains: slice) -> StepInputs:
-        """A block of the same steps with a slice of the chains only."""
+        """A block of the same steps for some of the chains: those in the slice `chains`. Its
+        tensors are views.
+        """
         changing = pytree.tree_map(
             lambda leaf: leaf[chains] if len(leaf) > 1 else leaf, self.changing
         )
@@ -92,8 +96,8 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Hyperparameters, random numbers and minibatches of all steps of a run, from which blocks of
-    steps are made.
+    """The inputs of all steps of a run (hyperparameters, random numbers, minibatches), of which
+    `block` and `blocks` prepare some consecutive steps at a time.
 
     Attributes:
         values: dict from the name of a hyperparameter to its value at every step, `[all steps,
@@ -107,13 +111,15 @@ class Inputs:
     batches: Batches
 
     def block(self, start: int, stop: int, spent: StepInputs | None = None) -> StepInputs:
-        """The block of steps start, ..., stop - 1. Each call must begin where the last one ended.
+        """A `StepInputs` with everything that steps start, ..., stop - 1 depend on besides the
+        chains' state: hyperparameters, standard normal numbers and minibatches. Each call must
+        begin where the last one ended.
 
         Args:
             start: number of the first step.
             stop: number of the step after the last.
-            spent: a block that is not needed any more; if it has as many steps, its memory is
-                overwritten. None for new memory.
+            spent: result of an earlier call that is not needed any more; if it has as many steps,
+                its memory is overwritten. None for new memory.
         """
         if spent is None or len(spent) != stop - start:
             old_noise = old_changing = None
@@ -127,8 +133,9 @@ class Inputs:
         )
 
     def blocks(self, spans: Iterable[tuple[int, int]]) -> Generator[StepInputs]:
-        """Yields a block of steps start, ..., stop - 1 for each pair (start, stop) of step numbers,
-        in order. A thread prepares the next blocks ahead of time.
+        """Yields the inputs of steps start, ..., stop - 1, a `StepInputs`, for each pair (start,
+        stop) of step numbers in `spans`, in order. A thread prepares the next ones while steps are
+        taken.
 
         The memory of a block may be overwritten as soon as the next block is asked for. Close the
         generator to end its thread.
@@ -188,8 +195,8 @@ class _Thread:
 
 
 def steps_within_budget(block: StepInputs, kept_bytes: int = 0) -> int:
-    """The number of steps of a block, a power of two, such that a block's tensors and draws fit
-    into a limited number of bytes (32 MiB); at least 1.
+    """The largest length of a block of steps, a power of two and at least 1, for which the block's
+    inputs and draws take no more than 32 MiB.
 
     Args:
         block: any block of the run, from which the bytes of a step are computed.

@@ -111,8 +111,8 @@ def simulate(
 def _program(
     plan: StepPlan, chains: Chains, first: StepInputs, last: Checkpoint | None, progress: Progress
 ) -> Program:
-    """The program (compiled loop, compiled step or Python code) that runs the steps. Its name is
-    then shown in the progress bar.
+    """Chooses the program (compiled loop, compiled step or Python code) that runs the steps, and
+    returns it. Its name is then shown in the progress bar.
 
     Args:
         plan: the chains and the steps that they are to take.

@@ -103,7 +103,9 @@ class Chunking(Observer):
 
 
 class SinkFeed(Observer):
-    """Passes each block's draws on to a sink, and empties the list in `Draws` that held them."""
+    """Passes the draws of each block on to the run's sink, and empties the list in `Draws.latest`
+    that held them.
+    """
 
     def __init__(self, draws: Draws, sink: Sink):
         self._draws, self._sink = draws, sink
@@ -140,7 +142,9 @@ class KineticLooks(Observer):
 
     @property
     def ends(self) -> list[int]:
-        """Step numbers, ascending, at which a block has to end so that a measurement can follow."""
+        """The step numbers, ascending, at which a block of steps has to end because the kinetic
+        temperature is measured there.
+        """
         return sorted(self.places)
 
     def after(self, block: StepInputs) -> None:

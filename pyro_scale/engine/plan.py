@@ -58,5 +58,5 @@ class StepPlan:
 
     @property
     def count(self) -> int:
-        """Number of chains of the whole run."""
+        """Number of chains of the whole run, those that other processes move included."""
         return self.num_chains or len(self.positions)

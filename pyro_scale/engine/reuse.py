@@ -45,8 +45,9 @@ class Blueprint:
     by_column: bool
 
     def program(self, example: Example) -> Program:
-        """The program that takes this compiled step with the minibatches and whitening of an
-        example."""
+        """A program that takes this compiled step with the minibatches, constants and whitening of
+        an example.
+        """
         constants = [constant.tensor for constant in self.constants]
         batches = arrange(example.batches, self.by_column)
         return self.build(batches, constants, whitening_tensors(example.engine))
@@ -107,8 +108,10 @@ class Earlier:
         self._kept = [kept, *others][:_MOST_KEPT]
 
     def program(self, example: Example) -> Program | None:
-        """A program that an earlier run compiled and that still computes the step of the example;
-        None if there is none."""
+        """A program that the same sampler object compiled in an earlier run and that computes the
+        step of the example, with the example's minibatches; None if there is none, and the step has
+        to be compiled.
+        """
         facts = _facts(example)
         kept = next((kept for kept in self._kept if kept.facts == facts), None)
         constants = None if kept is None else kept.recall()
@@ -152,8 +155,10 @@ def _geometry(tensor: Tensor) -> Hashable:
 
 
 def mark(tensor: Tensor) -> Hashable:
-    """An identifier of a tensor and its contents. Two identifiers are equal if they are of the same
-    tensor, which was not written to in between. An identifier does not keep the tensor alive."""
+    """A hashable identifier of a tensor and its contents, to find out later whether it has changed:
+    two identifiers are equal if they are of the same tensor, which was not written to in between.
+    An identifier does not keep the tensor alive.
+    """
     version = None if tensor.is_inference() else tensor._version
     return WeakIdRef(tensor), version, _geometry(tensor)
 
@@ -181,8 +186,9 @@ def recall(constants: Sequence[Constant]) -> Callable[[], list[Tensor] | None]:
 def _if_unchanged(
     origin: weakref.ref[Tensor], then: Hashable, small: Tensor | None
 ) -> Tensor | None:
-    """The tensor of a constant if it is as it was when the step was traced; None if it has changed.
-    If the tensor that the model read no longer exists: the kept copy, or None for a large tensor.
+    """The tensor of a constant of a compiled step if it still has the numbers with which the step
+    was traced; None if it has changed. If the model's tensor no longer exists: the kept copy, or
+    None for a large tensor.
 
     Args:
         origin: weak reference to the tensor that the model read.

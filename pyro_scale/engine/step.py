@@ -22,8 +22,9 @@ from pyro_scale.data.batches import Batch
 
 
 class Density(Protocol):
-    """The interface of a log posterior that sampling needs: gradients on minibatches, scaled to N
-    rows."""
+    """Protocol of a log posterior, as sampling needs it: gradients of the log joint, estimated from
+    minibatches for all N rows.
+    """
 
     @property
     def num_data(self) -> int:
@@ -120,8 +121,9 @@ class Target:
         return values if own_values is None else own_values(values, self.arguments)
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over all elements of a chain's vector. Where processes share out the elements,
-        those of other processes are included."""
+        """The sum of all elements of a vector of a chain, 0-d. Where processes divide the chain's
+        elements among themselves, the sum includes those of other processes.
+        """
         total: Tensor = getattr(self.density, "total", torch.sum)(values)
         return total
 
@@ -254,8 +256,9 @@ class Engine:
         return self._over_chains(at, batch, positions)
 
     def gradient(self, positions: Tensor, batch: Batch) -> Tensor:
-        """Gradient of every chain's minibatch log joint, divided by N, the number of rows of the
-        data, with respect to all D unconstrained parameters, `[chains, D]`.
+        """The gradient of every chain's minibatch log joint, divided by N (the number of rows of
+        the data), with respect to all D unconstrained parameters: `[chains, D]`. `positions` are
+        the chains' params, `[chains, D]`.
         """
 
         def evaluate(arguments: Any, indices: Any, position: Tensor) -> Tensor:
@@ -289,18 +292,23 @@ class Engine:
 
     @property
     def num_latent_sites(self) -> int:
-        """Number of the model's latent sites, which come first in the layout."""
+        """The number of the model's latent sites; they come first in `layout`, before
+        point-estimated ones.
+        """
         return sum(place.stop <= self.num_latents for place in self.layout.slices().values())
 
     @property
     def has_points(self) -> bool:
-        """Whether there are point-estimated parameters, which all chains share."""
+        """Whether the model has point-estimated parameters (`pyro.param` sites, unfrozen weights),
+        which all chains share.
+        """
         return self.num_latents < self.layout.size
 
     @property
     def ties_chains(self) -> bool:
-        """Whether chains must take each step together: they share point-estimated parameters, or
-        the sampler's kernel makes them interact."""
+        """Whether all chains must take a step at the same time, on one process: they share
+        point-estimated parameters, or the sampler's kernel makes them interact.
+        """
         return self.has_points or isinstance(self.kernel, Coupled)
 
     def to_params(self, positions: Tensor) -> Tensor:
@@ -340,9 +348,10 @@ class Engine:
         return _stack(function(*state) for state in _by_chain(states))
 
     def kernel_values(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The hyperparameters of a step in the units of the sampler's kernel, by name: the
-        temperature is divided by N, the number of rows of the data; those that differ by site, or
-        between latents and points, become vectors [D].
+        """The hyperparameters of a step in the form that the sampler's kernel takes, a dict of
+        tensors by name. The temperature is divided by N, the number of rows of the data;
+        hyperparameters that differ by site, or between latents and points, are vectors [D]; others
+        are scalars.
         """
         scaled: dict[str, Tensor] = self.kernel.per_datum(values, self.density.num_data)
         for name, hyper in self.kernel.hyperparameters().items():
@@ -361,7 +370,9 @@ class Engine:
         }
 
     def _of_latents(self, temperature: Tensor) -> Tensor:
-        """The temperature as a vector [D] that is 0 for points, which are not sampled."""
+        """The temperature as a vector [D]: the same number for all latents, and 0 for points
+        (point-estimated parameters), which are not sampled.
+        """
         num_latents, num_points = self._sizes
         cold = temperature.new_zeros(num_points, dtype=self.layout.dtype)
         return torch.cat([temperature.to(cold).expand(num_latents), cold])
@@ -394,12 +405,16 @@ class Engine:
         return self.layout.flatten(by_site)
 
     def pad(self, latents: Tensor) -> Tensor:
-        """Vectors `[..., D]` from vectors of latents `[..., latents]`, with 0 for points."""
+        """Vectors `[..., D]` of all params from vectors of latents alone, `[..., latents]`:
+        point-estimated parameters get 0.
+        """
         return torch.nn.functional.pad(latents, (0, self._sizes[1]))
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """(Number of latents, number of points)."""
+        """(Number of a position's elements that are latents, number of those that are
+        point-estimated parameters).
+        """
         return self.num_latents, self.layout.size - self.num_latents
 
     def _share_points(self, state: Any) -> Any:
@@ -420,12 +435,11 @@ class Engine:
 
 
 def _by_chain(states: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Yields the states of one chain after another, from states whose tensors are `[chains,
-    ...]`."""
+    """Yields the state of one chain after another, from pytrees of tensors `[chains, ...]`."""
     num_chains = len(pytree.tree_leaves(states)[0])
     return (pytree.tree_map(lambda leaf, c=c: leaf[c], states) for c in range(num_chains))
 
 
 def _stack(by_chain: Iterable[Any]) -> Any:
-    """The results of single chains stacked, with chains as the first dimension of each tensor."""
+    """One pytree of tensors `[chains, ...]` from the pytrees of single chains, in their order."""
     return pytree.tree_map(lambda *leaves: torch.stack(leaves), *by_chain)

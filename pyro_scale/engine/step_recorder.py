@@ -86,8 +86,10 @@ class RecentSteps:
         self._blocks: deque[tuple[StepInputs, Any]] = deque()
 
     def add(self, block: StepInputs, state: Any) -> None:
-        """Holds a block and the state before it, and drops blocks that are no longer needed. Drops
-        all blocks if the new one is too large to hold; blocks before a gap are dropped, too."""
+        """Holds a block of steps and the state before it, for a replay, and drops the oldest blocks
+        that are no longer needed. Drops all blocks if the new one is too large to hold; blocks
+        before a gap in the step numbers are dropped, too.
+        """
         blocks, state_bytes = self._blocks, _num_bytes(state)
         is_small = len(block) <= MOST_STEPS and state_bytes <= _STATE_BYTES
         is_small = is_small and _num_bytes([block.noise, block.changing]) <= _BLOCK_BYTES
@@ -102,7 +104,7 @@ class RecentSteps:
             blocks.popleft()
 
     def forget(self) -> None:
-        """Drops all blocks that are held."""
+        """Drops all blocks of steps that are held, so that none of them can be rerun."""
         self._blocks.clear()
 
     def replay(self, program: Program) -> list[PastStep]:
@@ -159,8 +161,9 @@ def _record_step(engine: Engine, batches: Batches, past: PastStep, chain: int) -
 
 
 def _copy(values: Any) -> Any:
-    """A pytree with copies of its tensors in main memory, as the memory of blocks is
-    overwritten."""
+    """A pytree with copies of its tensors in main memory: the memory of the originals, which
+    belongs to a block of steps, is overwritten later.
+    """
     return pytree.tree_map(
         lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf,
         values,

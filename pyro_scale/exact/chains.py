@@ -100,8 +100,9 @@ def sample_each(
     seeds: Sequence[int],
     bar: Progress,
 ) -> Draws:
-    """Runs one chain of each density, the same chain that a run of this density alone with its seed
-    would have as its first.
+    """Runs one NUTS chain for each density (one density for each data set, say), and returns all of
+    their draws. Each chain is the same as the first chain of a run of its density alone, with that
+    run's seed.
 
     Args:
         densities: log density for each chain.
@@ -120,13 +121,16 @@ def sample_each(
 
 
 def chain_seed(seed: int, number: int) -> int:
-    """The seed of one chain, from the run's seed and the chain's number."""
+    """The seed of one chain's random numbers, derived from the run's seed and the chain's
+    number.
+    """
     return derived_seed(seed, number, Purpose.NOISE)
 
 
 def _stop(running: Mapping[int, Chain]) -> dict[int, ChainDraws]:
-    """Ends running chains.  Returns the draws of those that have draws after warm-up, by the
-    chain's number. A second Control-C does not lose them."""
+    """Ends chains that are still running. Returns a dict from the chain's number to its draws after
+    warm-up, without chains that have none. A second Control-C does not lose them.
+    """
     with _uninterrupted():
         stopped = {number: chain.stop() for number, chain in running.items()}
     return {n: draws for n, draws in stopped.items() if draws is not None and len(draws.positions)}
@@ -168,8 +172,8 @@ def _show(bar: Progress, running: Mapping[int, Chain], num_done: int) -> None:
 def _together(
     done: Mapping[int, ChainDraws], stopped: Mapping[int, ChainDraws], interrupted: bool
 ) -> Draws:
-    """The draws of finished chains, or of all chains with draws if none finished, as one result;
-    the draws that are left over go into `unfinished`.
+    """Puts the draws of single chains together: those of finished chains, or of all chains with
+    draws if none finished, cut to the same length. Draws that do not fit go into `unfinished`.
 
     Args:
         done: draws of finished chains, by number.

@@ -98,7 +98,7 @@ class EagerFunction:
         return value, gradient
 
     def on(self, arguments: Arguments) -> EagerFunction:
-        """A copy that evaluates the same model on other rows of data."""
+        """A copy that evaluates the same model on other rows of data, in the same dtype."""
         other = copy.copy(self)
         in_float64 = self.layout.dtype == torch.float64
         other._arguments = rows.map_rows(_widen, arguments) if in_float64 else arguments
@@ -107,8 +107,9 @@ class EagerFunction:
         return other
 
     def literals(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which tensors that the model creates from Python numbers have the dtype of the
-        latents."""
+        """Context in which to call `function`: tensors that the model creates from Python numbers
+        have the dtype of the latents, and not torch's default.
+        """
         in_float64 = self.layout.dtype == torch.float64
         return _float64_by_default() if in_float64 else contextlib.nullcontext()
 
@@ -160,8 +161,8 @@ class EarlierFunction:
             self._native, self._facts = native, _facts(eager, arguments)
 
     def again(self, eager: EagerFunction, arguments: Arguments) -> NativeFunction | None:
-        """The machine code kept from an earlier run, if it computes this log density; otherwise
-        None.
+        """The machine code that an earlier run has compiled, if it computes this log density on
+        this run's rows of data; None if not, and the function has to be compiled.
 
         Args:
             eager: the log density in Python.
@@ -194,7 +195,9 @@ class LogDensity:
     program: str
 
     def on(self, arguments: Arguments) -> LogDensity:
-        """The same density on other rows of data, of the same number, shapes and dtypes."""
+        """The same density on other rows of data, of the same number, shapes and dtypes; code that
+        has been compiled is used again.
+        """
         if isinstance(self.function, EagerFunction):
             return replace(self, function=self.function.on(arguments))
         leaves = rows.leaves(rows.map_rows(_widen, arguments))
@@ -202,7 +205,9 @@ class LogDensity:
 
     @property
     def native(self) -> NativeFunction | None:
-        """The machine code of the density; None if the density is evaluated by Python."""
+        """The machine code that evaluates the density; None if it is evaluated by the model's
+        Python code.
+        """
         return self.function if isinstance(self.function, NativeFunction) else None
 
 
@@ -310,8 +315,9 @@ def _coarsest_dtype(graph: Graph) -> torch.dtype:
 
 
 def _in_float64(log_posterior: LogPosterior) -> LogPosterior:
-    """A copy of the log posterior whose model, if it is a module, is in float64; its checks have
-    not run."""
+    """A copy of the log posterior that computes in float64 if its model is a module: the module is
+    copied and converted. The copy has not been examined on a batch.
+    """
     double = log_posterior.renew(log_posterior.num_data)
     module = getattr(double.model, "__self__", double.model)  # the model of a GP is a method
     if isinstance(module, nn.Module):

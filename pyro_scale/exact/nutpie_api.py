@@ -153,7 +153,9 @@ class Chain:
 
     @property
     def progress(self) -> ChainProgress:
-        """Number of draws and divergences so far, and the current step size."""
+        """How far the chain is: its number of draws and of divergences so far, warm-up included,
+        and its current step size.
+        """
         draws, divergences, step_size = self._model.progress.split()
         return ChainProgress(int(draws), int(divergences), step_size)
 
@@ -191,7 +193,9 @@ class Chain:
             return None
 
     def _read(self, results: Any) -> ChainDraws:
-        """The chain's draws after warm-up, from nutpie's results."""
+        """The chain's draws after warm-up with their statistics, converted from the results that
+        nutpie returns.
+        """
         import pyarrow
 
         (trace,), (stats,) = results.get_arrow_trace()
@@ -234,7 +238,9 @@ class _Model:
     def _make_sampler(
         self, settings: Any, init_mean: Any, cores: int, progress: Any, *others: Any
     ) -> Any:
-        """nutpie's sampler of this model.  nutpie calls this method, with arguments of its own."""
+        """nutpie's sampler of this model. nutpie itself calls this method, with arguments whose
+        meaning only nutpie needs to know.
+        """
         from nutpie import _lib
 
         reports = _lib.ProgressType.template_callback(_PROGRESS_EVERY, _PROGRESS, 1, self._listen)
@@ -285,7 +291,9 @@ class _Model:
         return float(value) if gradient.isfinite().all() else np.nan, gradient.numpy()
 
     def _listen(self, progress: str) -> None:
-        """Receives a report of the chain's progress from nutpie."""
+        """Receives a report of the chain's progress, a text that nutpie sends, and stores it in
+        `progress`.
+        """
         self.progress = progress
 
     def _begin(self, _: int) -> Any:
@@ -314,8 +322,9 @@ def _nutpie() -> Any:
 
 
 def _mass(low_rank: bool) -> dict[str, Any]:
-    """The keyword argument of `nutpie.sample` for a mass matrix with eigenvectors; an empty dict
-    for a diagonal one."""
+    """The keyword argument that asks `nutpie.sample` for a mass matrix with eigenvectors, whose
+    name depends on nutpie's version; an empty dict for a diagonal mass matrix.
+    """
     if not low_rank:
         return {}
     names = inspect.signature(_nutpie().sample).parameters
@@ -323,7 +332,9 @@ def _mass(low_rank: bool) -> dict[str, Any]:
 
 
 def _translate(error: BaseException) -> Exception:
-    """The exception of this library to raise in place of an error of nutpie."""
+    """The error to raise to the user in place of an error of nutpie: a `SiteError` if the chain
+    could not start, otherwise a `ModelError`. Returned, not raised.
+    """
     if "initial" in str(error).lower():
         return SiteError(
             "NUTS: the log density or its gradient is not finite where the chain starts, or the "
@@ -338,8 +349,9 @@ def _translate(error: BaseException) -> Exception:
 
 @functools.cache
 def takes_pointers() -> bool:
-    """Whether machine code may be handed to nutpie: its version is known, and `check_pointers`
-    passed in another process, now or earlier.
+    """Whether machine code may be handed to nutpie as pointers (which is fast, and could crash with
+    another version): nutpie's version is known, and `check_pointers` passed in another process, now
+    or earlier.
 
     Raises:
         ArgumentError: nutpie is not installed.

@@ -11,8 +11,14 @@ from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 
 
 class EKFState(NamedTuple):
-    """State of an extended Kalman filter: mean `[D]` of the Gaussian, its elements' sds `[D]`, and
-    its precision, a matrix `[D, D]` or the diagonal `[D]`."""
+    """State of an extended Kalman filter: the Gaussian approximation of the posterior after the
+    data so far.
+
+    Attributes:
+        mean: mean of the Gaussian, `[D]`.
+        sd: standard deviations of its elements, `[D]`.
+        precision: its precision, a matrix `[D, D]` or the diagonal `[D]`.
+    """
 
     mean: Tensor
     sd: Tensor
@@ -20,7 +26,9 @@ class EKFState(NamedTuple):
 
     @classmethod
     def from_gaussian(cls, gaussian: Gaussian) -> EKFState:
-        """The state with the mean and the precision of a Gaussian."""
+        """The state of a filter that starts from a Gaussian, such as the prior: its mean, sds and
+        precision (a diagonal for `Diagonal`, otherwise a matrix).
+        """
         return cls(gaussian.mean, gaussian.variance.sqrt(), gaussian.precision)
 
     @property

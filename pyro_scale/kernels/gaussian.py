@@ -27,11 +27,12 @@ _PHASES = 16
 
 @dataclass(frozen=True)
 class _Linear:
-    """A Gaussian target with gradient -slope * position + push.
+    """A one-dimensional Gaussian log posterior for a sampler's step, with gradient -slope *
+    position + push.
 
     Attributes:
         slope: precision of the Gaussian.
-        push: error of the gradient, the same everywhere.
+        push: error that is added to the gradient, the same at all positions.
         num_data: number of rows of the data; 1, so that gradients are not divided by that number.
     """
 
@@ -62,7 +63,8 @@ class GaussianChain:
 
     @classmethod
     def from_kernel(cls, kernel: Kernel, values: Values, precision: Tensor) -> GaussianChain:
-        """The linear maps of a sampler's step on Gaussians.
+        """A `GaussianChain` with the linear maps by which one step of a sampler moves a chain on
+        one-dimensional Gaussians.
 
         Args:
             kernel: sampler whose step is linear in its state.
@@ -95,8 +97,8 @@ class GaussianChain:
 
     @property
     def stable(self) -> Tensor:
-        """True for Gaussians on which chains stay bounded, so that there is a stationary
-        distribution; booleans `[modes]`.
+        """Mask `[modes]` of the Gaussians on which chains stay bounded, so that there is a
+        stationary distribution: False where the step is too long.
         """
         if self.transition.shape[-1] == 2:  # Jury's conditions
             (a, b), (c, d) = _entries(self.transition)
@@ -165,8 +167,12 @@ class GaussianChain:
 
     def autocorrelation_times(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """(Integrated autocorrelation time of the position; that of the squared position) of a
-        stationary chain, in steps per independent draw, each `[modes]`. `covariance` is the
-        stationary covariance of the states, `[modes, k, k]`.
+        stationary chain, in steps per independent draw, each `[modes]`: for means and for
+        variances.
+
+        Args:
+            covariance: stationary covariance of the states, `[modes, k, k]`, as `covariance`
+                returns it.
         """
         start = covariance[..., 0] / covariance[:, :1, 0]  # cov(x_0, position_0), over its variance
         eye = torch.eye(start.shape[-1], dtype=start.dtype)
@@ -175,9 +181,10 @@ class GaussianChain:
         return 2 * total - 1, 2 * squares - 1
 
     def forgetting(self, warmup: int, steps: int) -> tuple[Tensor, Tensor]:
-        """The influence of a start at distance 1 from the mode, without noise: (mean of the
-        position, mean of the squared position), averaged over `steps` steps after `warmup` steps,
-        each `[modes]`. A warm-up is long enough if both are small.
+        """How much of its start a chain still remembers after a warm-up, without noise: (mean of
+        the position, mean of the squared position), averaged over `steps` steps after `warmup`
+        steps, for a start at distance 1 from the mode; each `[modes]`. A warm-up is long enough if
+        both are small.
         """
         late = torch.linalg.matrix_power(self.transition, warmup)
         later = torch.linalg.matrix_power(self.transition, steps)

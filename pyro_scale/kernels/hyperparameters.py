@@ -59,8 +59,9 @@ class Hyperparameters:
                     )
 
     def hyperparameters(self) -> dict[str, Hyper]:
-        """A dict from the names of the fields that are hyperparameters to their contents: numbers,
-        schedules, or dicts of them by site."""
+        """The hyperparameters as the user passed them: a dict from the field's name to a number, a
+        schedule, or a dict of these by site. Settings, such as an optimizer, are left out.
+        """
         names = [field.name for field in dataclasses.fields(self)]
         return {name: getattr(self, name) for name in names if name not in self.settings}
 
@@ -106,12 +107,13 @@ class Hyperparameters:
 
     @staticmethod
     def per_datum(values: Values, num_data: int) -> dict[str, Tensor]:
-        """A copy of a dict from names of hyperparameters to tensors, in which `temperature` is
-        divided by N, the number of rows of data."""
+        """The hyperparameters in the units in which `init` and `update` take them: a copy of a dict
+        from names to tensors, in which `temperature`, if there is one, is divided by N.
+        """
         return {k: v / num_data if k == "temperature" else v for k, v in values.items()}
 
     def values(self, step: int) -> dict[str, Tensor]:
-        """A dict from the name of each hyperparameter to its value at a step: float64, 0-d, or
+        """The value of each hyperparameter at a step, a dict of tensors by name: float64, 0-d, or
         `[entries]` for a hyperparameter that is a dict by site.
 
         The temperature is not divided by N, the number of rows of the data: 1 samples the
@@ -133,8 +135,9 @@ class Hyperparameters:
         }
 
     def over(self, num_steps: int) -> Self:
-        """A copy in which hyperparameters that are `Falling` schedules reach 0 after `num_steps`
-        steps."""
+        """A copy for a run of known length: hyperparameters that are `Falling` schedules reach 0
+        after `num_steps` steps.
+        """
         falling = {
             name: hyper.over(num_steps)
             for name, hyper in self.hyperparameters().items()
@@ -143,8 +146,9 @@ class Hyperparameters:
         return dataclasses.replace(self, **falling) if falling else self
 
     def _columns(self, steps: range) -> dict[str, Tensor]:
-        """A dict from the name of each hyperparameter to its values at these steps, `[steps, ...]`,
-        or `[1, ...]` if they do not change."""
+        """The values of all hyperparameters at some steps: a dict from name to a tensor `[steps,
+        ...]`, or `[1, ...]` if the hyperparameter does not change.
+        """
         columns = {}
         for name, hyper in self.hyperparameters().items():
             entries = _entries(name, hyper).items()
@@ -168,9 +172,10 @@ class Hyperparameters:
 
 
 def _entries(name: str, hyper: Hyper) -> dict[str, Any]:
-    """A dict from labels for messages to numbers, schedules or tensors: one entry for each site,
-    labeled `name['site']`, if the hyperparameter is a dict by site; otherwise one entry, labeled
-    `name`."""
+    """The parts of a hyperparameter that are checked and evaluated one by one: a dict from a label
+    for messages to a number, schedule or tensor. There is one entry for each site, labeled
+    `name['site']`, if the hyperparameter is a dict by site; otherwise one entry, labeled `name`.
+    """
     if isinstance(hyper, Mapping):
         return {f"{name}[{site!r}]": value for site, value in hyper.items()}
     return {name: hyper}

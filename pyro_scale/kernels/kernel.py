@@ -21,7 +21,7 @@ from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters, Values
 
 
 class Target(Protocol):
-    """The log posterior of one batch of data, as a sampler's step evaluates it."""
+    """Protocol of the log posterior of one batch of data, as a sampler's step evaluates it."""
 
     @property
     def num_data(self) -> int:
@@ -161,8 +161,8 @@ class Theory(Protocol):
     largest_lr: ClassVar[float] = math.inf
 
     def relaxation_steps(self, values: Values, precision: Tensor) -> Tensor:
-        """Approximate number of steps in which a chain forgets its start, a tensor of the shape of
-        `precision`.
+        """Approximate number of steps in which a chain forgets its start, for each element: a
+        tensor of the shape of `precision`. Used to choose lr and warm-up.
 
         Args:
             values: hyperparameters by name, the temperature divided by N, the number of rows of the

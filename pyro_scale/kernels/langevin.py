@@ -24,14 +24,16 @@ from pyro_scale.kernels.kernel import Kernel, Linearized, Theory
 
 
 def kick(momentum: Tensor, gradient: Tensor, time: Tensor) -> Tensor:
-    """The momentum `[D]` after the force `gradient` `[D]` has acted for a time: the part B of a
-    splitting step, which solves dp = g dt exactly."""
+    """The momentum `[D]` after the force `gradient` `[D]` has acted for a time: momentum + time *
+    gradient. It is the part B of a splitting step, which solves dp = g dt exactly.
+    """
     return momentum + time * gradient
 
 
 def drift(position: Tensor, momentum: Tensor, mass: Tensor, time: Tensor) -> Tensor:
-    """The position `[D]` after free motion with a constant momentum `[D]` for a time: the part A of
-    a splitting step, which solves d theta = p/m dt exactly."""
+    """The position `[D]` after motion with a constant momentum `[D]` for a time: position + time *
+    momentum / mass. It is the part A of a splitting step, which solves d theta = p/m dt exactly.
+    """
     return position + time / mass * momentum
 
 

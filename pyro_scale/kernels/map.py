@@ -13,7 +13,12 @@ from pyro_scale.kernels.optimizer import Optimizing, ascend, init_optimizer
 
 
 class MAPState(NamedTuple):
-    """The position (unconstrained parameters), `[D]`, and the optimizer's state."""
+    """State of a search for the mode by an optimizer.
+
+    Attributes:
+        position: unconstrained parameters, `[D]`.
+        optimizer: state of the optimizer.
+    """
 
     position: Tensor
     optimizer: Any

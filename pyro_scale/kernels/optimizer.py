@@ -21,10 +21,14 @@ from pyro_scale.kernels.scheduled import Scheduled, find_schedules
 
 
 class Optimizer(Protocol):
-    """The interface of TorchOpt's functional optimizers, which minimize a loss."""
+    """Protocol of an optimizer that minimizes a loss and is a pair of pure functions, as in
+    TorchOpt: `init` makes its state, `update` takes a step.
+    """
 
     def init(self, params: list[Tensor]) -> Any:
-        """The optimizer's state before the first step."""
+        """The optimizer's state (such as running means of gradients) before the first step, for
+        these params.
+        """
         ...
 
     def update(
@@ -83,8 +87,10 @@ class TorchOptim:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizing(Hyperparameters):
-    """Base of methods that move params by an optimizer. The hyperparameters of a step include
-    `step_sizes`, the values of the optimizer's learning-rate schedules, if it has any."""
+    """Base of methods that move params by an optimizer, such as MAP and variational inference.
+    Among the hyperparameters of a step is then `step_sizes`: the values at that step of the
+    optimizer's learning-rate schedules, if it has any.
+    """
 
     optimizer: Optimizer | Scheduled
 
@@ -101,11 +107,12 @@ class Optimizing(Hyperparameters):
         return dataclasses.replace(same, optimizer=same.optimizer.over(num_steps))
 
     def optimizer_at(self, values: Values) -> Optimizer:
-        """The optimizer of one step: with the learning rates `values["step_sizes"]` if it has
-        schedules; otherwise the same at all steps.
+        """The optimizer to use at one step: if it has learning-rate schedules, with their values at
+        this step; otherwise the same optimizer at all steps.
 
         Args:
-            values: hyperparameters of the step by name.
+            values: hyperparameters of the step by name; `step_sizes` has the schedules' values,
+                `[schedules]`.
         """
         if isinstance(self.optimizer, Scheduled):
             return self.optimizer.at(values["step_sizes"])
@@ -171,8 +178,9 @@ def ascend(
 
 
 def is_pure(optimizer: Optimizer | Scheduled) -> bool:
-    """True if the optimizer's steps can be vmapped over chains and traced; tries a step to find
-    out. False for optimizers of torch.optim, and for those that read numbers out of their state.
+    """Whether an optimizer's step is a pure function of tensors, so that it can be vmapped over
+    chains and traced; tries a step to find out. False for optimizers of torch.optim, and for those
+    that read numbers out of their state.
     """
     if isinstance(optimizer, Scheduled):
         return is_pure(optimizer.at(torch.ones(len(optimizer.schedules))))

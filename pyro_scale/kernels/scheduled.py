@@ -28,8 +28,8 @@ StepSize = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A chain of TorchOpt's transformations, in which learning-rate schedules stand apart, so that
-    their values can be inputs of a compiled step.
+    """An optimizer of TorchOpt (a chain of transformations of the gradient) whose learning-rate
+    schedules are kept apart, so that their values can be inputs of a compiled step.
 
     Attributes:
         links: TorchOpt's transformations and the schedules (step -> factor), in the order in which
@@ -40,8 +40,9 @@ class Scheduled:
 
     @property
     def schedules(self) -> list[StepSize]:
-        """The schedules among the links, functions from the number of a step to a factor, in
-        order."""
+        """A list of the optimizer's learning-rate schedules, functions from a step's number to a
+        factor, in the order in which they are applied.
+        """
         return [link for link in self.links if not isinstance(link, GradientTransformation)]
 
     def step_sizes(self, steps: range) -> Tensor:
@@ -54,7 +55,9 @@ class Scheduled:
         return torch.stack([_values(schedule, steps) for schedule in self.schedules], dim=1)
 
     def over(self, num_steps: int) -> Scheduled:
-        """A copy whose `Falling` schedules reach 0 after `num_steps` steps."""
+        """A copy for a run of known length: schedules that are `Falling` reach 0 after `num_steps`
+        steps.
+        """
         links = [link.over(num_steps) if isinstance(link, Falling) else link for link in self.links]
         return Scheduled(tuple(links))
 
@@ -77,8 +80,9 @@ class Scheduled:
 
 
 def find_schedules(optimizer: GradientTransformation) -> GradientTransformation | Scheduled:
-    """The optimizer as a `Scheduled`, whose schedules are separate; unchanged if it has no
-    schedules."""
+    """The optimizer as a `Scheduled`, which keeps its learning-rate schedules apart; the optimizer
+    itself if it has no schedules.
+    """
     scheduled = Scheduled(tuple(_links(optimizer)))
     return scheduled if scheduled.schedules else optimizer
 

@@ -97,8 +97,9 @@ class VI(Optimizing):
         return VIState(mean, spread, optimizer_state), evaluation._replace(log_joint=bound)
 
     def init_spread(self, position: Tensor) -> Tensor:
-        """The spread of the Gaussian at the start: log sds `[D]`, or the covariance's factor `[D,
-        D]` with log diagonal; all sds are `init_scale`.
+        """The spread of the Gaussian (see `VIState`) at the start, with the sd `init_scale` for
+        every element: log sds `[D]`, or the covariance's Cholesky factor `[D, D]` with the logs of
+        its diagonal on the diagonal.
 
         Args:
             position: mean of the Gaussian, `[D]`.
@@ -106,48 +107,55 @@ class VI(Optimizing):
         raise NotImplementedError
 
     def displace(self, spread: Tensor, eps: Tensor) -> Tensor:
-        """theta - mu, the difference between a draw theta of the Gaussian q and its mean, `[D]`.
+        """A draw of the Gaussian q minus its mean, theta - mu, `[D]`: S^1/2 eps, with S the
+        covariance.
 
         Args:
-            spread: log sds, or the factor with log diagonal (see `VIState`).
+            spread: logs of the sds `[D]`, or the covariance's Cholesky factor `[D, D]` with the
+                logs of its diagonal on the diagonal.
             eps: standard normal numbers, `[D]`.
         """
         raise NotImplementedError
 
     def score(self, spread: Tensor, eps: Tensor) -> Tensor:
-        """-d log q / d theta, minus the gradient of the Gaussian's log density at the draw theta
-        that `eps` gives, `[D]`.
+        """Minus the gradient with respect to theta of the Gaussian's log density, -d log q / d
+        theta, `[D]`, at the draw theta that `eps` gives.
 
         Args:
-            spread: log sds, or the factor with log diagonal (see `VIState`).
+            spread: logs of the sds `[D]`, or the covariance's Cholesky factor `[D, D]` with the
+                logs of its diagonal on the diagonal.
             eps: standard normal numbers, `[D]`.
         """
         raise NotImplementedError
 
     def pull_back(self, spread: Tensor, gradient: Tensor, eps: Tensor) -> Tensor:
-        """A gradient with respect to the spread, of the spread's shape, from the gradient with
-        respect to a draw theta, by the chain rule.
+        """The gradient with respect to the Gaussian's spread, a tensor of the spread's shape, from
+        the gradient with respect to a draw theta: the chain rule through theta = mu + S^1/2 eps.
 
         Args:
-            spread: log sds, or the factor with log diagonal (see `VIState`).
+            spread: logs of the sds `[D]`, or the covariance's Cholesky factor `[D, D]` with the
+                logs of its diagonal on the diagonal.
             gradient: gradient with respect to the draw theta, `[D]`.
             eps: standard normal numbers that theta was drawn from, `[D]`.
         """
         raise NotImplementedError
 
     def from_log_sds(self, values: Tensor, spread: Tensor) -> Tensor:
-        """A gradient with respect to the spread (see `VIState`), of the spread's shape, from a
-        gradient with respect to the log sds. For the entropy's part of the bound.
+        """The gradient with respect to the Gaussian's spread, a tensor of the spread's shape, of a
+        function of `log_sds(spread)`, from the gradient with respect to these. For the entropy,
+        which depends on the log sds alone.
 
         Args:
             values: gradient with respect to the log sds (see `log_sds`), `[D]`.
-            spread: log sds, or the factor with log diagonal (see `VIState`).
+            spread: logs of the sds `[D]`, or the covariance's Cholesky factor `[D, D]` with the
+                logs of its diagonal on the diagonal.
         """
         raise NotImplementedError
 
     def log_sds(self, spread: Tensor) -> Tensor:
-        """Logs of the diagonal of the triangular factor of q's covariance, `[D]`, whose sum gives
-        the entropy; log sds for `MeanField`."""
+        """The logs of the sds for `MeanField`, of the diagonal of the covariance's Cholesky factor
+        for `FullRank`, `[D]`: their sum is the Gaussian's entropy up to a constant.
+        """
         raise NotImplementedError
 
 

@@ -210,9 +210,14 @@ def _signature_error(
 
 
 def argument_name(model: Callable[..., Any], arguments: Arguments, place: str) -> str:
-    """The name in the model's signature of a tensor among its arguments, such as `x` or `x['age']`,
-    from `place`, its path among the arguments as `rows.named_leaves` writes it; that path itself
-    if the model has no signature.
+    """A name for messages of a tensor among the model's arguments, by the parameters of the model's
+    signature, such as `x` or `x['age']`; `place` itself if the model has no signature.
+
+    Args:
+        model: the user's model.
+        arguments: the model's arguments.
+        place: the tensor's path among the arguments, as `rows.named_leaves` writes it, such as
+            `0['age']`.
     """
     if isinstance(arguments, dict):
         return place.replace("'", "", 2)

@@ -35,8 +35,8 @@ from pyro_scale.model.terms import Term, aligned_scale, terms_of
 
 @dataclass(frozen=True)
 class Probe:
-    """Sites and log densities of one run of the model on other rows than the batch's full set: on a
-    part of the batch, on the batch in another order, or on rows outside it.
+    """One run of the model on other rows than the batch, made to find out how log densities depend
+    on the rows: on a part of the batch, on the batch in another order, or on rows outside it.
 
     Attributes:
         sites: the run's sites by name.
@@ -51,8 +51,13 @@ class Probe:
 
     @classmethod
     def from_sites(cls, sites: Mapping[str, Site], origin: Tensor) -> Probe:
-        """The probe of a run, with its terms computed from its sites. Arguments as for the
-        class.
+        """A `Probe` made from the sites of a run; the run's log densities are computed from these
+        sites.
+
+        Args:
+            sites: the run's sites by name.
+            origin: index in the batch of each of the run's b rows of data, `[b]`; -1 for rows that
+                are not in the batch.
         """
         return cls(sites, terms_of(sites), origin)
 
@@ -97,8 +102,8 @@ class Comparison:
     shifted: Sequence[Probe]
 
     def scaling(self) -> Scaling:
-        """The rules by which each term of the log joint density counts once or is multiplied by N/B
-        (rows of the data over rows of the batch).
+        """A `Scaling` with a rule for every term of the log joint density: whether the term counts
+        once or is multiplied by N/B (rows of the data over rows of the batch).
 
         Raises:
             PlateError: the factor of a term is ambiguous, or the term needs the whole data and B <
@@ -135,8 +140,9 @@ class Comparison:
     # ------------------------------------------------------------------ the rows of a term
 
     def _find_rows(self, term: Term) -> Rule | None:
-        """The row dimension of a term and the number of `to_event` layers that are undone to expose
-        it, as a `Rule`; None if no dimension follows the number of rows."""
+        """A `Rule` that holds the row dimension of a term and the number of `to_event` layers to
+        undo in order to expose it; None if no dimension's size follows the number of rows.
+        """
         for depth in range(term.max_depth + 1):
             dim = self._row_dim(term, depth)
             if dim is not None:
@@ -178,7 +184,9 @@ class Comparison:
 
     @property
     def _sizes(self) -> list[int]:
-        """The numbers of rows of the batch and of every probe, in this order."""
+        """A list with the number of rows of the batch (B), then the number of rows of each run in
+        `probes`.
+        """
         return [self.batch_size, *(len(probe.origin) for probe in self.probes)]
 
     def _has_all_rows(self, term: Term, rows: Rule) -> bool:
@@ -186,12 +194,13 @@ class Comparison:
         return self.own_plate is not None or size == self.batch_size
 
     def _rows_match(self, term: Term, rows: Rule) -> bool:
-        """Whether a row's log density does not depend on the other rows of its batch: up to
-        rounding, it is the same in the first batch and in the runs on other rows (`probes`).
+        """Whether each row's log density is independent of the other rows in its batch. True if a
+        row has the same log density, up to rounding, in the run on the batch and in every run on
+        other rows (`probes`).
 
         Args:
-            term: a site's log density in the first batch.
-            rows: which dimension of the term is that of the rows.
+            term: a term of the log joint density, from the run on the batch.
+            rows: rule that says which dimension of the term is that of the rows.
         """
         dtype, pairs = self._dtype(term), self._row_pairs(term, rows)
         return all(close(mine, theirs, dtype=dtype) for _, mine, theirs in pairs)
@@ -201,9 +210,11 @@ class Comparison:
         return dtype_of(term, [site.value for site in priors if site is not None])
 
     def _row_pairs(self, term: Term, rows: Rule) -> Iterator[tuple[Probe, Tensor, Tensor]]:
-        """Yields (probe, log densities of the rows that it shares with the batch, computed in the
-        batch, the same rows' log densities computed in the probe), first at the first latent
-        values, then at the shifted ones."""
+        """Yields, for each run on other rows (a probe), (the probe; the log densities `[shared
+        rows]` of the rows that it has in common with the batch, as computed in the batch; those of
+        the same rows, as computed in the probe). The runs at the first latent values come first,
+        then those at the shifted ones.
+        """
         runs = [(term, self.probes)]
         runs += [(run.terms[term.name], self.shifted[1:]) for run in self.shifted[:1]]
         for of_batch, probes in runs:
@@ -227,8 +238,10 @@ class Comparison:
         return Rule("prior", whole_data=True, why="latent; its prior needs the whole data")
 
     def _is_constant(self, term: Term) -> bool:
-        """Whether a term's total is the same in all runs up to rounding, at the first and at the
-        shifted latent values."""
+        """Whether a term's total (its log density summed over all elements) does not depend on the
+        rows: it is the same in the run on the batch and in all runs on other rows, up to rounding,
+        at the first and at the shifted latent values.
+        """
         shifted = [run.terms[term.name] for run in self.shifted]
         return _same_totals(self._runs(term)) and _same_totals(shifted)
 
@@ -242,7 +255,9 @@ class Comparison:
                 )
 
     def _runs(self, term: Term) -> list[Term]:
-        """The versions of a term in the batch and in every probe, in this order."""
+        """A list with the term itself (from the run on the batch), then the term of the same name
+        from each run in `probes`: to be compared with each other.
+        """
         return [term, *(probe.terms[term.name] for probe in self.probes)]
 
     # ------------------------------------------------------------------ terms that count N/B times
@@ -382,7 +397,9 @@ class Comparison:
 
 
 def _row_scales(term: Term, rows: Rule) -> Tensor:
-    """The user's `poutine.scale` of a term for every row, `[B, ...]`, the row dimension first."""
+    """The user's `poutine.scale` of a term, expanded to the shape of its log density, with the row
+    dimension moved to the front: `[B, ...]`.
+    """
     log_prob = term.unwrap(rows.depth)
     scale = torch.as_tensor(aligned_scale(term, log_prob), dtype=log_prob.dtype)
     assert rows.dim is not None
@@ -409,8 +426,17 @@ def _same_totals(runs: Sequence[Term]) -> bool:
 def close(
     a: Tensor, b: Tensor, roundings: float | None = None, dtype: torch.dtype | None = None
 ) -> bool:
-    """Whether two tensors have the same shape and all elements are equal up to rounding. The
-    tolerance and the arguments are those of `are_close`."""
+    """Whether two tensors have the same shape and all of their elements are equal up to rounding.
+    Infinite and NaN elements count as different.
+
+    Args:
+        a: first tensor.
+        b: second tensor.
+        roundings: tolerance in multiples of the machine epsilon, see `are_close`; None for its
+            default.
+        dtype: coarsest dtype that the numbers were computed in, which gives the epsilon; None for
+            the tensors' own.
+    """
     return a.shape == b.shape and bool(are_close(a, b, roundings, dtype).all())
 
 

@@ -43,8 +43,17 @@ def gradient(
 def plain_gradient(
     function: Callable[[Params], Evaluation], params: Params
 ) -> tuple[Gradient, Evaluation]:
-    """As `gradient`, by `torch.autograd`: for models that `torch.func` does not support. Does not
-    work under `torch.vmap`; both results are detached."""
+    """The gradient of a log joint density with respect to params, by `torch.autograd`: for models
+    that `torch.func`, with which `gradient` does the same, does not support. Does not work under
+    `torch.vmap`.
+
+    Args:
+        function: params -> evaluation, whose log joint is differentiated.
+        params: unconstrained values by site.
+
+    Returns:
+        (The gradient, of each site's shape by site; the evaluation at these params), both detached.
+    """
     with torch.enable_grad():
         leaves = _leaves(params)
         evaluation = function(leaves)
@@ -55,8 +64,14 @@ def plain_gradient(
 
 
 def gradient_of(value: Tensor, leaves: Params) -> Gradient:
-    """The gradient of a scalar with respect to the leaves that it was computed from, by name. The
-    graph is kept for further calls. Zero where the scalar does not depend on a leaf."""
+    """The gradient of a scalar with respect to the tensors that it was computed from: a dict like
+    `leaves`, zero where the scalar does not depend on a tensor. Autograd's graph is kept, so that
+    further gradients can be computed from it.
+
+    Args:
+        value: the scalar, with an autograd graph.
+        leaves: the tensors by name; they require grad.
+    """
     if not value.requires_grad:
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     gradients = torch.autograd.grad(
@@ -66,8 +81,14 @@ def gradient_of(value: Tensor, leaves: Params) -> Gradient:
 
 
 def row_gradients(function: Callable[[Params], Tensor], params: Params) -> Gradient:
-    """The gradient of each of a function's values `[B, ...]` with respect to the params, `[B, ...,
-    *shape]` by site; computed one by one for models that vmap or functorch's gradient refuses."""
+    """The gradient of each of a function's values with respect to the params: a dict by site, `[B,
+    ..., *shape]` for values `[B, ...]` and a site of shape `shape`. The values are differentiated
+    one by one if vmap or functorch does not support the model.
+
+    Args:
+        function: function from params to values `[B, ...]`, such as the log likelihood of each row.
+        params: unconstrained values by site.
+    """
     try:
         with torch.no_grad():
             return torch.func.jacrev(function, chunk_size=256)(dict(params))
@@ -96,8 +117,14 @@ def hessian(gradient: Tensor, *leaves: Tensor) -> Tensor:
 
 
 def hessian_diagonal(gradient: Tensor, *leaves: Tensor) -> Tensor:
-    """The diagonal `[D]` of the Hessian, without the matrix in memory; costs as many Hessian-vector
-    products as `hessian`. Arguments as for `hessian`."""
+    """The diagonal `[D]` of the Hessian of a function, without the matrix in memory. It costs as
+    many Hessian-vector products as the whole matrix.
+
+    Args:
+        gradient: the function's gradient `[D]`, with an autograd graph, in the order of the leaves'
+            elements.
+        leaves: tensors that the gradient was computed from, of D elements together.
+    """
     rows = jacobian_rows(gradient, leaves)
     return torch.cat([part[:, first:].diagonal() for first, part in rows])
 

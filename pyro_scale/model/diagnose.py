@@ -78,7 +78,9 @@ def nan_or_infinite(values: Tensor) -> str:
 
 
 def error_in_short(error: Exception) -> str:
-    """An error's class and message on one line, the message cut to 300 characters."""
+    """An error's class and message on one line, for messages; the error's own message is cut to 300
+    characters.
+    """
     text = " ".join(format(error).split())
     return f"{type(error).__name__}: {text[:_MOST_CHARACTERS]}"
 
@@ -202,9 +204,9 @@ def _sloping_sites(
 
 
 def _direction(slope: Tensor) -> Tensor:
-    """A direction of a gradient's shape: positive, between 0.5 and 1.5, where the gradient is 0,
-    and 0 elsewhere. Its elements differ, so that sums and differences of moved elements both
-    change.
+    """A direction in which to move a latent, of the shape of `slope` (the likelihood's gradient
+    with respect to that latent): between 0.5 and 1.5 at elements where the gradient is 0, and 0
+    elsewhere. The numbers differ, so that sums and differences of moved elements both change.
     """
     turns = torch.arange(slope.numel(), device=slope.device, dtype=slope.dtype)
     return torch.where(slope == 0, (1 + torch.cos(2 * turns) / 2).reshape(slope.shape), 0.0)
@@ -303,8 +305,9 @@ def how_to_non_center(site: str, parents: list[str]) -> str:
 
 
 def _scales(sites: Mapping[str, Site], latents: Iterable[str]) -> dict[str, Tensor]:
-    """The prior scales of the latents whose distributions have a location and a scale, by latent;
-    others are left out."""
+    """A dict from latent to the scale of its prior, a tensor, for those of the named latents whose
+    distributions have a location and a scale; others are left out.
+    """
     scales = {}
     for name in latents:
         inner: Any = next((fn for fn in layers(sites[name].fn) if hasattr(fn, "scale")), None)

@@ -47,7 +47,14 @@ def draw(fn: Any, observed: Tensor | None = None) -> Tensor | None:
 
 def draws(fn: Any, count: int, observed: Tensor | None = None) -> Tensor:
     """`count` independent draws from a distribution of any family, `[count, *batch_shape,
-    *event_shape]`. Arguments as for `draw`."""
+    *event_shape]`.
+
+    Args:
+        fn: the distribution.
+        count: number of draws.
+        observed: observed counts, from which a `Multinomial` takes its totals, as its density does;
+            None if there are none.
+    """
     if isinstance(base_distribution(fn), (dist.DirichletMultinomial, *_MULTINOMIAL)):
         counts = draw(fn.expand(torch.Size((count, *fn.batch_shape))), observed)
         if counts is not None:
@@ -71,7 +78,9 @@ def with_totals(base: Any, observed: Tensor) -> Any:
 
 
 def cannot_draw(site: str, fn: Any, error: NotImplementedError) -> str:
-    """The message for an error about a site whose distribution has no `sample` method."""
+    """The message for the error about a site that cannot be simulated, because its distribution has
+    no `sample` method; `error` is what `sample` raised.
+    """
     why = f" ({error})" if str(error) else ""
     family = type(base_distribution(fn)).__name__
     return f"site '{site}': a {family} cannot be drawn{why}: give its class a sample() method"

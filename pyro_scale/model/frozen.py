@@ -36,9 +36,11 @@ _ROUNDINGS = 1000.0
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """A log posterior in two parts: features of the rows, and the log joint of features.
+    """A log posterior in two parts, for a network whose first layers are frozen: features (outputs
+    of the frozen layers, which depend on the rows alone and can be computed once), and the log
+    joint density as a function of params and features.
 
-    Both are for batches of one size, that of the batch they were recorded on.
+    Both parts are for batches of one size, that of the batch they were recorded on.
 
     Attributes:
         num_data: N, the number of rows of the whole data set.
@@ -53,8 +55,9 @@ class FrozenBase:
     head: fx.GraphModule
 
     def features(self, arguments: Arguments) -> tuple[Tensor, ...]:
-        """The features of a batch: one tensor `[B, ...]` for every node at which the graph was
-        cut.
+        """The outputs of the frozen layers for a batch of B rows: a tuple of tensors `[B, ...]`,
+        one for each place in the graph where frozen and other operations were separated. Pass them
+        as the `batch` of the other methods.
         """
         with torch.no_grad():
             return tuple(self.base(*rows.leaves(arguments)))
@@ -72,13 +75,27 @@ class FrozenBase:
     def grad(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
-        """As `LogPosterior.grad`, from a batch of features in place of rows."""
+        """The gradient of the log joint density with respect to the params, and the evaluation, as
+        `LogPosterior.grad` returns them.
+
+        Args:
+            params: unconstrained values by site.
+            batch: the frozen layers' outputs for B rows of data, in place of these rows.
+            indices: not used.
+        """
         return derivatives.gradient(lambda p: self(p, batch), params)
 
     def plain_grad(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
-        """As `LogPosterior.plain_grad`, from a batch of features in place of rows."""
+        """As `grad`, by `torch.autograd` instead of `torch.func`: for models that `torch.func` does
+        not support.
+
+        Args:
+            params: unconstrained values by site.
+            batch: the frozen layers' outputs for B rows of data, in place of these rows.
+            indices: not used.
+        """
         return derivatives.plain_gradient(lambda p: self(p, batch), params)
 
     def row_gradients(
@@ -96,8 +113,9 @@ class FrozenBase:
 
 
 class NoBase(Exception):
-    """Raised with the reason why a log posterior cannot be separated into features of rows and a
-    function of features and params."""
+    """Raised, with the reason as its argument, if a log posterior cannot be separated into frozen
+    layers and the rest (see `FrozenBase`). Callers catch it and run the whole model at every step.
+    """
 
 
 def frozen_base(
@@ -106,8 +124,8 @@ def frozen_base(
     arguments: Arguments,
     others: Sequence[Arguments] = (),
 ) -> FrozenBase:
-    """Separates a log posterior into features of the rows, which can be computed once, and a
-    function of params and features.
+    """A `FrozenBase`: the log posterior separated into features of the rows (outputs of the
+    network's frozen layers), which can be computed once, and a function of params and features.
 
     Args:
         log_posterior: a model that has weights that are neither latent nor point-estimated.
@@ -162,8 +180,9 @@ def _record(log_posterior: LogPosterior, params: Params, arguments: Arguments) -
 def _find_features(
     graph: fx.GraphModule, num_params: int, arguments: Arguments, size: int
 ) -> dict[fx.Node, bool]:
-    """For every node of the graph that depends on the rows and not on the params, whether it is a
-    feature: a tensor `[B, ...]` with an entry for every row, which depends on that row alone.
+    """A dict from every node of the graph that depends on the rows and not on the params to whether
+    the node is a feature: a tensor `[B, ...]` with an entry for every row that depends on that row
+    alone.
 
     Args:
         graph: the graph of `_record`.
@@ -207,8 +226,9 @@ def _evaluate(graph: fx.GraphModule, inputs: Mapping[fx.Node, Tensor]) -> dict[f
 
 
 def _features_of_head(graph: fx.GraphModule, is_feature: Mapping[fx.Node, bool]) -> list[fx.Node]:
-    """The features at which the graph is cut, in the graph's order: those that the head needs as
-    inputs. A node that depends on the rows and is no feature is computed in the head.
+    """The nodes at which the graph is cut, in the graph's order: the features that the part of the
+    graph with params needs as inputs. A node that depends on the rows and is no feature is computed
+    anew in that part.
 
     Args:
         graph: the graph of `_record`.
@@ -225,8 +245,9 @@ def _features_of_head(graph: fx.GraphModule, is_feature: Mapping[fx.Node, bool])
 def _subgraph(
     graph: fx.GraphModule, inputs: Collection[fx.Node], outputs: Iterable[fx.Node]
 ) -> fx.GraphModule:
-    """The part of a graph that computes the nodes `outputs`, returned as a tuple, from the nodes
-    `inputs`."""
+    """A new graph that computes the nodes `outputs` of a graph, returned as a tuple, from the nodes
+    `inputs`, which are its arguments.
+    """
     part = fx.Graph()
     copies = {node: part.placeholder(node.name) for node in inputs}
     for node in graph.graph.nodes:
@@ -246,8 +267,8 @@ def _is_work(node: fx.Node) -> bool:
 def _compare(
     parts: FrozenBase, log_posterior: LogPosterior, params: Params, batches: Sequence[Arguments]
 ) -> None:
-    """Compares value and gradient of the two parts with those of the log posterior, on each batch
-    at other params.
+    """Checks on each batch, at other params each time, that the two parts together have the same
+    log joint and gradient as the log posterior. Returns None if so.
 
     Raises:
         NoBase: they differ by more than rounding.
@@ -269,8 +290,9 @@ def _compare(
 
 
 class _HiddenUse(TorchFunctionMode):
-    """Detects whether code uses tensors that have an autograd history under `torch.no_grad`; the
-    attribute `is_found` is True then."""
+    """Torch function mode that detects whether code uses tensors with an autograd history under
+    `torch.no_grad`. After such a use, its attribute `is_found` is True.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,11 +308,11 @@ class _HiddenUse(TorchFunctionMode):
 
 
 def _check_gradients(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> None:
-    """Raises for a model that uses params under `torch.no_grad`: the recorded graph would let
-    gradients through there.
+    """Checks that the model does not use params under `torch.no_grad`: the recorded graph would let
+    gradients through there. Returns None if it does not.
 
     Raises:
-        NoBase: the model does.
+        NoBase: the model uses params under `torch.no_grad`.
     """
     with torch.enable_grad():
         leaves = {n: value.detach().requires_grad_() for n, value in params.items()}

@@ -21,8 +21,9 @@ WEIGHT = "pyro_scale_weight"
 
 
 def uniform(site: Any) -> Tensor:
-    """A site's constrained starting value, uniform in (-2, 2) in unconstrained space; for improper
-    priors, too."""
+    """A starting value for a site, in its support: the transform of a draw that is uniform in (-2,
+    2) in unconstrained space. Works for improper priors, too.
+    """
     fn = site["fn"]
     if not isinstance(fn, dist.ImproperUniform):
         return init_to_uniform(site)

@@ -173,7 +173,8 @@ class LogPosterior:
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
         """Gradient of the estimated log joint density with respect to unconstrained params, by
-        `torch.func`: it works under `torch.vmap`. Arguments as for a call.
+        `torch.func`: it works under `torch.vmap`. Arguments are those of a call of the log
+        posterior: unconstrained params by site, a batch, indices of rows.
 
         Returns:
             (The gradient, a tensor of each site's shape by site, in nats per unit; the evaluation).
@@ -184,9 +185,11 @@ class LogPosterior:
     def plain_grad(
         self, params: Params, batch: Any, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
-        """As `grad`, by `torch.autograd` instead of `torch.func`: for models with an
-        `autograd.Function` that functorch does not support. This method does not work under
-        `torch.vmap`."""
+        """Gradient of the estimated log joint density with respect to unconstrained params, and the
+        evaluation, as `grad` returns them; computed by `torch.autograd` instead of `torch.func`,
+        for models with an `autograd.Function` that functorch does not support. This method does not
+        work under `torch.vmap`.
+        """
         self.prepare(rows.as_arguments(batch))
         return derivatives.plain_gradient(lambda p: self(p, batch, indices), params)
 
@@ -308,8 +311,9 @@ class LogPosterior:
         return self.num_data if count is None else count
 
     def first_indices(self) -> Tensor | None:
-        """The indices of the first B rows, `[B]`, for a model that subsamples by itself; None for
-        other models."""
+        """Indices 0, ..., B - 1 of the first rows, `[B]`, for a model that subsamples by itself, to
+        run it on any B rows; None for other models, which need no indices.
+        """
         info = self.model_info
         return None if info.own_plate is None else torch.arange(info.batch_size)
 
@@ -389,7 +393,14 @@ class LogPosterior:
         return init_to_reset(fallback=uniform)
 
     def prior_draws(self, arguments: Arguments, count: int, seed: int) -> dict[str, Tensor]:
-        """Unconstrained draws of all latents from their priors, `[count, *shape]` by site."""
+        """Draws of all latents from their priors, in unconstrained space: a dict by site, `[count,
+        *shape]`.
+
+        Args:
+            arguments: a batch, as the model's arguments.
+            count: number of draws.
+            seed: seed of the draws.
+        """
         self.prepare(arguments)
 
         def draw(_: Tensor) -> dict[str, Tensor]:
@@ -530,7 +541,9 @@ class LogPosterior:
 
     @property
     def given_num_data(self) -> int | None:
-        """N as the user passed it; None if it was left out."""
+        """N, the number of rows of the data, as the user passed it to the constructor; None if it
+        was left out, so that a plate of the model has to declare N.
+        """
         return self._num_data
 
     @property
@@ -551,27 +564,33 @@ class LogPosterior:
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """The constrained values in the first run, by site, of all latents and of the
-        point-estimated sites."""
+        """The constrained values of all latents and of the point-estimated sites in the model's
+        first run (on the first batch), by site: examples of their shapes and dtypes.
+        """
         sites = self.model_info.sites
         points = {n: p.constrain(p.unconstrained) for n, p in self.points.items()}
         return {name: sites[name].value for name in self.latents} | points
 
     @property
     def layout(self) -> Layout:
-        """Indices of each latent's elements in one vector of all D unconstrained parameters."""
+        """A `Layout`: the indices of each latent's elements in one vector of all D unconstrained
+        parameters, with shapes and dtypes.
+        """
         return Layout.from_tensors(_unconstrained(self.model_info.sites))
 
     @property
     def is_unconstrained(self) -> bool:
-        """Whether every latent's support is all reals, so that params are the sites' values."""
+        """Whether no latent needs a transform: every latent's support is all reals, so that
+        unconstrained params are the sites' values.
+        """
         info = self.model_info
         return not info.kept and all(is_real(info.sites[n].fn.support) for n in self.latents)
 
     # ------------------------------------------------------------------ variants
 
     def renew(self, num_data: int | None) -> LogPosterior:
-        """A copy that has not been examined and whose next batch may be of another size.
+        """A copy for other data: it is examined anew on its next batch, which may be of another
+        size.
 
         Args:
             num_data: N of the copy, used only if this log posterior was made without N.
@@ -582,8 +601,9 @@ class LogPosterior:
         return other
 
     def is_of_same_model(self, other: LogPosterior) -> bool:
-        """Whether another log posterior has the same model and the same prior (the same
-        objects).
+        """Whether another log posterior was made from the same model object and has the same prior:
+        the model's own for both, or the same replacement of it. What is known of one (its mode,
+        say) then holds for the other.
         """
         return self.model is other.model and self._prior is other._prior
 
@@ -607,16 +627,20 @@ class LogPosterior:
         return other, arguments
 
     def with_gaussian_prior(self, gaussian: Gaussian) -> LogPosterior:
-        """A copy whose prior is a Gaussian over all D unconstrained parameters, in the order of the
-        latents."""
+        """A copy whose prior is a Gaussian in place of the model's own, with the same likelihood.
+
+        Args:
+            gaussian: Gaussian over all D unconstrained parameters, in the order of the latents.
+        """
         other = self._with_prior(partial(_gaussian_log_prior, gaussian))
         other.gaussian_prior = gaussian
         return other
 
     def without_jacobian(self) -> LogPosterior:
-        """A copy whose log prior lacks the log determinants of the transforms: the density of the
-        constrained values, as a function of unconstrained params. Its mode does not depend on the
-        transforms."""
+        """A copy whose log prior lacks the log determinants of the transforms to unconstrained
+        space: it is the density of the constrained values, as a function of unconstrained params.
+        Use it for a mode (MAP) that does not depend on the transforms.
+        """
         return self._with_prior(partial(_without_log_dets, self._prior))
 
     def with_jacobian(self) -> LogPosterior:
@@ -635,7 +659,11 @@ class LogPosterior:
 
 
 def unconstrained_values(sites: Mapping[str, Site]) -> dict[str, Tensor]:
-    """Detached copies of the latents' unconstrained values in a run, by site."""
+    """The latents' unconstrained values in a run, by site, detached from the run's graph.
+
+    Args:
+        sites: the run's sites by name; those that are no latents are ignored.
+    """
     return {name: value.detach().clone() for name, value in _unconstrained(sites).items()}
 
 

@@ -22,7 +22,8 @@ from pyro_scale.model.transforms import bijection, is_real
 
 
 class Kept(NamedTuple):
-    """The elements of a latent that are params, where masks leave out the others.
+    """The elements of a latent that are unconstrained parameters, for a latent some of whose
+    elements are left out by masks and so do not count.
 
     Attributes:
         places: indices of the k params among all elements of the latent, flattened, `[k]`.
@@ -34,19 +35,25 @@ class Kept(NamedTuple):
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Kept:
-        """The elements at which a mask, of the shape of all elements, is True."""
+        """A `Kept` with the elements at which a boolean mask is True. The mask has the shape of all
+        the latent's elements (its batch shape).
+        """
         return cls(mask.flatten().nonzero()[:, 0], mask.shape)
 
     @property
     def mask(self) -> Tensor:
-        """A mask of the shape of all elements, True at those that are params."""
+        """A boolean mask of the shape of all the latent's elements: True at those that are params,
+        False at those that masks leave out.
+        """
         mask = torch.zeros(self.shape.numel(), dtype=torch.bool, device=self.places.device)
         return mask.index_fill(0, self.places, True).reshape(self.shape)
 
 
 def element_mask(site: Site) -> Tensor | None:
-    """The product of a site's masks, in the batch shape of `base_distribution`: True at elements
-    that count; None if no mask is a tensor."""
+    """All masks around a site (`poutine.mask`, `.mask()`) combined into one boolean tensor: True at
+    elements that count, of the batch shape that its distribution has with `to_event` undone. None
+    if no mask is a tensor.
+    """
     fn: Any = site.fn
     shape = base_distribution(fn).batch_shape
     masks = [(site.mask, len(fn.batch_shape))]
@@ -88,8 +95,9 @@ def leave_out(sites: dict[str, Site], kept: Mapping[str, Kept]) -> None:
 
 
 def put_together(fn: Any, kept: Kept, unconstrained: Tensor) -> tuple[Tensor, Tensor]:
-    """A latent's value and the log of its Jacobian, from its params. Elements that are not params
-    get the value at the origin of unconstrained space.
+    """(Value, log |det d value / d params|) of a latent of which masks leave out some elements,
+    from its k params. Elements that are not params get the value at the origin of unconstrained
+    space.
 
     Args:
         fn: the latent's distribution.
@@ -111,8 +119,13 @@ def put_together(fn: Any, kept: Kept, unconstrained: Tensor) -> tuple[Tensor, Te
 
 
 def take_apart(fn: Any, kept: Kept, value: Tensor) -> Tensor:
-    """A latent's params `[k, ...]`, unconstrained, from its value: the inverse of
-    `put_together`.
+    """The unconstrained params `[k, ...]` of a latent of which masks leave out some elements, from
+    its constrained value. The inverse of `put_together`.
+
+    Args:
+        fn: the latent's distribution.
+        kept: the k elements that are params.
+        value: the latent's value, with all elements.
     """
     unconstrained = bijection(base_distribution(fn).support).inv(value)
     event = unconstrained.shape[len(kept.shape) :]

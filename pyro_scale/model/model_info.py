@@ -113,8 +113,8 @@ def small_batch(arguments: Arguments, probes: Sequence[Probe], own_plate: str | 
 def steady_sites(
     sites: Mapping[str, Site], probes: Sequence[Probe], shifted: Sequence[Probe]
 ) -> tuple[str, ...]:
-    """The names of the deterministic sites whose value is the same in all runs, at either set of
-    latent values.
+    """The names of the deterministic sites whose value does not depend on the rows: it is the same
+    in runs on other rows, at either of two sets of latent values.
 
     Args:
         sites: sites of the run on the batch.

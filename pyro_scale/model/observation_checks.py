@@ -237,7 +237,9 @@ def _check_event_shape(site: Site) -> None:
 
 
 def _check_density(site: Site) -> None:
-    """Raises a `SiteError` if the log density of the observed values cannot be computed."""
+    """Checks that the log density of a site's observed values can be computed; if not, raises a
+    `SiteError` that explains why.
+    """
     try:
         site.fn.log_prob(site.value)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:

@@ -81,8 +81,8 @@ def check_batch(
     indices: Tensor | None,
     first: Arguments,
 ) -> None:
-    """Checks on one batch that every row's log density is the same in the batch's halves, and that
-    constant terms equal those of the first batch. Returns nothing if so.
+    """Checks on one batch that every row's log density is the same when the other half of the batch
+    is left out, and that terms without rows equal those of the first batch. Returns None if so.
 
     Rows whose log density is not finite are skipped, and so is a point at which the model fails.
 
@@ -94,7 +94,7 @@ def check_batch(
         first: the first batch, as the model's arguments.
 
     Raises:
-        PlateError: see `check_batches`.
+        PlateError: a row's log density depends on the other rows, or a constant term on the rows.
     """
     parts = _parts(log_posterior.model_info, batch, indices, first)
     full = _terms(log_posterior, params, batch, indices)
@@ -153,9 +153,9 @@ class _Part(NamedTuple):
 def _parts(
     info: ModelInfo, batch: Arguments, indices: Tensor | None, first: Arguments
 ) -> list[_Part]:
-    """The two halves of a batch, so that rows are evaluated without each other. A model that
-    subsamples by itself gets each half together with other rows, and a single row is put before the
-    first batch (one part).
+    """The halves of a batch, in which rows are evaluated without the rows of the other half. For a
+    model that subsamples by itself, each half is filled up with other rows; a batch of a single row
+    is put before the first batch (one part).
 
     Args:
         info: the result of the preflight.
@@ -190,8 +190,9 @@ def _terms(
 
 
 def _values(term: Term, rule: Rule) -> Tensor:
-    """The log likelihood of each row, `[B]`, for a term that has rows; the total log density, a
-    scalar, for any other term."""
+    """The numbers to compare between runs: the log likelihood of each row, `[B]`, for a term that
+    has rows; the total log density, a scalar, for any other term.
+    """
     return rows_of(term, rule) if rule.role == "rows" else (term.log_prob * term.scale).sum()
 
 

@@ -41,7 +41,8 @@ def find_own_plate(sites: Mapping[str, Site], count: int | None) -> str | None:
 
 
 def agreed_size(num_data: int | None, plate: Site) -> int:
-    """N of a model that subsamples by itself: the plate's full size.
+    """N, the number of rows of the data, for a model that subsamples by itself: the full size of
+    its plate, checked against the user's `num_data`.
 
     Args:
         num_data: N as the user passed it; None if it was left out.
@@ -105,8 +106,8 @@ def check_subsampling(sites: Mapping[str, Site], own_plate: str | None, batch_si
 def check_plate_size(
     sites: Mapping[str, Site], count: int | None, num_data: int | None, error: Exception
 ) -> None:
-    """Raises a clearer error if a run failed because a plate has another size than the batch;
-    returns if that is not the cause.
+    """Raises a `PlateError` if a run failed because a plate has another size than the batch;
+    returns None if that is not the cause of the failure.
 
     Args:
         sites: sites of the run, up to the error.

@@ -112,8 +112,16 @@ def examine_model(
 def examine_function(
     program: Program, arguments: Arguments, init: InitFunction, num_data: int | None
 ) -> ModelInfo:
-    """The preflight of a function that returns the log posterior per datum
-    (`program.function_model`), where nothing is scaled. Arguments as for `examine_model`."""
+    """The preflight of a model made by `program.function_model`, whose function returns the log
+    posterior per datum, so that nothing is scaled by N/B: runs it once, checks the result and
+    returns what was found.
+
+    Args:
+        program: runs the model.
+        arguments: the first batch, as the model's arguments.
+        init: initialization strategy of the latents.
+        num_data: N as the user passed it; None if it was left out.
+    """
     num_data = num_data or 1
     with own_generator(), torch.no_grad(), trace_modules():
         first = _first_run(program, arguments, init, None, num_data)
@@ -229,7 +237,9 @@ class _ValidatedRun(NamedTuple):
     error: Exception | None = None
 
     def raise_error(self) -> None:
-        """Raises the error of a failed validation; does nothing if validation succeeded."""
+        """Raises `error`, the exception of the run whose validation failed; does nothing if
+        validation succeeded.
+        """
         if isinstance(self.error, ValueError) and not isinstance(self.error, PyroScaleError):
             raise ModelError(
                 f"the model fails validation on the first batch: {self.error}"

@@ -26,7 +26,7 @@ from pyro_scale.model.sites import Point, points_of_store
 
 
 class Program:
-    """A Pyro model that runs under a recorder and changes no setting of Pyro or torch.
+    """Runs a Pyro model under a recorder, without changing any setting of Pyro or torch.
 
     Attributes:
         model: the user's model.
@@ -82,8 +82,13 @@ class Program:
             return self.run(arguments, Recorder(store=points_of_store(), kept=kept))
 
     def find_owners(self, points: Mapping[str, Point], modules: list[nn.Module]) -> None:
-        """Finds, for each point-estimated site that is a module's weight, the module among those
-        that ran, and stores it in `owners`."""
+        """Finds the module that owns each point-estimated site that is a module's weight, and
+        stores it in `owners`, so that later runs can replace the weight.
+
+        Args:
+            points: the point-estimated sites by name.
+            modules: the modules that ran in the model's first run.
+        """
         for point in points.values():
             for module in modules if point.parameter is not None else ():
                 named = module.named_parameters()
@@ -106,7 +111,9 @@ class Program:
 
 
 class _Root(nn.Module):
-    """A module over all modules that a model calls, for `torch.func.functional_call`."""
+    """A module whose children are all modules that a model calls, and whose forward calls the
+    model: `torch.func.functional_call` on it replaces weights of any of these modules.
+    """
 
     def __init__(self, model: Callable[..., Any], modules: list[nn.Module]):
         super().__init__()
@@ -202,8 +209,10 @@ def _named_ids(module: nn.Module, *, every_path: bool) -> Iterator[tuple[str, in
 
 
 class _FixedStart:
-    """Starting values of a function's params, the same for all chains, with the methods of a
-    network that initialization strategies call."""
+    """The starting values of the params of a model made from a function, the same for all chains;
+    has the methods `weights` and `reset_weights` of a bayesianized network, which initialization
+    strategies call.
+    """
 
     def __init__(self, values: Mapping[str, Tensor]):
         self._values = {name: torch.as_tensor(value).detach() for name, value in values.items()}

@@ -61,8 +61,14 @@ class LatentShapeChanged(SiteError):
     def from_shapes(
         cls, name: str, value_shape: torch.Size, site_shape: torch.Size
     ) -> LatentShapeChanged:
-        """The error about a site, with a message that gives the shapes of its value and of its
-        distribution. Arguments are those attributes."""
+        """The error about a latent whose shape depends on the data, with a message that gives both
+        shapes.
+
+        Args:
+            name: the site's name.
+            value_shape: shape of the value that was passed.
+            site_shape: shape of the site's distribution in this run.
+        """
         error = cls(
             f"site '{name}': its shape depends on the data ({list(value_shape)} on the first "
             f"batch, {list(site_shape)} now); a latent must have one shape for every batch: take "
@@ -193,7 +199,9 @@ class Recorder(Messenger):
         msg["value"] = value
 
     def _is_left_out(self, name: str) -> bool:
-        """Whether masks leave out all elements of this latent."""
+        """Whether masks leave out all elements of the latent with this name, so that it has no
+        params.
+        """
         return name in self._kept and not len(self._kept[name].places)
 
     def _put_together(self, msg: Any, unconstrained: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,8 +271,9 @@ class Recorder(Messenger):
     # ------------------------------------------------------------------ params
 
     def _pyro_param(self, msg: Any) -> None:
-        """Answers a param statement with the point's constrained value, so that Pyro's param store
-        is never written to."""
+        """Answers a `pyro.param` statement of the model with the constrained value of its point
+        (the estimated parameter), and records the point. Pyro's param store is never written to.
+        """
         name = msg["name"]
         point = self.given_points[name] if name in self.given_points else self._find_param(msg)
         if point.parameter is None or point.parameter.requires_grad:
@@ -293,11 +302,12 @@ class Recorder(Messenger):
 
 
 class Simulator(Recorder):
-    """A recorder that replaces observations by draws from the likelihood, and draws every site that
-    has no value in `latents`; or uses the values of an earlier run.
+    """A recorder that draws data: each observation is replaced by a draw from the likelihood, and
+    so is every site without a value in `latents`.
 
     Args:
-        drawn: values of an earlier run by site; None to draw all anew.
+        drawn: values of an earlier simulation by site, which are used instead of new draws; None to
+            draw all anew.
         others: arguments of `Recorder`.
     """
 
@@ -343,8 +353,9 @@ class Simulator(Recorder):
 
 
 class Reader(Simulator):
-    """A simulator that leaves observed values as they are; every other site has its value in
-    `latents`, that of an earlier run, or a new draw."""
+    """A simulator that keeps the observed values. Every other site has its value in `latents`, that
+    of an earlier simulation, or a new draw: for values of sites given the data.
+    """
 
     def _pyro_sample(self, msg: Any) -> None:
         if is_subsample(msg["fn"]) or not msg["is_observed"]:
@@ -352,8 +363,8 @@ class Reader(Simulator):
 
 
 def _transform(msg: Any) -> Transform:
-    """The bijection from unconstrained space to the support of a latent, from Pyro's message about
-    it.
+    """The bijection from unconstrained space to the support of a latent's distribution; `msg` is
+    Pyro's message about the latent.
 
     Raises:
         SiteError: there is no such map.

@@ -45,8 +45,9 @@ class Rerun:
         self.enum_dim = free_dim(first.sites)
 
     def shifted(self) -> Rerun:
-        """The same rerun at a second set of latent values, shifted from the first by 0.71 in
-        unconstrained space."""
+        """A rerun of the same model whose latent values lie 0.71 further in unconstrained space: a
+        dependence on the rows may be invisible at the first values.
+        """
         return Rerun(self._program, self._first, self._kept, _SHIFT)
 
     def run(
@@ -86,8 +87,9 @@ class Rerun:
     def probe_indices(
         self, arguments: Arguments, plate: str, size: int, num_data: int
     ) -> list[Probe]:
-        """Runs of a model that subsamples by itself on other rows: on its B rows in reverse order,
-        and on half of them together with other rows.
+        """A list of runs on other rows, for a model that subsamples by itself: on its B rows in
+        reverse order, and on half of them together with other rows. They show whether a row's log
+        density depends on the other rows.
 
         Args:
             arguments: the whole data, as the model's arguments.
@@ -104,10 +106,10 @@ class Rerun:
         ]
 
     def probe_rows(self, arguments: Arguments, size: int, num_data: int | None) -> list[Probe]:
-        """Runs of the model on parts of a batch: on its two halves (on a single row, on the row
-        twice), and on the batch in reverse order, which finds rows that depend on their place, such
-        as `arange(len(x)) % 12`. Empty if the model runs on the whole data only and the batch may
-        be that.
+        """A list of runs of the model on parts of a batch: on its two halves (a batch of a single
+        row: on the row twice), and on the batch in reverse order, which finds rows that depend on
+        their place, such as `arange(len(x)) % 12`. Empty if the model runs on the whole data only
+        and the batch may be that.
 
         Args:
             arguments: the batch, as the model's arguments.
@@ -178,8 +180,8 @@ class Rerun:
 def probe_shifted(
     rerun: Rerun, arguments: Arguments, size: int, num_data: int | None
 ) -> list[Probe]:
-    """Runs of the model at a second set of latent values: on the whole batch, then those of
-    `Rerun.probe_rows`. Empty if the model cannot be evaluated at these values.
+    """A list of runs of the model at a second set of latent values: on the whole batch, then on its
+    parts, as `Rerun.probe_rows`. Empty if the model cannot be evaluated at these values.
 
     Args:
         rerun: runs the model at the first latent values.
@@ -201,9 +203,9 @@ def probe_shifted(
 
 
 def find_kept(program: Program, first: Recorder, arguments: Arguments) -> dict[str, Kept]:
-    """For each latent with elements that a mask leaves out, the other elements: they alone are
-    params. A latent is not among the results if something depends on the elements that its mask
-    leaves out, at one of several latent values.
+    """A dict from each latent with elements that a mask leaves out to its other elements, which
+    alone are params. A latent is left out of the dict if something depends on its masked elements,
+    at one of several latent values.
 
     Args:
         program: runs the model.
@@ -240,8 +242,10 @@ def find_kept(program: Program, first: Recorder, arguments: Arguments) -> dict[s
 
 
 def _local_latent_error(error: LatentShapeChanged, size: int) -> SiteError:
-    """The error to raise for a latent whose shape has changed: that it has one value for every row,
-    if only one dimension changed and had the batch's size; otherwise the error as it is."""
+    """The error to raise for a latent whose shape has changed with the batch, returned and not
+    raised. If just one dimension has changed and its size was that of the batch, the error says
+    that the latent has one value for every row; otherwise it is `error` itself.
+    """
     pairs = zip(error.value_shape, error.site_shape, strict=False)
     follows = [n for n, m in pairs if n != m]
     if len(error.value_shape) == len(error.site_shape) and follows == [size]:
@@ -250,8 +254,10 @@ def _local_latent_error(error: LatentShapeChanged, size: int) -> SiteError:
 
 
 def _as_slice(part: Tensor) -> Any:
-    """Row indices as a slice, which copies nothing, if no index is repeated (they must be
-    contiguous then); repeated indices as they are."""
+    """A slice that selects the same rows as the indices `part`, so that tensors are not copied, if
+    no index is repeated (indices must be contiguous then); the indices themselves if some are
+    repeated.
+    """
     if len(set(part.tolist())) < len(part):
         return part
     return slice(int(part[0]), int(part[-1]) + 1)

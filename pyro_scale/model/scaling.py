@@ -168,8 +168,10 @@ class Scaling:
 
 
 def _terms_among(sites: Mapping[str, Site], names: Collection[str]) -> dict[str, Term]:
-    """The terms of the named sites alone; of all sites if a site is enumerated, since terms span
-    several sites then. Leaves out a network's priors, which take longer than its rows."""
+    """The terms of the named sites, by name; of all sites if any site is enumerated, since terms
+    span several sites then. Used where a network's priors would take longer to compute than the
+    terms of the rows.
+    """
     if all(site.enum_dim is None for site in sites.values()):
         sites = {name: site for name, site in sites.items() if name in names}
     return terms_of(sites)
@@ -185,8 +187,8 @@ def rows_of(term: Term, rule: Rule) -> Tensor:
 
 
 def sum_but(log_prob: Tensor, dim: int | None) -> Tensor:
-    """The sum of a log density over all dimensions except `dim` (negative, from the right), a
-    vector.
+    """A log density summed over all dimensions except `dim` (negative, from the right): a vector
+    with an entry for each row of data, `[rows]`.
     """
     assert dim is not None
     keep = log_prob.dim() + dim
@@ -248,8 +250,8 @@ def dependence_message(name: str, changes: Sequence[tuple[bool, Tensor]]) -> str
 
 
 def _reach(changed: Tensor) -> int:
-    """The number of rows from the first up to the last one that is True in a mask `[b]`; 0 if none
-    is.
+    """The length of the range from the first to the last True element of a mask `[b]`, both
+    included; 0 if no element is True.
     """
     places = torch.nonzero(changed)
     return int(places.max()) + 1 if len(places) else 0

@@ -27,7 +27,9 @@ FINITE_DATA = (
 
 
 class NotFiniteStartError(SiteError):
-    """A log density is NaN or infinite where the model was started; another start may be finite."""
+    """Raised if a log density is NaN or infinite at the latent values where the model was started.
+    Callers catch it to try another start, where it may be finite.
+    """
 
     code = "not-finite"
 
@@ -54,10 +56,10 @@ def check_names(sites: Mapping[str, Site]) -> None:
 
 
 def check_latent_sizes(sites: Mapping[str, Site]) -> None:
-    """Raises for latents without elements.
+    """Checks that every latent has at least one element. Returns None if so.
 
     Raises:
-        SiteError: there is such a latent.
+        SiteError: a latent has no elements; the message names it.
     """
     for site in sites.values():
         # a process's part of a small weight may be empty
@@ -69,11 +71,11 @@ def check_latent_sizes(sites: Mapping[str, Site]) -> None:
 
 
 def check_starts(sites: Mapping[str, Site], chain: int = 0) -> None:
-    """Raises for latents that start outside their support, or on its edge, where the unconstrained
-    value is not finite. `chain` is the chain's number, for the message.
+    """Checks that no latent starts outside its support, or on its edge, where the unconstrained
+    value is not finite. Returns None if so; `chain` is the chain's number, for the message.
 
     Raises:
-        SiteError: there is such a latent.
+        SiteError: a latent starts there.
     """
     for site in sites.values():
         if site.unconstrained is not None and not bool(torch.isfinite(site.unconstrained).all()):
@@ -92,7 +94,7 @@ def check_enumerated(name: str, fn: Any, infer: Mapping[str, Any]) -> None:
         infer: the site's `infer` dict.
 
     Raises:
-        SiteError: the latent is such a one.
+        SiteError: the latent is not marked, or its values cannot be enumerated.
     """
     instead = without_imputation(name)
     enumerates = infer.get("enumerate") == "parallel"
@@ -274,8 +276,10 @@ def check_no_random_draws(
 
 
 def first_differing_term(terms: Mapping[str, Term], others: Mapping[str, Term]) -> str | None:
-    """The name of the first of a run's terms that is missing in another run or differs by more than
-    rounding; None if all agree. Terms that only the other run has are not looked at."""
+    """The name of the first term of a run that is missing in another run, or whose log density
+    differs there by more than rounding; None if all agree. Terms that only the other run has are
+    not compared.
+    """
     for name, term in terms.items():
         if name not in others or not close(term.log_prob, others[name].log_prob, roundings=64):
             return name

@@ -54,7 +54,9 @@ class Site:
 
     @property
     def shape(self) -> torch.Size:
-        """The distribution's batch shape followed by its event shape."""
+        """The shape of one value of the site: the distribution's batch shape followed by its event
+        shape.
+        """
         return self.fn.batch_shape + self.fn.event_shape
 
 
@@ -76,18 +78,24 @@ class Point:
     parameter: nn.Parameter | None
 
     def constrain(self, unconstrained: Tensor) -> Tensor:
-        """The value in the support for an unconstrained value. The inverse of `unconstrain`."""
+        """The param's value in the support of its constraint, from an unconstrained value. The
+        inverse of `unconstrain`.
+        """
         value: Tensor = transform_to(self.constraint)(unconstrained)
         return value
 
     def unconstrain(self, value: Tensor) -> Tensor:
-        """The unconstrained value for a value in the support. The inverse of `constrain`."""
+        """The param's unconstrained value, from a value in the support of its constraint. The
+        inverse of `constrain`.
+        """
         unconstrained: Tensor = transform_to(self.constraint).inv(value)
         return unconstrained
 
 
 def points_of_store() -> dict[str, Point]:
-    """All params that are in Pyro's param store at present, by name."""
+    """All params that are in Pyro's param store at present, as points (constraint and unconstrained
+    value), by name.
+    """
     state = pyro.get_param_store().get_state()
     return {
         name: Point(
@@ -124,8 +132,10 @@ def without_imputation(name: str) -> str:
 
 
 def free_dim(sites: Mapping[str, Site]) -> int | None:
-    """The first dimension (negative, from the right) that is left of all batch dimensions and
-    plates of a run, where enumerated sites may put their values; None if no site is enumerated."""
+    """The first dimension (negative, from the right) to the left of all batch dimensions and plates
+    of a run's sites: enumerated sites may use it and those further left for their values. None if
+    no site is enumerated.
+    """
     if not any(site.kind == "enumerated" for site in sites.values()):
         return None
     batch_dims = [len(site.fn.batch_shape) for site in sites.values() if site.kind != "subsample"]
@@ -168,14 +178,16 @@ def without_validation(fn: Any) -> Any:
 
 
 def is_subsample(fn: Any) -> bool:
-    """Whether a distribution is that of a plate's subsample statement, which picks the plate's
-    rows.
+    """Whether a distribution is one that Pyro's plates use internally, to pick the rows of a
+    subsample: it belongs to no site of the user's model.
     """
     return type(fn).__name__ == "_Subsample"
 
 
 def base_distribution(fn: Any) -> Any:
-    """The distribution that is left when all `to_event` and masks around it are undone."""
+    """The distribution inside all `to_event` wrappers and masks around `fn`; `fn` itself if there
+    are none.
+    """
     while isinstance(fn, torch.distributions.Independent | dist.MaskedDistribution):
         fn = fn.base_dist
     return fn
@@ -203,8 +215,9 @@ def is_discrete(msg: Any) -> bool:
 
 
 def kind_of(msg: Any) -> Kind:
-    """The kind of a sample statement (latent, observed, factor, ...); `msg` is Pyro's message about
-    it."""
+    """The kind of a sample statement (latent, observed, factor, deterministic, subsample, ...);
+    `msg` is Pyro's message about the statement.
+    """
     fn = msg["fn"]
     if is_subsample(fn):
         return "subsample"

@@ -89,7 +89,9 @@ def terms_of(sites: Mapping[str, Site]) -> dict[str, Term]:
 
 
 def unwrap(fn: Any, depth: int) -> Any:
-    """A distribution with `depth` layers of `to_event` undone, `base_dist` by `base_dist`."""
+    """The distribution `fn` with `depth` layers of `to_event` undone: their event dimensions are
+    batch dimensions of the result.
+    """
     for _ in range(depth):
         fn = fn.base_dist
     return fn
@@ -106,8 +108,9 @@ def _log_prob(site: Site, depth: int) -> Tensor:
 
 
 def aligned_scale(term: Term, log_prob: Tensor) -> float | Tensor:
-    """A term's `poutine.scale`, reshaped to multiply `log_prob`, the term's log density with some
-    `to_event` undone."""
+    """A term's `poutine.scale`, reshaped so that it broadcasts with `log_prob`: the term's log
+    density with some layers of `to_event` undone.
+    """
     return align(term.scale, log_prob.dim() - term.log_prob.dim())
 
 
@@ -178,8 +181,8 @@ def _dims(plates: Iterable[CondIndepStackFrame], shape: torch.Size, free: int) -
 
 
 def _check_plates(terms: list[Term], enumerated: str, free: int) -> None:
-    """Raises for a site that is in plates and has a further dimension outside them: an enumerated
-    dimension that the model has moved, by a sum or an index.
+    """Checks that no term that is in plates has a dimension outside them: that would be an
+    enumerated dimension that the model has moved, by a sum or an index. Returns None if so.
 
     Args:
         terms: all terms.

@@ -37,11 +37,13 @@ class _Triangular(Transform):
         return torch.Size((*shape[:-2], n * (n - 1) // 2 + n * self.has_diagonal))
 
     def _order(self, size: int) -> int:
-        """The number n of rows of the n x n matrix, from the number of elements of the vector."""
+        """n, the number of rows of the n x n matrix that a vector of `size` elements fills."""
         return int(((8 * size + 1) ** 0.5 - 1) / 2 + 0.5) + (not self.has_diagonal)
 
     def _indices(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(Row indices, column indices) in the n x n matrix of the vector's elements."""
+        """(Row indices, column indices), one of each for every element of the vector: where in the
+        n x n matrix the element is written.
+        """
         rows, columns = torch.tril_indices(n, n, self.has_diagonal - 1, device=device)
         return rows, columns
 
@@ -74,7 +76,8 @@ class LowerCholesky(_Triangular):
 
 
 class CorrelationCholesky(_Triangular):
-    """Vectors of n (n - 1) / 2 reals <-> Cholesky factors of correlation matrices.
+    """Bijection from vectors of n (n - 1) / 2 reals to Cholesky factors of n x n correlation
+    matrices.
 
     Row i is a point on the half sphere, by stick-breaking: with z = tanh(x), element j is z_ij
     times the remaining length, sqrt(prod_k<j (1 - z_ik^2)), and the diagonal is the length that
@@ -115,17 +118,23 @@ def _squares_before(y: Tensor) -> Tensor:
 
 
 def _place(values: Tensor, places: Tensor, n: int) -> Tensor:
-    """Matrices `[..., n, n]` that have `values`, `[..., m]`, at the m elements with the indices
-    `places` (of the flattened matrix), and zeros elsewhere. Computed as a
-    matrix product, which works under vmap."""
+    """Matrices `[..., n, n]`, zero except at m elements.
+
+    Computed as a matrix product, which works under vmap.
+
+    Args:
+        values: the m elements of each matrix, `[..., m]`.
+        places: their indices in the flattened matrix, `[m]`.
+        n: number of the matrix's rows and columns.
+    """
     columns = torch.zeros(n * n, len(places), dtype=values.dtype, device=values.device)
     columns[places, torch.arange(len(places), device=values.device)] = 1
     return (values @ columns.mT).reshape(*values.shape[:-1], n, n)
 
 
 def bijection(support: Any) -> Transform:
-    """The bijection from unconstrained space to a support. Differs from torch's `biject_to` for
-    Cholesky factors of covariances and of correlations.
+    """The bijection (a torch `Transform`) from unconstrained space to a support. It is torch's
+    `biject_to`, except for Cholesky factors of covariances and of correlations.
 
     Raises:
         NotImplementedError: the support has none.

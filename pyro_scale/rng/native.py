@@ -324,7 +324,8 @@ def _as_structure(streams: Streams) -> _Streams:
 
 
 class Native:
-    """The functions of `philox` that fill tensors, with the same signatures, in C++.
+    """The functions of the module `philox` that fill tensors with random numbers, with the same
+    names, arguments and bits, in C++ (for contiguous tensors in main memory).
 
     Args:
         functions: the loaded C++ library.
@@ -369,7 +370,17 @@ class Native:
     ) -> int:
         """Fills `out`, contiguous int64 `[chains, n]` in main memory, with indices of rows of data,
         for epochs that visit all rows in random order. Returns the number of the epoch whose
-        permutations `orders` contains afterwards. The arguments are those of `philox.epochs`.
+        permutations `orders` contains afterwards.
+
+        Args:
+            streams: a stream for each chain.
+            first: number, in the endless sequence of epochs, of the first row index to write.
+            mirrored: 0 for plain epochs; otherwise the number of rows of a minibatch, for epochs
+                that go through their minibatches first forwards and then backwards.
+            held: number of the epoch whose permutations `orders` contains; -1 for none.
+            orders: memory for the permutations of one epoch, int32 `[chains, rows]`; is written
+                over.
+            out: tensor to write over.
         """
         counts = out.shape[1], orders.shape[1], mirrored, held
         pointers = orders.data_ptr(), out.data_ptr()
@@ -396,8 +407,9 @@ def source() -> str:
 
 
 def native() -> Native | None:
-    """The C++ library that draws random numbers on the CPU, built once per machine; None without a
-    C++ compiler, or if the library gives other numbers than the functions in torch.
+    """The compiled C++ library that draws random numbers on the CPU, built at the first call on a
+    machine. None without a C++ compiler, or if the library gives other numbers than the functions
+    in torch, which are then used.
     """
     with exclusive:
         return _native()
@@ -416,8 +428,8 @@ def _native() -> Native | None:
 
 
 def _agrees(built: Native) -> bool:
-    """True if the C++ library gives the same bits as torch for a sample of numbers. It may not:
-    compilers may deviate from IEEE arithmetic.
+    """Whether the C++ library gives the same bits as the functions in torch, for a sample of
+    numbers. It may not: compilers may deviate from IEEE arithmetic.
     """
     streams = Streams.from_seed([2**62 + 12345, 2**41 + 3], [7, 11], 1)
     for dtype in philox.PER_COUNTER:

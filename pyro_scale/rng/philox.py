@@ -51,15 +51,18 @@ class Streams(NamedTuple):
 
     @classmethod
     def from_seed(cls, seed: int | Sequence[int], chains: Sequence[int], purpose: int) -> Streams:
-        """The streams of the chains with these numbers, from one seed for all or a seed for each
-        chain."""
+        """One stream of random numbers for each of the chains with these numbers, all for the same
+        `purpose`. `seed` is the seed of all chains, or a sequence with one seed for each chain.
+        """
         numbers = torch.tensor(chains, dtype=torch.int64)
         seeds = torch.tensor(seed, dtype=torch.int64).expand(len(numbers)).contiguous()
         return cls(seeds, numbers, purpose)
 
 
 def philox(key: int | Tensor, counters: list[Tensor]) -> list[Tensor]:
-    """The four random 32-bit words of each counter, int64 tensors of numbers below 2^32.
+    """Philox's random function: four random 32-bit words for each counter, as a list of four int64
+    tensors of numbers below 2^32, of the counters' shape. The same key and counter give the same
+    words.
 
     Args:
         key: 64 bits, or an int64 tensor of keys, which broadcasts with the counters.
@@ -77,8 +80,9 @@ def philox(key: int | Tensor, counters: list[Tensor]) -> list[Tensor]:
 def words(
     streams: Streams, first: int, count: int, device: torch.device | None = None
 ) -> list[Tensor]:
-    """The four random 32-bit words at indices first, ..., first + count - 1 of each stream: a list
-    of four int64 tensors `[chains, count]`.
+    """The four random 32-bit words that belong to each of `count` indices in each stream, beginning
+    with index `first`: a list of four int64 tensors `[chains, count]`, from which other random
+    numbers are made.
     """
     places = torch.arange(first, first + count, device=device).expand(len(streams.chains), -1)
     like = torch.zeros_like(places)
@@ -188,7 +192,9 @@ def epochs(
 
 
 def _high(product: Tensor) -> Tensor:
-    """The upper 32 of the 64 bits of int64 numbers."""
+    """The upper 32 bits of each 64-bit number, an int64 tensor of numbers below 2^32 of the same
+    shape.
+    """
     return (product >> 32) & _MASK
 
 
@@ -200,8 +206,8 @@ def _below(bound: int | Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _pair32(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors of independent standard normal numbers in float32, from 32 random bits for the
-    radius and 32 for the angle of each pair.
+    """Two tensors of independent standard normal numbers in float32, made from random 32-bit
+    numbers (int64 tensors of the same shape): `u` gives the radius and `v` the angle of each pair.
     """
     uniform = (u.to(torch.float32) + 0.5) * 2.0**-32
     centered = (v & 0x3FFFFFFF) - 0x20000000
@@ -269,5 +275,7 @@ def _sine_and_cosine(t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _coefficient(n: int) -> float:
-    """Coefficient of t^n in the Taylor series of the sine (odd n) or the cosine (even n)."""
+    """The coefficient of t^n in the Taylor series of the sine (for odd n) or the cosine (for even
+    n): 1/n! with the series' sign.
+    """
     return (-1.0) ** (n // 2) / math.factorial(n)

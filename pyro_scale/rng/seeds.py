@@ -18,8 +18,9 @@ from pyro_scale.errors import ArgumentError
 
 
 class Purpose(IntEnum):
-    """What a stream of random numbers is for.  Draws depend on these integers, so they never
-    change."""
+    """Uses of random numbers, such as initial positions or minibatches: streams for different
+    purposes are independent. Draws depend on these integers, so they never change.
+    """
 
     INIT = 0
     NOISE = 1

@@ -48,8 +48,8 @@ def fill_integers(streams: Streams, first: int, bound: int, out: Tensor) -> None
 
 
 def fill_permutations(streams: Streams, index: int, out: Tensor) -> None:
-    """Fills `out`, int32 `[chains, size]`, with permutation number `index` of 0, ..., size - 1, one
-    from each chain's stream.
+    """Fills `out`, int32 `[chains, size]`, with a random permutation of 0, ..., size - 1 for each
+    chain: the one with number `index` in the chain's stream.
     """
     if out.device.type == "cpu":
         _source(out).permutations(streams, index, out)
@@ -87,14 +87,17 @@ def fill_epochs(
 
 
 def _source(out: Tensor) -> Native:
-    """The functions that can fill a tensor: those in C++ if the tensor is on the CPU and contiguous
-    and there is a compiler; otherwise the module `philox`, in torch."""
+    """The fastest functions that can fill the tensor `out` with random numbers: those in C++ if it
+    is on the CPU and contiguous and there is a compiler; otherwise the module `philox`, in torch.
+    Both give the same bits.
+    """
     on_processor = out.device.type == "cpu" and out.is_contiguous()
     return (native() if on_processor else None) or philox  # type: ignore[return-value]
 
 
 class NoiseStream:
-    """Standard normal numbers for every step of every chain.
+    """Standard normal numbers for every step of every chain: functions of seed, chain and step
+    alone, so that a run can be repeated or continued from any step.
 
     Args:
         seed: the run's seed, or a sequence with one for each chain.
@@ -177,9 +180,9 @@ class RefinedNoise(NoiseStream):
 
 
 class ShardNoise:
-    """Standard normal numbers for the elements of one chain that this process has, where processes
-    share out the elements. They are the numbers of these elements in a `NoiseStream` of the whole
-    chain, however elements are distributed.
+    """Standard normal numbers for those elements of one chain that this process has, where
+    processes divide the elements among themselves. They are the numbers of these elements in a
+    `NoiseStream` of the whole chain, however elements are distributed.
 
     Args:
         seed: the run's seed.

@@ -231,14 +231,16 @@ def locked(directory: Path, lock: Path | None = None) -> Iterator[None]:
 
 
 def drop_unfinished(directory: Path) -> None:
-    """Removes partly written files from a directory, which killed processes left there."""
+    """Deletes partly written (temporary) files from a directory, which killed processes have left
+    there.
+    """
     for file in directory.glob(_TEMPORARY.format("[0-9a-f]" * 16)):
         with contextlib.suppress(OSError):
             file.unlink()
 
 
 def as_path(path: FilePath) -> Path:
-    """A `Path` from the path that a user passed, with `~` expanded.
+    """The path that a user passed (a string or a path) as a `Path`, with `~` expanded.
 
     Raises:
         ArgumentError: `path` is not a path.
@@ -249,8 +251,8 @@ def as_path(path: FilePath) -> Path:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """A value in the form in which it is written: its tensors are on the CPU, detached, and no
-    views.
+    """A value as it is written to a file: the same structure, with tensors on the CPU, detached,
+    and copied if they are views of larger ones.
 
     Args:
         value: a tensor, or a plain value that may contain tensors.

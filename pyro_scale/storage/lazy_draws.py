@@ -38,17 +38,20 @@ class StoredPositions:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape `[chains, draws, D]`."""
+        """The shape `[chains, draws, D]` of all draws, as of a tensor."""
         return torch.Size((len(self.chains), self.count, self.layout.size))
 
     @property
     def samples(self) -> StoredSamples:
-        """The constrained values of the same draws, by site."""
+        """The constrained values of the same draws: a mapping from site to a tensor `[chains,
+        draws, ...]`, read from disk when it is used.
+        """
         return StoredSamples(self)
 
     def __getitem__(self, places: tuple[int | Tensor, int | Tensor]) -> Tensor:
-        """Some draws, `[..., D]`, from (indices of chains, indices of draws), which are broadcast
-        together to the shape `[...]`."""
+        """The unconstrained draws `[..., D]` at `places`: (indices of chains, indices of draws),
+        which are broadcast together to the shape `[...]`. Read from disk now.
+        """
         return _at_places(self._read, self.shape, *places)
 
     def blocks(self) -> Iterator[Tensor]:
@@ -60,8 +63,9 @@ class StoredPositions:
                 yield self._read(torch.tensor([chain]), places)[0]
 
     def _read(self, chains: Tensor, draws: Tensor) -> Tensor:
-        """Unconstrained draws `[len(chains), len(draws), D]`, read from disk, of all combinations
-        of some chains and some draws."""
+        """Unconstrained draws `[len(chains), len(draws), D]`, read from disk: every one of the
+        draws `draws` of every one of the chains `chains` (indices).
+        """
         transformed, parts = self.store.sites(UNCONSTRAINED), []
         for name, shape in zip(self.layout.names, self.layout.shapes, strict=True):
             group = UNCONSTRAINED if name in transformed else POSTERIOR
@@ -96,12 +100,15 @@ class StoredSamples(Mapping[str, Tensor]):
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """The shape of one constrained draw of every site, by name."""
+        """The shape of one constrained draw (without chains and draws) of every site, by the site's
+        name.
+        """
         store = self.positions.store
         return {n: store.shape_of(f"{POSTERIOR}/{n}") for n in store.sites(POSTERIOR)}
 
     def at(self, chains: Tensor, draws: Tensor) -> dict[str, Tensor]:
-        """Some draws, `[..., *shape]` by site.
+        """The constrained draws at pairs of (chain, draw): a dict from site to a tensor `[...,
+        *shape]`, read from disk now.
 
         Args:
             chains: indices of chains.
@@ -115,7 +122,8 @@ class StoredSamples(Mapping[str, Tensor]):
         return {name: read(name) for name in self}
 
     def elements(self, name: str, places: Tensor) -> Tensor:
-        """All draws of some elements of a site, `[chains, draws, len(places)]`.
+        """All draws of some elements of one site, `[chains, draws, len(places)]`, read from disk
+        without the site's other elements.
 
         Args:
             name: name of the site.

@@ -54,7 +54,8 @@ def writing_into(path: FilePath) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Field:
-    """How the draws of a site are stored in an array.
+    """How the draws of one site are stored: shape, dtype and dimension names of a draw in the
+    site's array.
 
     Attributes:
         shape: shape of one draw.
@@ -191,8 +192,8 @@ class DrawStore:
             self._publish(count)
 
     def drop(self, chains: Sequence[int], count: int) -> None:
-        """Removes those files of some chains that hold only draws after the first `count`; others
-        stay.
+        """Deletes, for some chains, the files on disk that hold only draws after the first `count`.
+        A file that also holds earlier draws stays.
 
         Raises:
             FileError: the files cannot be removed.
@@ -266,8 +267,8 @@ class DrawStore:
         return torch.cat(parts, 1)[:, torch.cat(order).argsort()]
 
     def holds(self, chains: Sequence[int], count: int) -> bool:
-        """Whether the first `count` draws of these chains, which must not have broken, are on disk,
-        visible to readers or not.
+        """Whether the first `count` draws of these chains are on disk, visible to readers or not,
+        so that a run can continue from them. The chains must not have stopped before.
 
         Raises:
             FileError: the files cannot be read, or are damaged.
@@ -313,7 +314,9 @@ class DrawStore:
 
     @property
     def _checked_group(self) -> Any:
-        """Zarr's root group, after a check that the path still holds the store of this run."""
+        """Zarr's root group, to read from; a `FileError` is raised first if the path no longer
+        holds the store of this run.
+        """
         self._check_same_run()
         return self._group
 
@@ -377,8 +380,9 @@ class DrawStore:
             _create_array(self._group, name, array.shape, chunks, array.dtype, dims)[:] = array
 
     def _resize(self, count: int) -> None:
-        """Sets the number of draws in the metadata and coordinates to `count`, without changing
-        files of draws."""
+        """Sets the number of draws of every array to `count`, in its metadata and coordinates;
+        files of draws do not change.
+        """
         with _every_file():
             for name in _GROUPS:
                 for array in self._group[name].array_values():
@@ -392,7 +396,7 @@ class DrawStore:
                         array[:] = np.arange(count)
 
     def _publish(self, count: int) -> None:
-        """Writes the consolidated metadata, after which readers see the first `count` draws."""
+        """Writes the store's metadata so that readers see the first `count` draws of all chains."""
         self._group.attrs["draws"] = self.count = count
         _zarr().consolidate_metadata(str(self.path), zarr_format=2)
 
@@ -449,8 +453,9 @@ def _of_length(array: Any, count: int) -> Any:
 
 
 def _layout(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata of an array `[chain, draw, ...]` or `[draw]` without the number of draws, to
-    compare arrays that have grown."""
+    """The metadata of an array `[chain, draw, ...]` or `[draw]` without the number of draws. Two
+    arrays with equal results differ in length alone.
+    """
     shape = metadata["shape"]
     return {**metadata, "shape": [*shape[:1], *shape[2:]] if len(shape) > 1 else None}
 

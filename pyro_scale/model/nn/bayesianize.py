@@ -105,13 +105,16 @@ def bayesianize(
 
 
 class BayesianModule(PyroModule):
-    """The result of `bayesianize`: a network that draws weights when it is called.
+    """A network that draws its chosen weights from their priors, as Pyro sample sites, whenever it
+    is called: the result of `bayesianize`.
 
     Args:
         net: the network, which is used as it is and not copied.
-        prior: the user's `prior=`, see `bayesianize`.
+        prior: the user's prior of the weights: a name, a distribution of a scalar, or a function of
+            a weight's name and the weight (see `bayesianize`).
         names: names of the weights that have a prior.
-        rest: what happens to the other weights, see `bayesianize`.
+        rest: what happens to the other weights: `"frozen"`, or `"point"` to estimate them along
+            with the draws.
     """
 
     def __init__(self, net: nn.Module, prior: WeightPrior, names: list[str], rest: Rest):
@@ -127,7 +130,9 @@ class BayesianModule(PyroModule):
         self.training = net.training  # its submodules are in modes of their own
 
     def priors(self) -> dict[str, Any]:
-        """The priors of the chosen weights, by name, each of its weight's shape."""
+        """The prior of each chosen weight, by the weight's name: distributions of the weights'
+        shapes.
+        """
         return dict(self._priors)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,12 +155,16 @@ class BayesianModule(PyroModule):
         return call_with(self._net, drawn | points, args, kwargs)
 
     def weights(self) -> dict[str, Tensor]:
-        """The values of the chosen weights in the module (not draws), by name, detached."""
+        """The present values of the chosen weights in the network itself (not draws), by name,
+        detached: where chain 0 starts.
+        """
         return {name: self._weight(name).detach() for name in self._names}
 
     def reset_weights(self) -> dict[str, Tensor]:
-        """New values of the chosen weights by name, drawn by the layers' `reset_parameters()`, and
-        the module's values for layers without it. The module is not changed."""
+        """New starting values of the chosen weights, by name: drawn by the layers'
+        `reset_parameters()`, or the network's own values for layers without that method. The
+        network is not changed.
+        """
         net = copy.deepcopy(self._net)
         for module in reversed(list(net.modules())):  # outer modules last, as they are built
             reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
@@ -293,9 +302,11 @@ def _can_be_copied(module: nn.Module) -> bool:
 
 
 def _padding_of(net: nn.Module, names: list[str]) -> dict[str, int]:
-    """The row at `padding_idx` of each chosen Embedding weight, by the weight's name; such a row
-    stays as it is. Tied weights are left out and their `padding_idx` is set to None: the other
-    module that shares the weight uses that row as an ordinary one, so it has a gradient."""
+    """A dict from the name of each chosen Embedding weight that has a `padding_idx` to that index:
+    the weight's row there is not drawn and stays as it is. Tied weights are left out, and their
+    `padding_idx` is set to None: the other module that shares the weight uses that row as an
+    ordinary one, so the row has a gradient.
+    """
     count = Counter(id(weight) for _, weight in net.named_parameters(remove_duplicate=False))
     paddings = {}
     for path, module in net.named_modules():

@@ -50,7 +50,8 @@ def priors_of(net: nn.Module, names: list[str], prior: WeightPrior) -> dict[str,
     Args:
         net: the network.
         names: names of the weights, as in `net.named_parameters()`.
-        prior: the user's `prior=`, as for `bayesianize`.
+        prior: the user's prior: a name such as "unit", a distribution of a scalar, or a function of
+            a weight's name and the weight that returns a distribution (see `bayesianize`).
 
     Raises:
         ArgumentError: `prior` is not a prior, or the distribution that it returns does not fit a
@@ -76,7 +77,8 @@ def prior_of_shard(net: nn.Module, name: str, prior: WeightPrior, local: Tensor)
     Args:
         net: the sharded network.
         name: the weight's name.
-        prior: the user's `prior=`, as for `bayesianize`.
+        prior: the user's prior: a name such as "unit", a distribution of a scalar, or a function of
+            a weight's name and the weight that returns a distribution (see `bayesianize`).
         local: the part of the weight that this process holds.
 
     Raises:

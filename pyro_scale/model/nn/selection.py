@@ -77,8 +77,13 @@ def _matches(net: nn.Module, argument: str, choices: Choice | Iterable[Choice]) 
 
 
 def _match(net: nn.Module, argument: str, choice: Choice) -> Iterable[int]:
-    """`id(weight)` of the weights that match one choice; empty if there are none. Arguments as for
-    `_matches`."""
+    """`id(weight)` of each weight that matches one choice; empty if there are none.
+
+    Args:
+        net: the network.
+        argument: name of the user's argument, for messages.
+        choice: a pattern of names, a module, a weight or a class of modules.
+    """
     if isinstance(choice, str):
         named = net.named_parameters(remove_duplicate=False)
         return [id(weight) for name, weight in named if _is_named(name, choice)]

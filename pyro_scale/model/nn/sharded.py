@@ -75,7 +75,9 @@ class ShardedModule(PyroModule):
         ShardedModule.alive.add(self)
 
     def priors(self) -> dict[str, Any]:
-        """The priors of this rank's parts of the chosen weights, by the weight's name."""
+        """The prior of this rank's part of each chosen weight, by the weight's name: distributions
+        of the parts' shapes.
+        """
         return dict(self._priors)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +105,9 @@ class ShardedModule(PyroModule):
             return self._net(*args, **kwargs)
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of this rank's parts of the chosen weights, by name."""
+        """The present values of the chosen weights in the network (not draws), by name: copies of
+        this rank's part of each.
+        """
         return {name: part.detach().clone() for name, part in self._parts().items()}
 
     def reset_weights(self) -> dict[str, Tensor]:
@@ -112,7 +116,11 @@ class ShardedModule(PyroModule):
         return self.weights()
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrites this rank's parts of weights with these values, by the weight's name."""
+        """Overwrites this rank's parts of weights in the network.
+
+        Args:
+            values: new values of the parts, by the weight's name.
+        """
         parts = self._parts()
         with torch.no_grad():
             for name, value in values.items():
@@ -169,8 +177,9 @@ class ShardedModule(PyroModule):
 
 @contextlib.contextmanager
 def looking() -> Iterator[None]:
-    """Context in which a call of a sharded network raises `NetworkFoundError`, before any rank
-    waits for another: finds out whether a model calls one."""
+    """Context in which a call of a sharded network raises `NetworkFoundError` and computes nothing:
+    run a model inside it to find out whether it calls one, before any rank waits for another.
+    """
     with exclusive:
         ShardedModule.is_looked_for = True
         try:
@@ -181,8 +190,10 @@ def looking() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stepping() -> Iterator[None]:
-    """Context in which models may call sharded networks with gradients enabled, which `backward()`
-    then leaves in the networks' parameters (`ShardedModule.gradients`). For a sampler's step."""
+    """Context for a sampler's step, in which models may call sharded networks with gradients
+    enabled. `backward()` then leaves the gradients in the networks' parameters, where
+    `ShardedModule.gradients` reads them.
+    """
     before, ShardedModule.is_stepped = ShardedModule.is_stepped, True
     try:
         yield
