@@ -78,8 +78,9 @@ class Approximation(Method):
 
 
 def fit_of(value: Any) -> Fit | None:
-    """The fit (Gaussians in unconstrained space) of an approximation that has been run, or of its
-    posterior; None for values of other types.
+    """The `Fit` (Gaussians in unconstrained space, one a start, with the run's settings) inside
+    `value`, if that is an approximation such as `Laplace` that has been run, or its posterior; None
+    for any other value, so that a caller can tell a fit from a dict or a sampler.
 
     Raises:
         NotRunError: the approximation has not been run.

@@ -245,8 +245,9 @@ class EKF(Stepwise, Approximation):
     def _prior(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[GaussianPosterior, Arguments]:
-        """(The posterior object of the prior's Gaussian; the model's arguments to predict at: those
-        that the user passed, completed by observations that are drawn from the prior).
+        """Two things for a prediction before the first step: (a posterior whose Gaussian is the
+        prior's, in unconstrained space; the model's arguments to predict at, that is the user's
+        own, completed by observations drawn from the prior where the model needs some).
 
         Args:
             args, kwargs: rows to predict, as the model's own arguments, without observations.

@@ -272,8 +272,8 @@ class Filter:
         )
 
     def finish(self, times: Mapping[str, float]) -> Fit:
-        """The fit at the end of a run over all data. Unlike after single steps, `posterior` then
-        keeps the data, until the next step.
+        """The Gaussian at the end of a run over all data, as a fit. It also becomes `posterior`,
+        which then keeps the run's data; after single steps, `posterior` keeps only a batch.
 
         Args:
             times: seconds that parts of the run took, by name, for the fit's `attrs`.
@@ -344,8 +344,9 @@ class Step:
         return absorb(state, gradient, total, rates.lr), log_lik
 
     def on_rows(self, state: EKFState, rates: Rates, batch: Arguments) -> tuple[EKFState, Tensor]:
-        """The same result as of calling the step, for a batch that is given as the model's
-        arguments instead of as a chunk."""
+        """The filter's state and log likelihood after a batch, as calling the step returns them,
+        for a batch that is the model's arguments instead of a `Chunk`. This is the function that is
+        compiled."""
         return self(state, rates, Chunk(batch, None, slice(None), rows.count(batch) or 0))
 
     def check_is_traceable(self, state: EKFState, batch: Arguments) -> None:
@@ -408,7 +409,9 @@ class Program:
         return type(None), ()  # None in copies, which compile their own
 
     def takes(self, batch: Arguments) -> bool:
-        """Whether a batch has the shapes that the loop was compiled for."""
+        """Whether the tensors of a batch (the model's arguments) have the shapes and dtypes, and
+        its other arguments the values, for which the loop was compiled; otherwise the step must run
+        eagerly."""
         return rows.are_alike(self.example, batch)
 
     def run(

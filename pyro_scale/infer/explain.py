@@ -99,8 +99,9 @@ class Explanation:
 
 
 def _fold(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
-    """The table's rows, with one row in place of five or more that are equal but for the numbers in
-    the site's name (such as sites of a loop over time); its site reads "first ... last (count)"."""
+    """The rows of the table (one dict a site) with every group of five or more that differ only in
+    the numbers in the site's name, such as the sites of a loop over time, merged to one row. The
+    merged row's site reads "first ... last (count)"."""
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         cells = tuple(row[c] for c in _COLUMNS if c != "site")

@@ -482,9 +482,9 @@ def _why_far(square: float, size: int) -> str | None:
 
 
 def _factors_of(gaussian: Gaussian, sites: Sequence[str], layout: Layout) -> dict[str, str]:
-    """Entries of `Fit.attrs` for a Gaussian of Kronecker factors: comma-separated names of the
-    sites with factors (`factors`) and of those with independent elements (`independent`); empty for
-    other Gaussians."""
+    """Two entries of `Fit.attrs` for a Gaussian of Kronecker factors, each a text of site names
+    separated by commas: `factors`, the sites that have Kronecker factors, and `independent`, the
+    sites of independent elements. An empty dict for other Gaussians."""
     if not isinstance(gaussian, Kronecker):
         return {}
     places = layout.places(sites)[gaussian.others.cpu()].tolist()
@@ -528,8 +528,9 @@ def _candidate_from(start: Tensor, fixed: Tensor | None) -> Callable[[Search], C
 
 
 def _type_of(mode: object) -> str | None:
-    """Name of the type of the user's `mode`, None if the mode is searched for. Processes compare
-    only this, since the mode that rank 0 was given is used by all."""
+    """The name of the type of the user's `mode`, or None if there is none and the mode is searched
+    for. Processes compare this name only, to detect different calls: the values that rank 0 was
+    passed are used by all."""
     return None if mode is None else type(mode).__name__
 
 

@@ -67,7 +67,8 @@ def asks(question: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any
 
 @dataclass(frozen=True)
 class NotRun:
-    """The state of an inference method that has no posterior.
+    """Stands in for a posterior in a method that has none: its `posterior` raises an error that
+    says why.
 
     Attributes:
         name: name of the inference class, such as "BAOA".
@@ -110,8 +111,8 @@ class Chain(Protocol):
 
     @property
     def posterior(self) -> Posterior:
-        """The posterior that the state after the latest step gives, such as a single draw of a
-        sampler."""
+        """The posterior made of the state after the latest step: a single draw for a sampler, all
+        particles for `SVGD`, a Gaussian for an approximation."""
         ...
 
 
@@ -189,7 +190,8 @@ class Method:
         return f"<{type(self).__name__}({settings}), {size}>"
 
     def _settings_in_words(self, facts: Mapping[str, Any]) -> str:
-        """Hyperparameters that are numbers or words, as text "name=value, ...", for `repr`.
+        """The method's structure and its hyperparameters that are numbers or words, as a text
+        "name=value, ..." for `repr`; schedules and tensors are left out.
 
         Args:
             facts: the posterior's `attrs`, whose values have precedence over those that the user
@@ -286,8 +288,9 @@ class Method:
         return open_data(data, batch_size, self._num_data, module_device(self.model))
 
     def _target(self, log_posterior: LogPosterior) -> LogPosterior:
-        """The density that the method works on: by default the posterior in unconstrained space
-        itself; `MAP` drops the Jacobians."""
+        """The density that the method samples or maximizes, from the model's: by default the same,
+        the posterior in unconstrained space; `MAP` returns one without the Jacobians of transforms.
+        """
         return log_posterior
 
     def _analyze(
@@ -321,8 +324,9 @@ class Method:
         return problem
 
     def _starts(self, num_chains: int, seed: int) -> Any:
-        """The init strategy that the user passed; if that is a fit, `num_chains` starts drawn from
-        it, as constrained values by site."""
+        """Where chains start, for `prepare`: constrained tensors `[num_chains, ...]` by site, drawn
+        from the fit if the user's init strategy is one; otherwise the init strategy as the user
+        passed it."""
         if isinstance(self._init_strategy, Starts):
             return self._init_strategy.starts(num_chains, seed)
         return self._init_strategy
@@ -433,8 +437,8 @@ class SteppedChain:
 
 
 class Loaded:
-    """Base class, besides the method's own class, of what `load` returns: results without the
-    ability to run."""
+    """Base class of what `Method.load` returns, in front of the method's own class: it has the
+    results of a run from a file, and its `run` raises an error."""
 
     def run(self, *args: Any, **kwargs: Any) -> Never:
         """Raises an error: the file has no hyperparameters to run with.

@@ -286,8 +286,9 @@ def _stack(
     settings: Mapping[str, Any],
     seed: int,
 ) -> Stack:
-    """A stack of data sets that holds only the first one so far, with everything that all data sets
-    share (model, covariates, batch size, compiled program).
+    """The simulated data sets as one `Stack`, which so far holds only the first: a stack is fitted
+    by one program, one chain a data set, and has what these share (model, covariates, batch size,
+    compiled program).
 
     Args:
         fitted: model under test with its covariates.

@@ -77,8 +77,9 @@ def fitter_for(
 
 
 def _trains(sampler: Sampler, problem: Problem, settings: Mapping[str, Any]) -> bool:
-    """Whether the sampler's runs start with training by an optimizer (as for networks), whose
-    length differs between data sets, so that the runs cannot be stacked."""
+    """Whether a run of the sampler under test would begin with training by an optimizer, as for
+    networks. The length of training differs between data sets, so such runs are done one by one
+    rather than in one program."""
     lengths = [settings.get("warmup_steps", AUTO), settings.get("thinning", AUTO)]
     chooses_length = any(is_auto(length) for length in lengths)
     problem = problem.with_engine(kernel=sampler.kernel)

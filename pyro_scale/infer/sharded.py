@@ -60,9 +60,9 @@ _MAY_DIFFER = {"self", "data", "progress", "memory_budget"}
 
 
 def or_sharded(run: F) -> F:
-    """Decorates a method's `run`, so that it runs the steps of sharded networks (`run_sharded`) if
-    the model calls a network whose weights are sharded over processes, and the original `run`
-    otherwise."""
+    """Decorates a method's `run`: if the model calls a network whose weights are sharded over
+    processes, the call goes to `run_sharded` with the same arguments, otherwise to the original
+    `run`."""
     signature = inspect.signature(run)
 
     @functools.wraps(run)

@@ -35,8 +35,9 @@ _FEWEST, _CHEAP = 400, 2**22
 
 
 class Variational(Optimized):
-    """Base class of `VI` and `IVON`, which maximize the evidence lower bound (ELBO); if that is
-    cheap, the run ends at the bound's optimum, or measures the distance from it."""
+    """Base class of `VI` and `IVON`, which maximize the evidence lower bound (ELBO). In few
+    dimensions the run ends with a measurement, by gradients of all rows, of how far the fit is from
+    the bound's optimum, or, with the default lr, with steps to this optimum."""
 
     objective = "ELBO"
     #: Whether the run ends with steps to the bound's optimum: only if the user set no step size.
