@@ -99,7 +99,8 @@ class GaussianPosterior(Posterior):
 
     @property
     def size(self) -> str:
-        """A text with N and the number of starts, for `repr`."""
+        """A text such as "N = 1,000, starts: 2", the number of rows and of Gaussians, for `repr`.
+        """
         return f"N = {self.fit.log_posterior.num_data:,}, starts: {self.fit.num_starts}"
 
     @check_calls
@@ -387,8 +388,8 @@ class GaussianPosterior(Posterior):
         return table
 
     def drawn(self, count: int, seed: int | None) -> PosteriorDraws:
-        """New draws of the fit in unconstrained space, as one chain, `[1, count, D]`, from each
-        start in turn.
+        """New draws of the fit, `[1, count, D]` in unconstrained space as one chain, from the
+        Gaussians of all starts in turn; for a `MAP`, copies of its modes.
 
         Args:
             count: number of draws.

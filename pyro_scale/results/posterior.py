@@ -85,7 +85,8 @@ class Posterior:
 
     @property
     def size(self) -> str:
-        """A text with N and the number of chains and draws, for `repr`."""
+        """A text such as "N = 1,000, 4 x 1,000 draws", for `repr`: the number of rows, of chains
+        and of draws of a chain."""
         chains, draws = self.draws.positions.shape[:2]
         return f"N = {self.draws.log_posterior.num_data:,}, {chains} x {draws:,} draws"
 
@@ -512,7 +513,8 @@ class Posterior:
 
     @property
     def kept_draws(self) -> PosteriorDraws:
-        """The same as `draws`, for methods that need the draws themselves and not only moments.
+        """The same object as `draws`, after a check that the run kept its draws; for results that
+        cannot be computed from means and quantiles alone.
 
         Raises:
             ArgumentError: the run kept no draws (`store=False`).
@@ -543,8 +545,11 @@ class Posterior:
         return self.draws.data
 
     def _open(self, data: Any) -> Data:
-        """A data source on the model's device from which to read `data`, checked to have the same
-        columns and dimensions as the run's."""
+        """The rows that the user passed, as a data source on the model's device.
+
+        Raises:
+            CallError: the rows have other columns or dimensions than those of the run.
+        """
         log_posterior = self.draws.log_posterior
         check_like_run(log_posterior, self.draws.data, data)
         opened = open_data(data, None, None, module_device(log_posterior))
@@ -572,8 +577,8 @@ def _is_small_enough(result: PosteriorDraws, num_sites: int) -> bool:
 
 
 def starts_at(result: PosteriorDraws, chains: Tensor, draws: Tensor) -> dict[str, Tensor]:
-    """Starting points for chains, from some of the draws: constrained values `[starts, ...]` by
-    site, of the latent sites and of the point-estimated params.
+    """Starting points for chains of another run, taken from draws of this one: constrained values
+    `[starts, ...]` by site, of the latent sites and of the point-estimated params.
 
     Args:
         result: draws of a run.
