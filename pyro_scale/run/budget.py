@@ -97,9 +97,8 @@ class Budget:
         return dataclasses.replace(self, spent=self.spent + math.ceil(passes * num_data))
 
     def steps(self, problem: Problem) -> int:
-        """The number of steps that each chain of the problem may still take, from the number of row
-        gradients that are left; the time is not considered.
-        """
+        """The number of steps that each chain may still take before the budget of row gradients is
+        used up; 0 if it is. The limit in seconds is not considered."""
         left = self.most_rows(problem) - self.spent
         return max(0, left) // (rows_a_step(problem) * len(problem.positions))
 

@@ -70,9 +70,8 @@ def join_parts(trajectories: Sequence[Trajectory], parts: Sequence[Part]) -> Tra
 
 
 def _batches_after(trajectory: Trajectory, chains: range) -> Batches:
-    """The minibatches of the chains with these numbers, set to continue at the step where the run
-    ended, for measurements after the run.
-    """
+    """The minibatches of these chains from the step on at which the run ended, so that measurements
+    after the run see rows which the draws have not."""
     plan, problem, batches, draws = trajectory
     sampling, share = plan.sampling, plan.share_batches
     after = problem.batches(len(problem.positions), sampling, share, chains)
@@ -167,12 +166,12 @@ def warn_of_reading(problem: Problem) -> None:
 
 
 def join(parts: Sequence[tuple[Sequence[int], Draws]], chains: Sequence[int]) -> Draws:
-    """The draws of several groups of chains, joined as the draws of one run. If groups have
-    different numbers of draws, each is cut to the smallest.
+    """The draws of all groups of chains as one `Draws`; the chains are in the order of `chains`.
+    Groups with different numbers of draws are cut to the smallest.
 
     Args:
-        parts: (numbers of the chains, their draws) of each group.
-        chains: the numbers of all chains, in the order of the result.
+        parts: for each group, (numbers of its chains, their draws).
+        chains: numbers of all chains, in the order of the result.
     """
     place = {chain: i for i, chain in enumerate(chains)}
     kept = min(draws.log_joint.shape[1] for _, draws in parts)

@@ -68,9 +68,8 @@ class Sinks(Protocol):
 
 
 def progress(part: Part) -> tuple[int, int]:
-    """A group's progress, to sort saved groups of chains by: (number of halvings of the step size,
-    number of steps taken). The larger pair is further.
-    """
+    """How far a saved group of chains has come, as a key to sort by: (halvings of the step size,
+    steps taken). The group with the larger pair is further; the group must have a checkpoint."""
     assert part.last is not None
     return int(part.last.facts["halvings"]), part.last.run_state.step
 
@@ -111,9 +110,9 @@ def holds_parts(path: FilePath) -> bool:
 
 
 def generation(path: Path) -> int:
-    """The number `<generation>` for the names of new subdirectories for groups of chains: one more
-    than the largest in the run's directory; 0 if there is none.
-    """
+    """A number that no subdirectory for groups of chains has in its name yet: one more than the
+    largest `<generation>` in the run's directory, 0 if there is no subdirectory. New subdirectories
+    get this number."""
     return 1 + max((int(_NAME.fullmatch(f.name)[1]) for f in _folders(path)), default=-1)  # type: ignore[index]
 
 

@@ -101,8 +101,9 @@ class Problem:
         return len(self.chains) < len(self.positions)
 
     def numbers(self, count: int) -> Sequence[int]:
-        """The numbers of `count` chains: 0, 1, ... if `count` is the number of all chains of the
-        run, otherwise those of this process's chains."""
+        """The chain numbers that belong to `count` chains, for tensors whose first dimension is
+        chains: 0, 1, ... if `count` is the number of all chains of the run, otherwise the numbers
+        of the chains that this process moves."""
         return range(count) if count == len(self.positions) else self.chains
 
     @property
@@ -122,14 +123,14 @@ class Problem:
 
     @property
     def part(self) -> slice:
-        """The slice of every minibatch's rows that this process computes; all rows if rows are not
-        shared out."""
+        """The slice of every minibatch's rows whose gradient this process computes; `slice(None)`,
+        all rows, if processes do not share minibatches."""
         shared = self.workers.rows
         return slice(None) if shared is None else shared.of(self.batch_size)
 
     def map(self, function: Callable[[Item], T], items: Iterable[Item], what: str) -> list[T]:
-        """A list of function(item) for all items, in their order, on every process. Each process
-        computes some of them.
+        """The results function(item) for all items, in their order, on every process; each process
+        computes some of them and all exchange the results.
 
         Args:
             function: function of an item that returns a pytree of tensors.
@@ -191,7 +192,8 @@ class Problem:
         return source.batches(seed, num_chains, sampling, chains)
 
     def with_engine(self, **changes: Any) -> Problem:
-        """A copy of the problem with some attributes of its engine replaced."""
+        """A copy of the problem whose engine has some attributes replaced, such as `kernel=` or
+        `vectorized=`."""
         return dataclasses.replace(self, engine=dataclasses.replace(self.engine, **changes))
 
     def with_lr(self, lr: float) -> Problem:
@@ -291,9 +293,8 @@ def prepare(
 def _arithmetic(
     log_posterior: LogPosterior, params: Mapping[str, Tensor], arguments: Arguments
 ) -> float:
-    """The approximate number of arithmetic operations of one evaluation of the log posterior on a
-    batch. The run's number of threads is chosen by this number.
-    """
+    """The approximate number of arithmetic operations (additions and multiplications) of one
+    evaluation of the log posterior on a batch, by which the run's number of threads is chosen."""
     with own_generator(), torch.no_grad(), Arithmetic() as counted:
         log_posterior(params, arguments, log_posterior.first_indices())
     return counted.total

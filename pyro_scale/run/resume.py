@@ -94,8 +94,9 @@ class Journal:
         return max(self.saved, key=progress).last if self.saved else None
 
     def parts(self, problem: Problem) -> list[Part]:
-        """The groups of this process's chains that have checkpoints of their own: for each, the
-        directory where they are written, and the checkpoint to continue from."""
+        """The groups of this process's chains that have checkpoints of their own, as `Part`s: for
+        each, its chains, the directory to write to (None on a process that does not write), and the
+        checkpoint to continue from (None for a new run)."""
         chains, num_chains = tuple(problem.chains), len(problem.positions)
         workers = problem.workers
         if self.path is None:
@@ -313,9 +314,8 @@ def identity_of(
 
 
 def _facts_of_rows(problem: Problem) -> dict[str, Any]:
-    """The part of `identity_of` that depends on rows: a digest of the data, the batch size, and log
-    densities of some rows at the parameters at which chain 0 starts.
-    """
+    """The entries of `identity_of` that depend on rows, by name: a digest of the data, the batch
+    size, and log densities of some rows at the parameters where chain 0 starts."""
     return {
         "data": fingerprint(problem.data),
         "batch_size": "auto" if problem.chooses_batches else problem.data.batch_size,

@@ -45,8 +45,9 @@ class Understood:
 
     @classmethod
     def from_preflight(cls, log_posterior: LogPosterior, data: Data) -> Self | None:
-        """The preflight in the form in which it is kept for the next run; None if later changes of
-        the data would not be detected, or the model fails.
+        """The checked log posterior with what is needed to tell later whether model and data are
+        still the same, to be kept for the next run; None if changes of the data could not be
+        detected (loaders), or the model fails.
 
         Args:
             log_posterior: the model, after its preflight and checks.
