@@ -75,7 +75,8 @@ def _split_evenly(size: int, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _concatenate(blocks: list[Tensor]) -> Tensor:
-    """The blocks as one tensor `[n, D]`; a single block is returned without a copy."""
+    """The blocks `[n_i, D]` joined along their first dimension, one tensor `[n, D]`; a single block
+    is returned without a copy."""
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
@@ -87,8 +88,9 @@ def _largest_tensor(function: Callable[[Tensor], Any], vector: Tensor) -> int:
 
 
 class _RandnNormals(TorchFunctionMode):
-    """Context in which normal numbers are drawn by `torch.randn`, out of place: vmap supports this,
-    but neither `torch.normal` of tensors nor `Tensor.normal_`."""
+    """Context in which `torch.normal` of two tensors and `Tensor.normal_` draw by `torch.randn`
+    instead, which `torch.vmap` supports; for models whose distributions draw normal numbers under
+    vmap."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.normal and len(args) == 2 and all(isinstance(a, Tensor) for a in args):
@@ -100,7 +102,8 @@ class _RandnNormals(TorchFunctionMode):
 
 
 class _LargestTensor(TorchDispatchMode):
-    """Context that records, in `nbytes`, the size of the largest storage that operations return."""
+    """Context that records, in the attribute `nbytes`, the size in bytes of the largest memory that
+    a torch operation inside of it returns; to choose how many vectors are vmapped together."""
 
     nbytes = 1
 

@@ -61,8 +61,9 @@ class PosteriorDraws:
 
     @property
     def every_draw(self) -> PosteriorDraws:
-        """All draws, for computations that ignore chains. If some chains are unfinished, the result
-        has one chain with all draws, those of unfinished chains last."""
+        """The draws of all chains, for computations that do not need to know which chain a draw is
+        of. The result is this object itself; if some chains are unfinished, a copy with a single
+        chain that has all draws, those of unfinished chains last."""
         if self.unfinished is None:
             return self
         draws = torch.cat([*self.blocks(), self.unfinished])
@@ -114,8 +115,8 @@ class PosteriorDraws:
         return {name: value.unflatten(0, shape) for name, value in self.over_draws(sites).items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes to pickle, without cached draws: pickle would write the memory of
-        `positions` again for each view."""
+        """The attributes to pickle, by name, without the cached `samples`, which are views of
+        `positions` and would be written to the file again."""
         return {name: v for name, v in vars(self).items() if name not in ("samples", "_values")}
 
     @property
@@ -163,7 +164,7 @@ class PosteriorDraws:
         return self._values[name].reshape(*self.positions.shape[:2], -1)[..., places]
 
     def unconstrained_elements(self, draws: Tensor, columns: Tensor) -> Tensor:
-        """Unconstrained draws of some parameters, of every chain, `[chains, len(draws),
+        """Unconstrained draws of some params at some draws of every chain, `[chains, len(draws),
         len(columns)]`.
 
         Args:

@@ -104,17 +104,19 @@ class Fit:
         return self.at(start, torch.cat(noise))
 
     def by_start(self, chosen: Tensor) -> list[Tensor]:
-        """Some of the draws in `result`: a tensor `[n, D]` for each start.
+        """Some of the draws in `result`, unconstrained: a list with a tensor `[n, D]` for each
+        start, which may have no draws.
 
         Args:
-            chosen: indices into the draws of all starts, one start after another, in ascending
-                order.
+            chosen: indices of the draws, ascending, where the draws of all starts are numbered one
+                start after another.
         """
         starts, draws = chosen // self.num_draws, chosen % self.num_draws
         return [self.drawn(start, draws[starts == start]) for start in range(self.num_starts)]
 
     def thin(self, chosen: Tensor) -> PosteriorDraws:
-        """Some of the draws in `result` as one chain, `[1, n, D]`, with the facts of the fit.
+        """Some of the draws in `result`, of all starts, joined to one chain `[1, n, D]`, with the
+        facts of the fit.
 
         Args:
             chosen: indices into the draws of all starts, one start after another, in ascending
@@ -160,7 +162,8 @@ class Fit:
         return float(self.attrs.get("temperature", 1.0))
 
     def at_temperature_1(self, start: int) -> Gaussian:
-        """The Gaussian of one start, with its covariance divided by the temperature of the fit.
+        """The Gaussian of one start with its covariance divided by the fit's temperature, so that
+        it approximates the posterior itself.
 
         Raises:
             ArgumentError: the temperature is 0, at which the covariance is 0.
@@ -269,8 +272,8 @@ class Guide(PyroModule):
         return values
 
     def _read_params(self) -> tuple[Any, Any]:
-        """(The mean `[d]`; the scale, a matrix `[d, d]` or sds `[d]`, None for a mode), read so
-        that Pyro registers them as params.
+        """(Mean `[d]`; scale: a lower triangular matrix `[d, d]` or sds `[d]`, None for a mode).
+        Reading them as attributes makes Pyro register them as params, so that `SVI` optimizes them.
         """
         return self.loc, self.scale if self._fit.gaussians else None
 

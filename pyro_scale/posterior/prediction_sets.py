@@ -122,14 +122,16 @@ class _Numbers:
     site: Site
 
     def uncalibrated(self, predicted: Interval, level: float) -> Interval:
-        """The posterior's intervals; for a site of integers, their ends are rounded outwards."""
+        """The intervals `predicted`, from the posterior's predictive draws, as `predict` returns
+        them without held-out rows; for a site of integers, the ends are rounded outwards. `level`
+        is not used."""
         if self._is_discrete:
             return Interval(predicted.lower.floor(), predicted.upper.ceil())
         return predicted
 
     def scores(self, predicted: Interval, values: Tensor) -> Tensor:
-        """Conformal scores: the distance of each observation from its interval, divided by the
-        interval's width; negative inside the interval.
+        """Conformal scores of observations, in their shape: an observation's distance from its
+        interval, divided by the interval's width; negative inside the interval.
 
         Args:
             predicted: the posterior's intervals.
@@ -139,8 +141,13 @@ class _Numbers:
         return torch.maximum(predicted.lower - values, values - predicted.upper) / width
 
     def conformal(self, predicted: Interval, threshold: Tensor) -> Interval:
-        """The calibrated intervals: all values whose score is at most the threshold, within the
-        support."""
+        """The calibrated intervals: all values within the site's support whose score is at most the
+        threshold. For integers, the ends are whole numbers and an interval is never empty.
+
+        Args:
+            predicted: the posterior's intervals.
+            threshold: largest score inside, from `_threshold`.
+        """
         margin = threshold * self._width(predicted)
         lower, upper = predicted.lower - margin, predicted.upper + margin
         if self._is_discrete:  # the integers in the interval, or else the one in the middle
@@ -149,12 +156,13 @@ class _Numbers:
         return Interval(*(end.clamp(*self._bounds) for end in (lower, upper)))
 
     def axis(self, axis: int) -> int:
-        """The axis of the rows in the scores, from that in the site's value; both negative, from
-        the right."""
+        """The axis of the rows in the scores, which for numbers is the same as the one in the
+        site's value. Axes are negative, counted from the right."""
         return axis
 
     def _width(self, predicted: Interval) -> Tensor:
-        """The width of each interval; for integers, how many an interval contains.
+        """The width of each interval, upper minus lower end; for integers, how many of them the
+        interval contains. Scores are divided by it.
 
         Raises:
             ArgumentError: a width is 0.
@@ -238,8 +246,9 @@ class _Classes:
         return predicted <= threshold
 
     def axis(self, axis: int) -> int:
-        """The axis of the rows in the scores, from that in the site's value; both negative, from
-        the right."""
+        """The axis of the rows in the scores, from the one in the site's value: scores have no
+        dimension of classes, which one-hot values have. Axes are negative, counted from the right.
+        """
         return axis + 1 if is_one_hot(self.site) else axis
 
 
@@ -297,7 +306,8 @@ def _is_masked(site: Site) -> bool:
 
 
 def _check_rows_apart(result: PosteriorDraws, names: Sequence[str]) -> None:
-    """Raises for sites that lack a value for each row that does not depend on other rows.
+    """Raises unless every site has one value for each row and rows are predicted independently of
+    each other, which conformal prediction needs.
 
     Raises:
         ArgumentError: there is such a site.

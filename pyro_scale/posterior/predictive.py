@@ -249,8 +249,8 @@ def _terms_by_block(
 def explain_failures(
     result: PosteriorDraws, arguments: Arguments, batch_size: int | None
 ) -> Iterator[None]:
-    """Context in which an error that the model raises on new rows is replaced by one that says why,
-    or gets a note about the rows.
+    """Context for running the model on new rows: an error that the model raises because of the rows
+    is replaced by one that says why, or gets a note that describes the rows.
 
     Raises:
         ArgumentError: the rows have other shapes than those of the run.
@@ -295,8 +295,9 @@ def predictive_means(result: PosteriorDraws, arguments: Arguments) -> dict[str, 
 
 
 def _undrawable_values(result: PosteriorDraws, chunk: Chunk) -> dict[str, Tensor]:
-    """NaN in place of draws for the sites whose distributions cannot be sampled, by name; empty if
-    all can be. Means and variances need no draws."""
+    """A dict from each site whose distribution cannot be sampled to a tensor of NaN in the shape of
+    its value, with which the model runs on; means and variances need no draws. Empty if all sites
+    can be sampled."""
     run = run_at_first_draw(result, chunk.arguments, chunk.indices)
     values = {name: run.sites[name].value for name in run.drawn}
     return {name: value for name, value in values.items() if bool(value.isnan().all())}
@@ -331,9 +332,9 @@ def _sites(
 
 
 def resample_equally(result: PosteriorDraws, num_samples: int | None) -> PosteriorDraws:
-    """A copy of the result with `num_samples` equally weighted draws in one chain, evenly spaced
-    over chains and draws; for None, as many as there are, and the result itself if draws have no
-    weights.
+    """Draws that all count alike, for functions that know no weights: a copy of the result with
+    `num_samples` draws in one chain, evenly spaced over chains and draws. For None, as many as
+    there are; then the result itself is returned if its draws have no weights.
 
     Draws with weights are repeated or left out in proportion (systematic resampling).
     """
@@ -350,8 +351,8 @@ def resample_equally(result: PosteriorDraws, num_samples: int | None) -> Posteri
 
 
 def in_proportion(weights: Tensor, count: int) -> Tensor:
-    """`count` indices into the weights, in ascending order; each index occurs in proportion to its
-    weight, up to rounding."""
+    """`count` indices into `weights`, ascending, each repeated in proportion to its weight (up to
+    rounding to whole numbers, without random numbers: systematic resampling)."""
     shares = weights.cumsum(0) / weights.sum()
     places = (torch.arange(count, dtype=shares.dtype) + 0.5) / count
     return torch.searchsorted(shares, places).clamp(max=len(weights) - 1)
@@ -371,8 +372,8 @@ def spread_evenly(total: int, num_samples: int) -> Tensor:
 
 
 def join(parts: Sequence[tuple[Mapping[str, Any], Chunk]], axes: Mapping[str, int]) -> Any:
-    """The values of all chunks by site, tensors or tuples of tensors, joined along each site's axis
-    of rows. Of sites without rows, the first chunk's value.
+    """The values of all chunks of rows by site, joined along each site's axis of rows: tensors, or
+    tuples of tensors. A site without rows has the value from the first chunk.
 
     Args:
         parts: (values by site, chunk) of all chunks, in the data's order; rows of a chunk that

@@ -126,10 +126,11 @@ def draws_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Poster
 
 
 def _check_shapes(result: PosteriorDraws) -> None:
-    """Raises if the shapes of a file's tensors do not fit together.
+    """Raises if tensors read from a file contradict each other: draws without D columns, a number
+    of chains other than that of their numbers, statistics of other draws.
 
     Raises:
-        ValueError: they do not.
+        ValueError: the message says which tensor.
     """
     shape, size = tuple(result.positions.shape), result.layout.size
     if len(shape) != 3 or shape[2] != size:
@@ -259,7 +260,8 @@ def _init_at(values: Mapping[str, Tensor], default: InitFunction) -> InitFunctio
 
 
 def _start(log_posterior: LogPosterior) -> dict[str, Tensor]:
-    """The unconstrained latents and params at which the model was analyzed, by site."""
+    """The unconstrained values at which the model was analyzed, by site: latents and
+    point-estimated params."""
     sites = log_posterior.model_info.sites
     latents = {name: sites[name].unconstrained for name in log_posterior.latents}
     points = {name: point.unconstrained for name, point in log_posterior.points.items()}
@@ -283,7 +285,8 @@ def _differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> li
 
 
 def _describe(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
-    """A phrase with kind, shape and dtype of every latent and param, by site."""
+    """A dict from each site to a phrase such as "a latent [3] of float32": kind, shape and dtype of
+    its value, to compare the model of a file with another one."""
     return {
         name: f"a {'latent' if name in latents else 'param'} {list(value.shape)} "
         f"of {dtype_name(value.dtype)}"
@@ -327,7 +330,7 @@ def _log_densities(
 
 
 def _close(now: Tensor, then: Tensor) -> bool:
-    """Whether two tensors are equal up to rounding, which may differ between machines: to half of
-    the dtype's digits, relative to the norm of `then`."""
+    """Whether two tensors agree up to what rounding on different machines explains: the norm of
+    their difference is at most the square root of the dtype's epsilon, times the norm of `then`."""
     tolerance: float = torch.finfo(then.dtype).eps ** 0.5
     return bool((now - then).double().norm() <= tolerance * then.double().norm())
