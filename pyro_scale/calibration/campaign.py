@@ -239,9 +239,9 @@ class Campaign:
         return model_fingerprint(stack.log_posterior, first, rows, where=where)
 
     def _spans(self, done: int) -> list[tuple[int, int]]:
-        """The blocks of simulations that remain after the first `done` ones, as (first, one after
-        the last). The first block is small, to show how long simulations take; others are as large
-        as memory allows."""
+        """The blocks in which the simulations after the first `done` are run, as pairs (number of
+        the first, one more than the number of the last). The first block is small, so that the
+        progress bar soon shows how long simulations take; others are as large as memory allows."""
         bytes_of_data = sum(table[0].nbytes for table in self.stack.tables.values())
         bytes_of_draws = SIMULATIONS.draws * self.stack.layout.size * 8
         bytes_of_one = _COPIES_OF_DATA * bytes_of_data + _COPIES_OF_DRAWS * bytes_of_draws
@@ -285,13 +285,13 @@ class Campaign:
 
 @dataclass(frozen=True)
 class _Block:
-    """Results of simulations that were run together.
+    """Results of simulations that were run together, as a part of the result of `sbc`.
 
     Attributes:
         ess: effective draws of each simulation, `[simulations]`.
-        slow: numbers of simulations with too few effective draws.
-        failed: reasons of failure, by the simulation's number.
-        ranked: ranks, true values and moments, by quantity.
+        slow: numbers of simulations with too few effective draws, except those that failed.
+        failed: a dict from the number of a failed simulation to the reason.
+        ranked: ranks, true values and moments of the draws, by quantity.
     """
 
     ess: Tensor
@@ -301,8 +301,12 @@ class _Block:
 
     @classmethod
     def from_fit(cls, sampled: Sampled, ranked: Ranked, start: int) -> _Block:
-        """The results of the simulations with numbers start, start + 1, ..., from their draws and
-        ranks.
+        """The results of consecutive simulations as a block.
+
+        Args:
+            sampled: posterior draws of the simulations, with reasons of failure.
+            ranked: ranks of the true values among the draws.
+            start: number of the first simulation.
         """
         failed = {start + number: why for number, why in sampled.failed.items()}
         slow = (start + torch.nonzero(sampled.ess < sampled.enough)[:, 0]).tolist()

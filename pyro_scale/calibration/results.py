@@ -280,7 +280,8 @@ class SBC:
 
     @property
     def _doubtful(self) -> list[int]:
-        """Sorted numbers of the simulations that failed or had too few effective draws."""
+        """Numbers, ascending, of the simulations whose ranks cannot be relied on: those that failed
+        or had too few effective draws."""
         return sorted({*self.failed, *self.slow})
 
     @cached_property

@@ -88,9 +88,8 @@ class StackedDensity:
         raise NotImplementedError
 
     def own_values(self, values: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
-        """The hyperparameters of one chain, tensors by name: a copy of `values` in which `lr` is
-        multiplied by the chain's factor, if the chain's batch contains one.
-        """
+        """The hyperparameters of one chain's step, tensors by name: `values` with `lr` multiplied
+        by the chain's own factor, if the chain's batch brings one."""
         constants, _, _ = batch
         if not constants:
             return dict(values)

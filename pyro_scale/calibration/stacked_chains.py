@@ -99,8 +99,8 @@ class StackedChains:
         )
 
     def to_params(self, positions: Tensor) -> Tensor:
-        """Unconstrained parameters `[chains, ..., D]` at positions `[chains, ..., D]`, which are in
-        each chain's own coordinates."""
+        """Unconstrained parameters of the model, `[chains, ..., D]`, from points in each chain's
+        own whitened coordinates, of the same shape."""
         if self.whitening is None:
             return positions
         return map_vectors(self.whitening, "to_params", positions)
