@@ -61,7 +61,8 @@ def has_hidden_layer(log_posterior: LogPosterior, params: Params, arguments: Arg
 
 
 def _multiplies(node: Node, dependent: set[Node]) -> bool:
-    """Whether an operation multiplies a weight with something that depends on weights.
+    """Whether an operation multiplies a matrix that is made of weights with another matrix that
+    depends on weights, as a hidden layer does.
 
     Args:
         node: autograd node of the operation.

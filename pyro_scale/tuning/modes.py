@@ -25,13 +25,12 @@ Result = TypeVar("Result")
 
 
 def _never_ends(passes: float) -> None:
-    """A check for `SearchLimits` that never raises, so that searches go on whatever passes they
-    take."""
+    """Does nothing: the default `check` of `SearchLimits`, by which searches for modes may take any
+    number of passes through the data."""
 
 
 class Map(Protocol):
-    """A function that applies another function to items, in this process or shared out among
-    several."""
+    """The type of `map_here` and of functions like it that share items out among processes."""
 
     def __call__(
         self, function: Callable[[Item], Result], items: Sequence[Item], /
@@ -41,8 +40,8 @@ class Map(Protocol):
 
 
 def map_here(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """A list of the function's results for each item, in order, computed one after another in this
-    process."""
+    """The function's results for the items, in order, computed one after another in this process;
+    the `Map` that shares nothing out."""
     return [function(item) for item in items]
 
 
@@ -64,8 +63,7 @@ class SearchLimits:
     map: Map = map_here
 
     def after(self, passes: float, share: float = 1.0) -> SearchLimits:
-        """The limits for a search that counts its passes from 0, after `passes` passes of earlier
-        searches.
+        """The same limits for a part of a search that counts its own passes from 0.
 
         Args:
             passes: passes through the data so far.
@@ -126,8 +124,8 @@ class Modes:
 
     @property
     def worth_visiting(self) -> tuple[Mode, ...]:
-        """The modes whose log evidence is at most a set number of nats below the best mode's: those
-        with more than a negligible part of the posterior."""
+        """The modes that chains should visit, largest evidence first: those whose log evidence is
+        less than `SEARCH.negligible_nats` nats below the best mode's."""
         least = self.best.log_evidence - SEARCH.negligible_nats
         return tuple(mode for mode in self.modes if mode.log_evidence > least)
 
@@ -310,8 +308,8 @@ def gaussian_at(position: Tensor, precision: Tensor, temperature: float) -> Dens
 
 
 def merge(modes: Sequence[Mode]) -> list[Mode]:
-    """The distinct modes among `modes`, the one with the most evidence first; modes whose Gaussian
-    is not finite are left out."""
+    """The distinct modes, sorted by log evidence, largest first: modes that count as the same
+    (`_are_near`) are merged, and those whose Gaussian is not finite are left out."""
     return merge_by([mode for mode in modes if _is_finite(mode)], _are_near)
 
 
@@ -350,7 +348,8 @@ def _are_near(better: Mode, mode: Mode) -> bool:
 
 
 def _distance(one: Mode, other: Mode, by: Gaussian) -> float:
-    """The distance between the means of two modes, in sds of the Gaussian `by`."""
+    """The distance between the means of two modes, in sds along the line between them of the
+    Gaussian `by` (Mahalanobis distance)."""
     assert isinstance(by, Dense)
     away = (one.gaussian.mean - other.gaussian.mean)[:, None]
     return float(torch.linalg.solve_triangular(by.scale_tril, away, upper=False).norm())
@@ -372,8 +371,11 @@ class StandIn(NamedTuple):
     evidence: float
 
     def as_mode(self, searches: tuple[int, ...]) -> Mode:
-        """The Gaussian as a `Mode`, for the results of the searches with these numbers; its
-        evidence is the lower bound."""
+        """The Gaussian as a `Mode`, with the evidence lower bound as its log evidence.
+
+        Args:
+            searches: numbers of the searches for which it stands.
+        """
         return Mode(Dense(self.mean, self.scale_tril), self.bound, searches)
 
 
@@ -403,7 +405,9 @@ def _bound(
 
 
 def places_on_the_way(ascents: Sequence[Ascent]) -> Tensor:
-    """Points along the search paths, evenly spread, as unconstrained params `[places, D]`."""
+    """Up to `SEARCH.path_places` points, evenly spread along the paths of all searches, as
+    unconstrained params `[places, D]`; candidates for the center of a Gaussian if no mode was
+    found."""
     path = torch.cat([ascent.path for ascent in ascents])
     return path[torch.linspace(0, len(path) - 1, SEARCH.path_places).round().long().unique()]
 

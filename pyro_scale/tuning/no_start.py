@@ -41,8 +41,14 @@ def what_to_try(density: FullDataDensity, position: Tensor) -> str:
 
 
 def _flat_direction(density: FullDataDensity, position: Tensor) -> str:
-    """A remark for a message on the site along which the log density hardly curves at a point
-    `[D]`; empty if there is no such site, too many dimensions, or an infinite curvature."""
+    """A remark in parentheses for an error message: the site along which the log density hardly
+    curves, or that it does not curve at all. Empty if there is no such site, there are too many
+    dimensions to look, or the curvature is not finite.
+
+    Args:
+        density: log density of all rows, or of rows that represent them.
+        position: unconstrained params `[D]` at which to look.
+    """
     if len(position) > _MOST_DIMENSIONS:
         return ""
     precision = -density.hessian(position).double()

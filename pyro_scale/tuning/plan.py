@@ -92,9 +92,9 @@ def is_trained(problem: Problem, settings: Settings, chooses_length: bool) -> bo
 
 
 def resolve_anchor(problem: Problem, anchor: Anchor) -> bool | Tensor:
-    """The anchor of control variates as unconstrained params `[D]`, if the user passed constrained
-    values of the sites; otherwise whether there are control variates ("auto": if there are
-    minibatches).
+    """Where control variates have their anchor: unconstrained params `[D]` if the user passed
+    values; otherwise True (at a mode that is to be found) or False (no control variates). "auto"
+    means True if steps take minibatches.
 
     Raises:
         ArgumentError: the anchor's values do not fit the model's sites.
@@ -105,7 +105,7 @@ def resolve_anchor(problem: Problem, anchor: Anchor) -> bool | Tensor:
 
 
 def _check_latents(problem: Problem) -> None:
-    """Checks that a step size or a geometry can be chosen for the problem. Returns nothing.
+    """Raises unless a step size or whitened coordinates can be chosen for the problem.
 
     Raises:
         ArgumentError: the temperature is 0, or the model has point-estimated sites.

@@ -52,8 +52,9 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class ManyRows:
-    """Numbers of rows in the stages of a search for modes through many rows, each with more rows
-    than the one before."""
+    """How many rows the stages of a search for modes through many rows have: at first `rows_each`
+    for each dimension (within `least_rows` and `most_rows`), then `growth` times as many, and how
+    close, in nats a dimension, a stage comes to its mode."""
 
     #: Rows of the first stage: per dimension, at least, and at most.
     rows_each: int = 500
@@ -90,8 +91,12 @@ class Geometry:
     work: tuple[int, int] = 2**20, 2**16
 
     def depth(self, size: int) -> float:
-        """Drop of the log joint below the mode, in nats, beyond which no chain starts; `size` is
-        the dimension of the posterior."""
+        """The largest distance in nats of a start's log joint below that of the mode; starts
+        further down are moved closer.
+
+        Args:
+            size: dimension of the posterior.
+        """
         return self.deep_each * size + self.deep
 
 
@@ -131,8 +136,12 @@ class WarmUp:
     fallen: float = 20.0
 
     def depth(self, size: int) -> float:
-        """Drop of the log joint below a chain's best draw, in nats, from which the chain counts as
-        having left a posterior of `size` dimensions."""
+        """The fall of the log joint, in nats, below a chain's best draw from which the chain counts
+        as having drifted away from the posterior.
+
+        Args:
+            size: dimension of the posterior.
+        """
         return self.fallen_each * size + self.fallen
 
 

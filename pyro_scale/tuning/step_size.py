@@ -46,7 +46,14 @@ _WITHOUT_MODE = "pass a number for lr, and control_variates as a dict of values"
 
 
 class StepSize(NamedTuple):
-    """A step size, its predicted error in posterior sds, and the reason for it in words."""
+    """A step size that was chosen by its predicted error.
+
+    Attributes:
+        lr: the step size.
+        error: predicted error of posterior means and log sds, in posterior sds, root mean square
+            over elements.
+        reason: the reason of the choice, a phrase for the report.
+    """
 
     lr: float
     error: float
@@ -208,14 +215,22 @@ def _modes(problem: Problem, density: FullDataDensity, mode: Tensor, sampling: S
 
 
 def _positive(lengths: Tensor) -> Tensor:
-    """Precisions of a Gaussian from the curvature along each direction, `[directions]`: the
-    absolute value, but at least a small fraction of the largest, as flat directions have none."""
+    """Precisions that a Gaussian can have, from curvatures along directions, `[directions]` each:
+    absolute values, but at least a small fraction of the largest, as flat directions have a
+    curvature of 0."""
     return lengths.abs().clamp(min=STEP_SIZE.flattest * float(lengths.abs().max()))
 
 
 def _laplace_draws(mode: Tensor, precision: Tensor, temperature: Tensor, seed: int) -> Tensor:
-    """Draws of the Gaussian with the mode `[D]` as its mean and the covariance temperature /
-    precision, `[draws, D]`."""
+    """A few draws of the Laplace approximation at a mode, unconstrained, `[draws, D]`, at which
+    gradients and curvatures are evaluated.
+
+    Args:
+        mode: unconstrained params `[D]`.
+        precision: negative Hessian of the log joint at the mode divided by N, `[D, D]`.
+        temperature: temperature of the posterior divided by N, 0-d.
+        seed: seed of the draws.
+    """
     lengths, vectors = torch.linalg.eigh(precision)
     source = generator(seed, 0, Purpose.STEP_SIZE)
     normals = torch.randn(STEP_SIZE.draws, len(mode), generator=source, dtype=torch.float64)
@@ -249,8 +264,12 @@ def _scaled_gradients(problem: Problem, draws: Tensor, sampling: Sampling) -> Te
 
 
 def _largest_stable(problem: Problem, precision: Tensor) -> float:
-    """The largest step size at which the sampler's kernel is stable on a Gaussian of this precision
-    divided by N (0-d), within 1%."""
+    """The largest step size, to within 1%, at which the problem's kernel is stable on a Gaussian.
+
+    Args:
+        problem: model and kernel.
+        precision: precision of the Gaussian divided by N, 0-d.
+    """
     low, high = -8.0, 4.0  # powers of ten
     while high - low > 0.004:
         middle = (low + high) / 2
@@ -262,7 +281,8 @@ def _largest_stable(problem: Problem, precision: Tensor) -> float:
 
 
 def _values_at(problem: Problem, lr: Tensor) -> Values:
-    """The hyperparameters of the problem's kernel by name, with `lr` as the step size."""
+    """The hyperparameters of the problem's kernel by name, tensors as steps read them, with `lr` in
+    place of the kernel's own step size."""
     return problem.engine.kernel_values({**problem.engine.kernel.values(0), "lr": lr})
 
 

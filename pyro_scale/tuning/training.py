@@ -215,8 +215,9 @@ def _explain(
 
 
 def _in_batches(problem: Problem) -> Problem:
-    """The problem in minibatches for training; unchanged if rows are few, the batches are set, or
-    the model cannot be run on parts of the rows."""
+    """The problem with minibatches of `TRAINING.network_batch` rows, for training; unchanged if
+    there are no more rows than that, the user set batches, or the model cannot be run on parts of
+    the rows."""
     data, num_data = problem.data, problem.log_posterior.num_data
     if not isinstance(data, TensorData) or data.batch_size is not None:
         return problem
@@ -248,8 +249,8 @@ def _whitened_by_prior(problem: Problem) -> Problem:
 
 
 def _with_stable_lr(problem: Problem, density: FullDataDensity, places: Tensor) -> Problem:
-    """The problem with a safe fraction of the largest step size that is stable at the steepest of
-    some points.
+    """The problem with a step size that is surely stable: a fraction of the largest one that is
+    stable at the steepest of some points.
 
     Args:
         problem: model and chains.

@@ -68,8 +68,8 @@ class Window:
 
 
 class NoStableStep(Exception):
-    """Raised if all chains break at every step size that warm-up tries, with (the groups of chains,
-    their last draws) as its arguments."""
+    """Raised by `warm_up` if all chains break at every step size that it tries; its arguments are
+    the groups of chains and the draws of the last window."""
 
 
 def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
@@ -132,15 +132,20 @@ def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
 
 
 def _pick_evenly(kept: Tensor, count: int) -> Tensor:
-    """`count` draws of each group, evenly spread over its chains, `[groups, count, D]`, from draws
-    `[groups, chains, draws, D]`."""
+    """`count` draws of each group, evenly spread over its chains, `[groups, count, D]`, at which
+    the curvature is evaluated.
+
+    Args:
+        kept: draws of all chains, `[groups, chains, draws, D]`.
+        count: number of draws to pick.
+    """
     flat = kept.flatten(1, 2)
     return flat[:, torch.linspace(0, flat.shape[1] - 1, count).round().long()]
 
 
 def _stable_lr(curvatures: Tensor, steepest: float) -> Tensor:
-    """Half of the largest stable step size of each group, `[groups]`, float64; infinite without a
-    finite curvature.
+    """A step size that is surely stable for each group, `[groups]`, float64: half of the largest
+    that is stable at the group's curvatures; infinite if none of these is finite.
 
     Args:
         curvatures: largest curvature divided by N at each of some draws, `[groups, places]`.
