@@ -41,9 +41,9 @@ class Law(NamedTuple):
 
 
 def gaussian_law(plan: RunPlan, noise: Tensor, at_lr: Tensor, at_half: Tensor) -> Law:
-    """How the variance of each latent element depends on the step size, by the theory of the
-    sampler's kernel for Gaussians: for the Gaussian whose variances are those of the draws,
-    extrapolated to lr = 0.
+    """The dependence of each latent element's variance on the step size, by the theory of the
+    sampler's kernel on a Gaussian, for comparison with the draws. The Gaussian has the variances of
+    the draws, extrapolated to lr = 0.
 
     Args:
         plan: plan of the run.
@@ -120,13 +120,18 @@ def choose_orders(ratio: Tensor, law: Law | None, plan: RunPlan) -> tuple[Tensor
 
 
 def bias_factor(order: Tensor) -> Tensor:
-    """The factor by which to multiply the difference between results at lr and at lr/2, to get the
-    bias at lr; `order` is the power of lr with which the bias falls."""
+    """The factor by which to multiply (result at lr) - (result at lr/2) to get the bias at lr,
+    elementwise: 2^p / (2^p - 1).
+
+    Args:
+        order: p, the power of lr with which the bias falls.
+    """
     return 2.0**order / (2.0**order - 1)
 
 
 def extrapolate_sd(ratio: Tensor, order: Tensor, in_variance: Tensor) -> Tensor:
-    """The ratio (sd at lr) / (sd at lr = 0) of each element.
+    """The ratio (sd at lr) / (sd at lr = 0) of each element, by which a finite step size inflates
+    the sd.
 
     Args:
         ratio: (variance at lr) / (variance at lr/2).

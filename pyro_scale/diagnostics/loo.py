@@ -119,8 +119,8 @@ def _log_lik_at_mean(result: PosteriorDraws, data: Data, readers: Readers) -> Te
 
 
 def _leave_out(result: PosteriorDraws, parts: Sequence[Tensor]) -> list[Tensor]:
-    """The log density of each row given the others, in nats, and Pareto k of its importance
-    weights, `[rows, 2]`, one tensor for each chunk.
+    """For each chunk of rows, a tensor `[rows, 2]`: log p(row | all other rows), in nats, and
+    Pareto k of the row's importance weights.
 
     Args:
         result: draws of a run.
@@ -135,8 +135,9 @@ def _leave_out(result: PosteriorDraws, parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _relative_ess(result: PosteriorDraws) -> float:
-    """The number of effective draws divided by the number of draws, at most 1, averaged over evenly
-    spread elements; 1 with very few draws."""
+    """The fraction of the draws that are effective, effective sample size over number of draws, at
+    most 1, averaged over evenly spread elements; 1 with very few draws. Pareto smoothing needs it.
+    """
     chains, draws, size = result.positions.shape
     if draws < 4 or chains * draws < 8:
         return 1.0
@@ -157,8 +158,8 @@ def _estimate(
     chosen: Tensor | None,
     at_mean: Tensor | None,
 ) -> Loo:
-    """The estimate of all rows from the evaluated rows; warns if importance weights have heavy
-    tails.
+    """The `Loo` result, with the sum over all rows estimated from the evaluated rows; warns if
+    importance weights have heavy tails.
 
     Args:
         result: draws of a run.

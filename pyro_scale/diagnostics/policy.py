@@ -114,6 +114,6 @@ WEIGHTS = Weights()
 
 
 def errors_by_chance(probability: float, count: int) -> float:
-    """The number of standard errors that the largest of `count` normal errors exceeds with at most
-    this probability (one-sided, Bonferroni)."""
+    """How many standard errors away from 0 the largest of `count` estimates has to be to count as
+    significant: chance exceeds that with at most the given probability (one-sided, Bonferroni)."""
     return -NormalDist().inv_cdf(probability / count)

@@ -64,7 +64,8 @@ _ELEMENTS_AT_ONCE = 2**13
 
 @dataclass(frozen=True, kw_only=True)
 class GradientWork:
-    """Limits on how many gradients of rows may be computed to measure a run's temperature."""
+    """Limits on the number of gradients that are computed after a run to measure the temperature of
+    its draws."""
 
     #: Draws at which gradients are taken: at most; and at least, whatever the work: on a Gaussian,
     #: a temperature from so few has a standard error of 0.09.
@@ -172,8 +173,8 @@ def virial(
 def _choose(
     problem: Problem, positions: Positions, size: int, step: int, work: GradientWork
 ) -> Tensor:
-    """Indices, among the draws of a chain, of the draws at which gradients are taken, evenly
-    spread; the same for every chain.
+    """Indices of the draws at which gradients are taken, evenly spread over a chain and the same
+    for every chain, `[n]`; as many as the limits on work allow.
 
     Args:
         problem: model and engine of the run.
@@ -192,8 +193,8 @@ def _choose(
 
 
 def _by_site(parts: Tensor, slices: Sequence[slice], steepest: Tensor) -> Tensor:
-    """The mean over each site's elements and the number of its steepest element, `[draws, sites,
-    2]`.
+    """Two numbers for each site at every draw, `[draws, sites, 2]`: the mean over the site's
+    elements, and the number of its steepest element.
 
     Args:
         parts: a number for each element, `[draws, D]`.
@@ -206,8 +207,8 @@ def _by_site(parts: Tensor, slices: Sequence[slice], steepest: Tensor) -> Tensor
 
 
 def _regress(moments: Tensor, count: int, more: int) -> tuple[Tensor, Tensor]:
-    """The temperature of each element and its standard error, `[D]` each, by regression of the
-    draws' contributions on squared distances whose mean over more draws is 1.
+    """(Temperature of each element; its standard error), `[D]` each: the mean of what the draws
+    contribute, corrected by regression on squared distances whose mean over more draws is 1.
 
     Args:
         moments: means over the draws with gradients: of the contributions, of their squares, of the
@@ -226,9 +227,9 @@ def _regress(moments: Tensor, count: int, more: int) -> tuple[Tensor, Tensor]:
 
 
 def _along(engine: Engine, gradient: Tensor) -> Tensor:
-    """The preconditioned gradient C g divided by the diagonal of C, `[draws, D]`, where C is the
-    covariance by which the run's chains are whitened; g itself if they are not, and for
-    point-estimated sites.
+    """The gradient in the direction in which whitened chains move, C g divided by the diagonal of
+    C, `[draws, D]`, where C is the covariance by which the run's chains are whitened. The gradient
+    itself if chains are not whitened, and for point-estimated sites.
 
     Args:
         engine: engine of the run.
@@ -243,8 +244,12 @@ def _along(engine: Engine, gradient: Tensor) -> Tensor:
 
 
 def _largest(numbers: Tensor, slices: Sequence[slice]) -> Tensor:
-    """The index, among all D elements, of each site's largest number, `[sites]`; `numbers` is
-    `[D]`, `slices` has the indices of each site's elements."""
+    """The index, among all D elements, of the largest number of each site, `[sites]`.
+
+    Args:
+        numbers: a number for each element, such as a variance, `[D]`.
+        slices: indices of each site's elements among the D.
+    """
     return torch.tensor([place.start + int(numbers[place].argmax()) for place in slices])
 
 
