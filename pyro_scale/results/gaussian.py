@@ -99,8 +99,7 @@ class GaussianPosterior(Posterior):
 
     @property
     def size(self) -> str:
-        """A text such as "N = 1,000, starts: 2", the number of rows and of Gaussians, for `repr`.
-        """
+        """A text for `repr` such as "N = 1,000, starts: 2": the number of rows and of Gaussians."""
         return f"N = {self.fit.log_posterior.num_data:,}, starts: {self.fit.num_starts}"
 
     @check_calls
