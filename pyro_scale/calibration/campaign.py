@@ -276,7 +276,12 @@ class Campaign:
         )
 
     def _data(self, number: int) -> Any:
-        """The data of one simulation, as the fitted model's arguments."""
+        """The data set of one simulation, drawn again, as the arguments of the fitted model; for
+        `SBC.data`.
+
+        Args:
+            number: number of the simulation, from 0.
+        """
         params = self.truth.params(self.count, self.seed)
         observed = self.truth.observed(params, number, number + 1, self.seed)
         model = self.truth.fitted
@@ -315,7 +320,8 @@ class _Block:
 
     @classmethod
     def from_result(cls, sbc: SBC) -> _Block:
-        """One `_Block` with the results of all simulations of an earlier, interrupted call."""
+        """The results of an earlier, interrupted call as one block, to be joined with those of the
+        simulations that the call lacks."""
         ranked = Ranked(dict(sbc.ranks), dict(sbc.true), dict(sbc.mean), dict(sbc.sd))
         return cls(torch.as_tensor(sbc.ess), sbc.slow, dict(sbc.failed), ranked)
 

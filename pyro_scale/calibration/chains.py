@@ -317,7 +317,7 @@ def effective_size(series: Tensor) -> Tensor:
 
 
 def _in_words(lr: Tensor) -> str:
-    """The range of the chains' step sizes as text, such as "0.1 to 0.3"; one number if all are
-    equal."""
+    """The range of the chains' step sizes `lr`, `[chains]`, as text for the result, such as "0.1 to
+    0.3"; one number if all are equal."""
     least, most = float(lr.min()), float(lr.max())
     return f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"

@@ -238,8 +238,8 @@ def take_one(table: Tensor, number: Tensor) -> Tensor:
 
 
 def transpose_tables(shared: Arguments) -> Arguments:
-    """The arguments with their two-dimensional tensors transposed: sums over rows of data then run
-    along contiguous memory."""
+    """The model's arguments with every two-dimensional tensor of rows transposed to `[columns, N]`,
+    so that sums over rows of data run along contiguous memory."""
     return rows.map_rows(lambda table: table.mT if table.dim() == 2 else table, shared)
 
 

@@ -133,8 +133,8 @@ def mixing_of_predictions(result: PosteriorDraws, predict_at: Any) -> Any:
 
 
 def standard_error(series: Tensor, least: int = TEMPERATURE.fewest_draws) -> float:
-    """The Monte Carlo standard error of the mean of a quantity, in its unit; NaN with fewer than
-    `least` draws in all.
+    """The Monte Carlo standard error of the mean of a quantity, whose values at the draws are
+    `series`, `[chains, draws]`; in its unit. NaN with fewer than `least` draws in all.
 
     From the chains' means if there are many chains, otherwise by ArviZ's effective sample size.
     """

@@ -96,8 +96,8 @@ def _how_to_replay(path: Path, chain: int, count: int) -> str:
 def _write_files(
     problem: Problem, method: str, failures: list[Failure], draws: Draws, directory: Path | None
 ) -> Iterator[Path]:
-    """Writes a file for each broken chain, until all files together would exceed 1 GiB, and yields
-    their paths. Arguments as for `write`; `failures` are those whose steps were recorded."""
+    """Writes the recorded steps of each broken chain to a file, and yields the files' paths; stops
+    before all files together would exceed 1 GiB."""
     engine, density = problem.engine, problem.engine.density
     corrected = density if isinstance(density, ControlVariates) else None
     left = _MOST_BYTES

@@ -322,9 +322,9 @@ def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
 
 
 def _check_warm_up(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
-    """Findings on whether warm-up settled (chains agreed and the whitened coordinates no longer
-    changed), and whether draws cover all modes that the searches found; empty without such a
-    warm-up."""
+    """Findings for the report on a warm-up in windows: whether it settled (chains agreed and the
+    whitened coordinates no longer changed), and whether draws are in all modes that the searches
+    found. An empty list for a run without such a warm-up."""
     if choice is None or choice.window is None:
         return []
     window = choice.window

@@ -61,8 +61,13 @@ class Approximation(Method):
 
     @classmethod
     def load(cls, path: FilePath, model: Any) -> Self:
-        """A method of this class that holds the fit that `save` wrote to the file `path`, with the
-        file's `structure`. It cannot be run; see `Method.load`."""
+        """A method of this class that holds the fit which `save` wrote to a file, with the file's
+        `structure`. It has results but cannot be run; see `Method.load`.
+
+        Args:
+            path: path of the file.
+            model: the model of the run, as for the constructor.
+        """
         loaded = super().load(path, model)
         loaded.structure = loaded.fit.attrs["structure"]
         return loaded

@@ -376,8 +376,8 @@ def _check_transition_sd(transition_sd: Any) -> None:
 
 
 def _drift(transition_sd: TransitionSd, layout: Layout) -> Tensor:
-    """The variance of the random walk of each of the D unconstrained elements before a batch,
-    `[D]`; 0 for sites that a dict leaves out.
+    """The variance that the random walk adds to each of the D unconstrained elements before a
+    batch, `[D]`: `transition_sd` squared, and 0 for sites that a dict leaves out.
 
     Raises:
         ArgumentError: the model has no site of that name, or a tensor has another shape than its

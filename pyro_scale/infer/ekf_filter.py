@@ -344,9 +344,9 @@ class Step:
         return absorb(state, gradient, total, rates.lr), log_lik
 
     def on_rows(self, state: EKFState, rates: Rates, batch: Arguments) -> tuple[EKFState, Tensor]:
-        """The filter's state and log likelihood after a batch, as calling the step returns them,
-        for a batch that is the model's arguments instead of a `Chunk`. This is the function that is
-        compiled."""
+        """(The filter's state after a batch; the batch's log likelihood at the mean before the
+        step, in nats, 0-d), as calling the step returns them, but for a batch that is the model's
+        arguments instead of a `Chunk`. This is the function that is compiled."""
         return self(state, rates, Chunk(batch, None, slice(None), rows.count(batch) or 0))
 
     def check_is_traceable(self, state: EKFState, batch: Arguments) -> None:
@@ -543,7 +543,12 @@ def _leaves(state: EKFState) -> list[Tensor]:
 
 
 def _state(mean_and_sd: Tensor, precision: Tensor, shape: torch.Size) -> EKFState:
-    """The filter's state from the compiled loop's tensors; the inverse of `_leaves`. `shape` is the
-    precision's: `[D]` if diagonal, `[D, D]` if dense."""
+    """The filter's state from the tensors of the compiled loop; the inverse of `_leaves`.
+
+    Args:
+        mean_and_sd: means and sds in one row, `[1, 2 D]`.
+        precision: elements of the precision in one row, `[1, ...]`.
+        shape: shape of the precision: `[D]` if diagonal, `[D, D]` if dense.
+    """
     mean, sd = mean_and_sd[0].chunk(2)
     return EKFState(mean, sd, precision.reshape(shape))

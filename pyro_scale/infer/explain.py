@@ -239,7 +239,13 @@ def _point_row(point: Point) -> dict[str, str]:
 
 
 def _factor(words: str, ratio: float) -> str:
-    """The factor of a scaling rule as text; "N/B" is followed by its number, `ratio`."""
+    """A scaling factor for a cell of the table: "N/B" becomes "N/B = 5" with its number, other
+    words stay.
+
+    Args:
+        words: factor of a scaling rule in words, such as "1" or "N/B".
+        ratio: N/B, number of rows of data over rows in a batch.
+    """
     return f"N/B = {ratio:.6g}" if words == "N/B" else words
 
 
@@ -255,15 +261,16 @@ def _number(scale: float | Tensor) -> str:
 
 
 def _plate(frame: Any) -> str:
-    """A plate as text: its name and size, such as "data [20 of 100]" for a subsample of 20."""
+    """A plate (the frame that Pyro records of it) as text, its name and size: "data [100]", or
+    "data [20 of 100]" for a subsample of 20."""
     if frame.full_size in (None, frame.size):
         return f"{frame.name} [{frame.size}]"
     return f"{frame.name} [{frame.size} of {frame.full_size}]"
 
 
 def _support(constraint: Any) -> str:
-    """A support as short text, such as "positive" or "interval(0, 1)"; without event-dimension
-    wrappers."""
+    """A distribution's support (a constraint of torch's) as short text, such as "positive" or
+    "interval(0, 1)", for a cell of the table; event dimensions are left out."""
     while hasattr(constraint, "base_constraint"):
         constraint = constraint.base_constraint
     text = str(constraint)
@@ -285,8 +292,8 @@ def _transform(transform: Any) -> str:
 
 
 def _warnings(info: ModelInfo) -> list[str]:
-    """Sentences about possible mistakes in the model, or what restricts its use; empty if there are
-    none."""
+    """Sentences for `Explanation.warnings` about possible mistakes in the analyzed model, or what
+    restricts its use; an empty list if there are none."""
     warnings = model_warnings(info)
     rules = info.scaling.rules
     by_hand = [name for name, rule in rules.items() if not rule.keeps_scale]

@@ -535,8 +535,8 @@ def _type_of(mode: object) -> str | None:
 
 
 def _tuned_places(problem: Problem, names: Sequence[str]) -> Tensor | None:
-    """Indices, among the D unconstrained elements, of the `pyro.param` sites that maximize the
-    evidence; None if there are none.
+    """Indices, among the D unconstrained elements, of the `pyro.param` sites that the user named in
+    `tune`, which maximize the evidence; None if no names were passed.
 
     Raises:
         ArgumentError: the model has no `pyro.param` of that name.

@@ -89,8 +89,8 @@ def _trains(sampler: Sampler, problem: Problem, settings: Mapping[str, Any]) -> 
 def _stacked_fit(
     inference: VI | IVON, problem: Problem, stack: Stack, settings: Mapping[str, Any]
 ) -> StackedFit | None:
-    """A fitter that fits VI or IVON to all data sets by one program; None if fits stop early, or
-    the optimizer is stateful (torch.optim's), so that they must be run one by one.
+    """A fitter that fits VI or IVON (`inference`) to all data sets by one program. None if fits
+    stop early, or if the optimizer is stateful (torch.optim's): then they must be run one by one.
 
     Arguments as for `fitter_for`.
 

@@ -74,8 +74,8 @@ def psis(log_ratios: Tensor, relative_ess: float) -> tuple[Tensor, Tensor]:
 
 
 def summary(tree: Any) -> Any:
-    """ArviZ's summary of a posterior (InferenceData or DataTree): a DataFrame with one row for each
-    element."""
+    """ArviZ's summary of the posterior in `tree` (InferenceData or DataTree): a DataFrame with a
+    row for each element and the columns mean, sd, quantiles, R-hat, ESS and their errors."""
     with _quiet_arviz() as arviz:
         return arviz.summary(tree)
 

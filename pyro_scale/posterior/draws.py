@@ -224,8 +224,13 @@ class PosteriorDraws:
     def chunks(
         self, function: Callable[[dict[str, Tensor]], Any], random: bool = False
     ) -> Iterator[Any]:
-        """Yields a function's values at every draw, in chunks of draws that fit into memory:
-        pytrees of tensors `[n, ...]`. Arguments as for `over_draws`."""
+        """Yields a function's values at every draw, in the draws' order, for as many draws at a
+        time as fit into memory: pytrees of tensors `[n, ...]`.
+
+        Args:
+            function: function from one draw's unconstrained values by site to a pytree of tensors.
+            random: whether the function draws from torch's generator.
+        """
 
         def at_position(position: Tensor) -> Any:
             return function(self.layout.unflatten(position))
@@ -314,7 +319,11 @@ class OnlineSamples:
         return cls(OnlineMoments(num_chains, layout.size, num_draws), layout)
 
     def add(self, samples: Mapping[str, Tensor]) -> None:
-        """Adds the next n draws of every chain, `[chains, n, ...]` by site."""
+        """Adds the next n draws of every chain to the moments.
+
+        Args:
+            samples: constrained draws by site, `[chains, n, ...]`.
+        """
         self.online.add(torch.vmap(torch.vmap(self.layout.flatten))(dict(samples)))
 
 

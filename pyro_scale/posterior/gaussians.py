@@ -194,8 +194,11 @@ class Fit:
         return positions
 
     def _as_draws(self, positions: Tensor) -> PosteriorDraws:
-        """Unconstrained draws `[chains, n, D]`, together with the model, data and facts of the
-        fit.
+        """Unconstrained draws as a `PosteriorDraws`, which has the model, the data and the facts of
+        the fit.
+
+        Args:
+            positions: the draws, `[chains, n, D]`.
         """
         return PosteriorDraws(
             self.log_posterior,

@@ -325,7 +325,13 @@ def _probit_logits(outputs: Outputs, fit: Fit, start: int) -> Any:
 
 def _variances(outputs: Outputs, fit: Fit, start: int) -> Any:
     """Variances of the linearized outputs under one of the Gaussians: a pytree like that of the
-    outputs. Arguments as for `_probit_logits`."""
+    outputs.
+
+    Args:
+        outputs: function from a vector `[D]` to the model's logits.
+        fit: the Gaussians.
+        start: index of the start whose Gaussian is used.
+    """
     center, size, total = fit.centers[start], len(fit.places), None
 
     def change(away: Tensor) -> Any:

@@ -110,7 +110,12 @@ class PartToMoments:
         return self.moments.online.count + self._waiting.shape[1]
 
     def add(self, positions: Tensor) -> None:
-        """Adds the next n draws, unconstrained, `[chains, n, D]`."""
+        """Adds the next n draws of these chains to the moments, or to the draws that wait for a
+        full block.
+
+        Args:
+            positions: unconstrained draws, `[chains, n, D]`.
+        """
         places = self._run.kept_places - self.count
         in_block = places[(places >= 0) & (places < positions.shape[1])]
         self.kept = torch.cat([self.kept, positions[:, in_block]], 1)

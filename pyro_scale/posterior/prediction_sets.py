@@ -241,8 +241,13 @@ class _Classes:
         return predicted.gather(-1, labels[..., None])[..., 0]
 
     def conformal(self, predicted: Tensor, threshold: Tensor) -> Tensor:
-        """The calibrated sets, as booleans `[..., classes]`: classes whose score is at most the
-        threshold."""
+        """The calibrated prediction sets, as booleans `[..., classes]`: the classes whose score is
+        at most the threshold.
+
+        Args:
+            predicted: the score of every class, `[..., classes]`.
+            threshold: largest score in a set, from `_threshold`.
+        """
         return predicted <= threshold
 
     def axis(self, axis: int) -> int:
@@ -255,7 +260,8 @@ class _Classes:
 def _observations(
     result: PosteriorDraws, arguments: Arguments, names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The observed values of some sites in held-out rows, by name, in the rows' order.
+    """The observed values of the sites with these names, by name, in the rows of `arguments` (the
+    model's arguments with held-out rows, observations included), in the rows' order.
 
     Raises:
         DataError: a site is not observed, or not for all rows.
@@ -309,8 +315,12 @@ def _check_rows_apart(result: PosteriorDraws, names: Sequence[str]) -> None:
     """Raises unless every site has one value for each row and rows are predicted independently of
     each other, which conformal prediction needs.
 
+    Args:
+        result: draws of the run, with the model.
+        names: names of the sites for which intervals or sets are to be calibrated.
+
     Raises:
-        ArgumentError: there is such a site.
+        ArgumentError: a site has no such values; the message names it.
     """
     by_row = data_sites(result)
     for name in names:
@@ -323,11 +333,11 @@ def _check_rows_apart(result: PosteriorDraws, names: Sequence[str]) -> None:
 
 
 def _check_unseen(result: PosteriorDraws, held_out: Data) -> None:
-    """Raises if the held-out rows are the same tensors in memory as the rows of the run. Equal
-    copies are not recognized.
+    """Raises if the rows that were passed to calibrate intervals are the same tensors in memory as
+    those of the run; equal copies are not recognized.
 
     Raises:
-        ArgumentError: they are.
+        ArgumentError: the fit has seen these rows.
     """
     if result.data is None:
         return

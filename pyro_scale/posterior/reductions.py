@@ -42,7 +42,11 @@ class Means:
         self.means: list[Tensor] = []
 
     def add(self, terms: Sequence[Tensor]) -> None:
-        """Adds a block of draws of every term, `[draws, ...]` each."""
+        """Adds a block of draws to the means.
+
+        Args:
+            terms: the block's draws of every term, `[draws, ...]` each.
+        """
         means = [term.mean(0, dtype=torch.float64) for term in terms]
         self.count += len(terms[0])
         share = len(terms[0]) / self.count
@@ -78,7 +82,11 @@ class Values:
         self.values: list[Tensor] = []
 
     def add(self, terms: Sequence[Tensor]) -> None:
-        """Adds a block of draws, `[draws, ...]`; only the first term is kept."""
+        """Keeps a block of draws.
+
+        Args:
+            terms: tensors `[draws, ...]`, of which only the first is kept.
+        """
         self.values.append(terms[0])
 
     @property

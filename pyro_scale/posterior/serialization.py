@@ -189,7 +189,8 @@ def _positions(contents: Mapping[str, Any], layout: Layout) -> Positions:
 
 
 def _totals(contents: Mapping[str, Any] | None) -> SampleTotals | None:
-    """The moments of draws that were not kept, from their plain values; None if draws were kept."""
+    """The moments of a run that kept no draws, from their plain values in a file; None (also as the
+    argument) for a run that kept draws."""
     if contents is None:
         return None
     return SampleTotals(Totals.from_state(contents["totals"]), layout_of(contents))
@@ -269,8 +270,13 @@ def _start(log_posterior: LogPosterior) -> dict[str, Tensor]:
 
 
 def _differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
-    """Phrases that say what differs between the model and that of the file (sites, shapes, dtypes,
-    N, densities); empty if nothing does."""
+    """What differs between the model that the user passed and that of a file, as phrases for an
+    error message: sites, shapes, dtypes, N or log densities. An empty list if nothing does.
+
+    Args:
+        contents: contents of the file, by name.
+        log_posterior: the user's model, analyzed on the batch in the file.
+    """
     values = log_posterior.constrain(_start(log_posterior))
     then = _describe(contents["start_values"], contents["latents"])
     now = _describe(values, log_posterior.latents)
@@ -295,9 +301,15 @@ def _describe(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
 
 
 def _value_differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
-    """Phrases about sites that have another constrained value at the same unconstrained one; if
-    there are none, about the first site with another log density on the batch in the file. Empty if
-    nothing differs."""
+    """What differs in numbers between the model that the user passed and that of a file, as phrases
+    for an error message: sites whose constrained value at the same unconstrained one differs; if
+    there are none, the first site whose log density on the file's batch differs. An empty list if
+    nothing does.
+
+    Args:
+        contents: contents of the file, by name.
+        log_posterior: the user's model, analyzed on the batch in the file.
+    """
     device = device_of(contents, log_posterior)
     start = {name: value.to(device) for name, value in contents["start"].items()}
     values = log_posterior.constrain(start)

@@ -268,8 +268,12 @@ class ToDisk:
             )
 
     def _values(self, positions: Tensor) -> dict[str, Tensor]:
-        """The arrays to store for unconstrained draws `[chains, n, D]`, by `<group>/<site>`:
-        constrained draws, and unconstrained ones of sites with a transform."""
+        """The arrays to store for some draws, `[chains, n, ...]` by `<group>/<site>`: constrained
+        draws, and also unconstrained ones of sites with a transform.
+
+        Args:
+            positions: unconstrained draws, `[chains, n, D]`.
+        """
         unconstrained = self._starts.layout.unflatten(positions)
         if not self._transformed and not self._starts.log_posterior.model_info.steady:
             return {f"{POSTERIOR}/{name}": value for name, value in unconstrained.items()}
@@ -309,8 +313,8 @@ class PartToDisk:
         return begin + held.shape[1]
 
     def add(self, positions: Tensor) -> None:
-        """Adds the next n draws, unconstrained, `[chains, n, D]`. Writes full files, and from time
-        to time one that is not full.
+        """Adds the next n draws of these chains, `positions`, unconstrained, `[chains, n, D]`. Full
+        files are written, and from time to time one that is not full.
 
         Raises:
             FileError: the disk cannot be written.

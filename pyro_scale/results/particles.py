@@ -90,7 +90,7 @@ class ParticlePosterior(Posterior):
 
     @check_calls
     def diagnostics(self, predict_at: Any = None) -> Never:
-        """Never returns: R-hat and ESS are about chains, and particles are none.
+        """Always raises an error: R-hat and ESS are about chains, and particles are not chains.
 
         Raises:
             ArgumentError: always.

@@ -43,8 +43,9 @@ class Budget:
 
     @classmethod
     def from_arguments(cls, max_rows: Any, num_samples: int, max_seconds: Any) -> Budget:
-        """The budget of a run with these arguments, as the user passed them. The time begins with
-        this call.
+        """The budget of a run, from the arguments `max_rows`, `num_samples` and `max_seconds` of
+        `Sampler.run` as the user passed them (None for a default, or no limit). The seconds count
+        from this call.
 
         Raises:
             ArgumentError: `max_rows` is not a count, or `max_seconds` is not a positive number.

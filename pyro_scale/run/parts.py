@@ -49,8 +49,12 @@ class Sinks(Protocol):
     memory."""
 
     def begin(self, parts: Sequence[Part]) -> Sequence[Sink]:
-        """A sink (storage for draws) for each group of chains, in order. Each is set to continue
-        after the draws of the group's checkpoint. All processes have to call this.
+        """New sinks (storage for draws), one for each of this process's groups of chains, in their
+        order. A sink is set to continue after the draws of its group's checkpoint. All processes
+        have to call this.
+
+        Args:
+            parts: the groups of chains, with the checkpoints that they continue from.
         """
         ...
 

@@ -146,12 +146,19 @@ class Problem:
         return self.workers.agree(holds, what)
 
     def broadcast(self, value: T, what: str) -> T:
-        """Rank 0's value, on all processes. `what` is the value's name in error messages."""
+        """Rank 0's value, on all processes; all of them must call this. `what` is the value's name
+        in error messages."""
         return self.workers.broadcast(value, what)
 
     def reduce(self, function: Callable[[list[Item]], T], value: Item, what: str) -> T:
-        """The result of a function of the list of all processes' values. Rank 0 computes it, all
-        processes get it. `what` is the values' name in error messages."""
+        """The value of `function` at the list of all processes' values, such as their sum. Rank 0
+        computes it and sends it to all; all processes have to call this.
+
+        Args:
+            function: function of a list with one value for each process.
+            value: this process's value.
+            what: name of the values in error messages.
+        """
         return self.workers.reduce(function, value, what)
 
     @property
@@ -209,8 +216,12 @@ class Problem:
         return dataclasses.replace(self, positions=positions)
 
     def epoch(self, sampling: Sampling) -> int | None:
-        """Number of minibatches in an epoch; None if rows are drawn with replacement, or every step
-        has all rows."""
+        """The number of minibatches that pass through all rows once; None if there are no such
+        epochs, because rows are drawn with replacement or every step has all rows.
+
+        Args:
+            sampling: how the rows of minibatches are drawn, such as "shuffle" or "replacement".
+        """
         size = self.data.batch_size
         if size is None or sampling == "replacement":
             return None

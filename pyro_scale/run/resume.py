@@ -136,8 +136,17 @@ class Journal:
         return 0 if self.last is None else int(self.last.facts["halvings"])
 
     def check_same_run(self, facts: Mapping[str, Any], num_samples: int) -> None:
-        """Raises if the checkpoint to continue from is of another run, or has more than
-        `num_samples` draws; see the function `check_same_run`. Does nothing for a new run."""
+        """Raises if the checkpoint to continue from is of another run, or has too many draws; does
+        nothing for a new run.
+
+        Args:
+            facts: settings, data and model of this run, by name, from `identity_of`.
+            num_samples: number of draws of each chain of this run.
+
+        Raises:
+            FileError: the checkpoint is of another run; the message lists what differs.
+            ArgumentError: the checkpoint has more than `num_samples` draws.
+        """
         if self.last is None:
             return
         kept = self.last.positions.shape[1]
@@ -178,8 +187,13 @@ class Journal:
             yield writer
 
     def goes_on_from(self, part: Part, halvings: int) -> Checkpoint | None:
-        """The checkpoint that a group of chains continues from; None if there is none, or if it was
-        written after another number of halvings of the step size."""
+        """The checkpoint from which a group of chains continues; None if the group has none, or if
+        it was written at another step size, after another number of halvings.
+
+        Args:
+            part: the group of chains, with its saved checkpoint.
+            halvings: how many times the run has halved its step size.
+        """
         last = part.last
         return last if last is not None and last.facts["halvings"] == halvings else None
 
@@ -375,8 +389,9 @@ def digest_of(arguments: Arguments) -> str:
 
 
 def _plain(hyper: Any) -> Any:
-    """A hyperparameter as plain numbers, text and dicts, which can be compared and written to a
-    file. All functions become the same text."""
+    """A hyperparameter (number, tensor, schedule or dict by site) as plain numbers, text and dicts,
+    which can be compared and written to a file. Every plain function becomes the text "a function",
+    as functions cannot be compared."""
     if isinstance(hyper, Mapping):
         return {site: _plain(value) for site, value in hyper.items()}
     if dataclasses.is_dataclass(hyper) and not isinstance(hyper, type):

@@ -174,8 +174,14 @@ def gradient_variance(
 
 
 def variance_factor(batch_size: int, num_data: int, sampling: Sampling) -> float:
-    """The variance of a batch's mean divided by the variance of single rows: 1/B if rows are drawn
-    with replacement, (1 - B/N) / B if all rows of a batch are different."""
+    """The factor that turns the variance of single rows into the variance of a batch's mean: 1/B if
+    rows are drawn with replacement, (1 - B/N) / B if all rows of a batch are different.
+
+    Args:
+        batch_size: B, rows of a batch.
+        num_data: N, rows of the data.
+        sampling: how the rows of batches are drawn; only "replacement" may repeat rows.
+    """
     all_different = 0.0 if sampling == "replacement" else batch_size / num_data
     return (1 - all_different) / batch_size
 

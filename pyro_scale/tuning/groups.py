@@ -71,7 +71,7 @@ class Groups(Protocol):
         """Step size of each group, `[groups]`, float64."""
 
     def with_lr(self, lr: Tensor) -> Self:
-        """The groups with other step sizes, `[groups]`."""
+        """A copy of the groups with other step sizes `lr`, `[groups]`, float64."""
 
     def run(self, steps: Steps, purpose: Purpose, number: int, halved: bool = False) -> Draws:
         """Runs all chains from where they are, and returns the draws; the groups do not change.

@@ -339,8 +339,9 @@ def _is_finite(mode: Mode) -> bool:
 
 
 def _are_near(better: Mode, mode: Mode) -> bool:
-    """Whether two modes count as the same: their means are a few sds apart and their log evidence
-    is about equal, or their means are within a fraction of an sd."""
+    """Whether two modes count as the same, because searches ended at slightly different points:
+    their means are a few sds apart and their log evidence is about equal, or their means are within
+    a fraction of an sd."""
     sds, sds_of_better = (_distance(mode, better, by.gaussian) for by in (better, mode))
     nats = abs(mode.log_evidence - better.log_evidence)
     alike = sds < SEARCH.same_sds and nats < SEARCH.same_nats

@@ -179,8 +179,17 @@ def learn(old: Whitening, z: Tensor, num_data: int, count: Tensor) -> tuple[Tens
 
 
 def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whitening]:
-    """Updates one group's geometry except for its center.  Arguments and results are those of
-    `learn`, but `z` has variance 1, not 1/N, if the geometry is right."""
+    """Updates the spread of one group's geometry (whitened coordinates), but not its center, to the
+    spread of its draws.
+
+    Args:
+        old: geometry in which the window was run.
+        z: draws in that geometry, `[chains, draws, d]`; of variance 1 if the geometry is right.
+        count: effective number of draws, 0-d.
+
+    Returns:
+        The largest factor by which the sd of a direction changes beyond chance; the new geometry.
+    """
     flat = z.flatten(0, 1)
     size, new = flat.shape[1], old
     share, chance = count / (count + 2), torch.ones_like(count)

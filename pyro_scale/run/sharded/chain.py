@@ -299,8 +299,8 @@ def run_chain(
 
 
 def part_of(rank_rows: Rows, batch: Arguments) -> Arguments:
-    """The model's arguments with one rank's rows of a minibatch that all ranks have; possibly with
-    no rows.
+    """This rank's rows of a minibatch that all ranks have, as the model's arguments; there may be
+    no rows among them. `rank_rows` says which rows are this rank's.
 
     Raises:
         DataError: the minibatch has no tensors of rows.
@@ -330,8 +330,8 @@ def _largest_batch(workers: Workers, batch: Arguments) -> Arguments:
 
 
 def _check_starts(init_strategy: Any, network: ShardedModule) -> Any:
-    """The init strategy, unchanged, if it lets the network's weights start at their present values.
-    Other starts would depend on how weights are shared out.
+    """The init strategy that the user passed, unchanged, after a check: the weights of a sharded
+    network can start only at their present values.
 
     Raises:
         ArgumentError: the init strategy sets weights of the network.

@@ -128,8 +128,8 @@ class ShardedCheckpoints:
     # ------------------------------------------------------------------ on all ranks together
 
     def restore(self, chain: ShardedChain, batches: Batches, draws: Draws) -> None:
-        """Sets the chain, its minibatches and its draws to the latest checkpoint; does nothing for
-        a new run."""
+        """Sets the chain's state, the minibatches' place in the data and the draws so far to those
+        of the latest checkpoint, in place; does nothing for a new run."""
         if self.last is None:
             return
         leaves, structure = pytree.tree_flatten(chain.state)
@@ -209,12 +209,17 @@ class ShardedCheckpoints:
     # ------------------------------------------------------------------ files
 
     def _files(self) -> dict[str, Path]:
-        """The saved states and draws in the directory: a dict from name to path."""
+        """The saved states and draws in the directory: a dict from their names, such as "state-3"
+        or "draws-3", to the paths of their subdirectories."""
         return {path.name: path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)}
 
     def _hash_all(self, names: list[str]) -> None:
-        """Computes SHA-256 hashes of all files in the named directories, and stores them on all
-        ranks. Files that were hashed before are skipped; each rank hashes some of the others.
+        """Computes SHA-256 hashes of the files of some saved states and draws, by which damaged
+        files are detected later, and stores them on all ranks. Files that were hashed before are
+        skipped; each rank hashes some of the others.
+
+        Args:
+            names: names of the saved directories.
         """
         written = sorted(
             str(file.relative_to(self.directory))
@@ -278,8 +283,13 @@ def _to_named(problem: Problem, tensors: list[Tensor]) -> dict[str, Any]:
 
 
 def _from_named(problem: Problem, named: Mapping[str, Any], place: str) -> Tensor:
-    """One tensor of the list that was passed to `_to_named`, put together again from the dict.
-    `place` is its index in the list, as text.
+    """One tensor of the list that was passed to `_to_named`, put together from the dict that this
+    function returned.
+
+    Args:
+        problem: the chain's problem.
+        named: dict of tensors that `torch.distributed.checkpoint` has filled.
+        place: index of the tensor in the list, as text.
     """
     if place in named:
         whole: Tensor = named[place]
