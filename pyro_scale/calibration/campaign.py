@@ -327,5 +327,6 @@ class _Block:
 
 
 def simulation_seed(seed: int, number: int) -> int:
-    """The seed of one simulation's fit, from the seed of the call and the simulation's number."""
+    """The seed of the method's fit in one simulation, derived from the seed of the call of `sbc`
+    and the simulation's number; different simulations have independent seeds."""
     return derived_seed(seed, number, Purpose.SIMULATION, 2)

@@ -71,7 +71,8 @@ class ObservedSite:
         return value.movedim(self.axis, 0)
 
     def to_value(self, table: Tensor) -> Tensor:
-        """The site's value in the model, from a table `[rows, ...]`."""
+        """The site's value as the model has it, from a table in which the rows of data are first,
+        `[rows, ...]`; the inverse of `to_table`."""
         return table[0] if self.axis is None else table.movedim(0, self.axis)
 
     def to_leaf(self, value: Tensor) -> Tensor:

@@ -286,7 +286,8 @@ class SBC:
 
     @cached_property
     def _table(self) -> Any:
-        """The DataFrame that `summary` returns, with all quantities."""
+        """The pandas DataFrame from which `summary` picks rows: statistics of ranks and draws, with
+        a row for each scalar element of all quantities."""
         import pandas
 
         true, mean, sd = (self._flat(x).double() for x in (self.true, self.mean, self.sd))

@@ -208,8 +208,11 @@ class Stack:
         return self.log_posterior(params, self.arguments(number)).log_joint
 
     def log_joints(self, positions: Tensor) -> Tensor:
-        """The log joint of each data set at its own unconstrained parameters `[data sets, D]`, in
-        nats, `[data sets]`."""
+        """The log joint of each data set at its own params, in nats, `[data sets]`.
+
+        Args:
+            positions: unconstrained parameters of each data set, `[data sets, D]`.
+        """
 
         def log_joint(number: Tensor) -> Tensor:
             return self.log_joint(take_one(positions, number), number)
@@ -217,7 +220,11 @@ class Stack:
         return self.map(log_joint)
 
     def select(self, chains: Tensor) -> Stack:
-        """A copy with these data sets only; `chains` are their numbers, int64 `[n]`."""
+        """A copy of the stack with some of its data sets only.
+
+        Args:
+            chains: numbers of these data sets, int64 `[n]`.
+        """
         tables = {name: table[chains] for name, table in self.tables.items()}
         return self.with_data(tables, [self.seeds[chain] for chain in chains.tolist()])
 

@@ -72,8 +72,8 @@ class StackedChains:
 
     @property
     def lr_factor(self) -> Tensor:
-        """Factor by which each chain's step size differs from the sampler's, `[chains]`; 1 if the
-        user set the step size."""
+        """The factor by which each chain multiplies the kernel's step size, `[chains]`; 1 for all
+        if the user set the step size."""
         if self.learned_lr is None:
             return self.positions.new_ones(len(self.positions))
         return (self.learned_lr / float(self.kernel.lr)).to(self.positions)

@@ -96,5 +96,6 @@ def advice_on(fit: Fit, pareto_k: float) -> str:
 
 
 def _denser(fit: Fit) -> str:
-    """Advice, as a phrase for messages, to use a dense structure; empty for fits that have one."""
+    """The part of an advice that recommends a dense structure, "structure='dense', "; empty for a
+    fit that has one."""
     return "" if fit.attrs["structure"] == "dense" else "structure='dense', "

@@ -11,7 +11,8 @@ from statistics import NormalDist
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """Thresholds of checks on R-hat, effective draws, and modes without draws."""
+    """Thresholds of checks on R-hat and effective sample size, on chains in different modes, and on
+    modes without draws."""
 
     #: R-hat up to which chains agree, and R-hat above which they surely do not.
     agree: float = 1.01
@@ -79,7 +80,8 @@ class Temperature:
 
 @dataclass(frozen=True, kw_only=True)
 class Explosion:
-    """Thresholds by which chains count as diverging."""
+    """Thresholds beyond which chains count as running away from the posterior: distance from 0,
+    virial temperature, and fall of the log joint."""
 
     #: Distance from 0 in unconstrained space.
     distance: float = 1e15

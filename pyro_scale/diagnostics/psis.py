@@ -284,8 +284,8 @@ class _Terms:
         return total
 
     def slope(self) -> Tensor:
-        """The gradient of the log likelihood of this process's rows at the mean of the draws,
-        `[D]`, in nats."""
+        """The gradient, with respect to all D unconstrained params, of the summed log likelihood of
+        this process's rows at the mean of the draws, `[D]`, in nats."""
         total = torch.zeros(len(self._center), dtype=torch.float64)
         for chunk in chunks_of(self.drawn.log_posterior, self.data, share=self.share):
             every = torch.arange(chunk.num_rows)[chunk.keep]

@@ -97,7 +97,7 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report whose JSON text `to_json` returned."""
+        """The report from the JSON text that `to_json` returned, as a saved run's facts have it."""
         fields = json.loads(text)
         findings = tuple(Finding(**finding) for finding in fields["findings"])
         return cls(fields["verdict"], findings, fields["choices"])

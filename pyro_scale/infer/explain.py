@@ -133,7 +133,8 @@ def _without_numbers(name: str) -> str:
 
 
 def _span(names: Sequence[str]) -> str:
-    """A short form of many names: "first ... last (count)"."""
+    """A short form of several sites' names, "first ... last (count)", such as "x_0 ... x_99 (100)".
+    """
     return f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
@@ -182,7 +183,8 @@ def explain(
 
 
 def _table(log_posterior: LogPosterior) -> list[dict[str, str]]:
-    """The rows of `Explanation`: one dict a sample site, then one a point-estimated param."""
+    """The rows of `Explanation`, each a dict from column to text: one for each sample site except
+    subsamples, in the model's order, then one for each point-estimated param."""
     info = log_posterior.model_info
     ratio = log_posterior.num_data / info.batch_size
     rules = {part: rule for name, rule in info.scaling.rules.items() for part in name.split("+")}
@@ -254,7 +256,8 @@ def _is_one(scale: float | Tensor) -> bool:
 
 
 def _number(scale: float | Tensor) -> str:
-    """The user's `poutine.scale` as text; for a tensor of several elements, its shape."""
+    """The user's `poutine.scale` of a site as text, such as "0.5"; for a tensor of several
+    elements, a phrase with its shape."""
     if isinstance(scale, Tensor) and scale.numel() > 1:
         return f"of shape {list(scale.shape)}"
     return f"{float(scale):.6g}"
@@ -283,7 +286,8 @@ def _support(constraint: Any) -> str:
 
 
 def _transform(transform: Any) -> str:
-    """A transform to the support as text, such as "Exp", "Affine then Exp" or "identity"."""
+    """The transform from unconstrained space to a site's support as text, such as "Exp", "Affine
+    then Exp" or "identity", for a cell of the table."""
     if isinstance(transform, IndependentTransform):
         return _transform(transform.base_transform)
     if isinstance(transform, ComposeTransform):

@@ -351,7 +351,8 @@ class Laplace(Approximation):
         return search
 
     def _check_same(self, problem: Problem, workers: Workers) -> None:
-        """Raises unless all processes have the same data, model and arguments.
+        """Raises, on all processes of a run, if they do not have the same data, model and
+        arguments; does nothing in a run of one process.
 
         Raises:
             RankError: a process has others.

@@ -102,7 +102,8 @@ class Finished(NamedTuple):
 
 
 class Chain(Protocol):
-    """What `begin` returns: a chain, optimizer or filter that the caller moves step by step."""
+    """What `Stepwise.begin` returns: a sampler's chain, an optimizer or a filter that the caller
+    moves step by step in a loop of their own."""
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Takes one step on a batch, given as the model's own arguments; returns the batch's
@@ -118,11 +119,17 @@ class Chain(Protocol):
 
 @runtime_checkable
 class Starts(Protocol):
-    """A fit or run from which chains of another run can start."""
+    """A fit or run from which the chains of another run can start; users pass it as
+    `init_strategy`."""
 
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
-        """Starting points for `num_chains` chains: constrained values by latent site, `[num_chains,
-        ...]`."""
+        """Starting points for the chains of another run: constrained tensors `[num_chains, ...]` by
+        latent site.
+
+        Args:
+            num_chains: number of chains.
+            seed: seed of the draws from which chains start.
+        """
         ...
 
 
@@ -236,8 +243,8 @@ class Method:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """Constrained values of `pyro.param` sites and unfrozen weights after the last step, by
-        name."""
+        """Point-estimated params after the last step, by name: constrained values of `pyro.param`
+        sites and of weights that are not latents but are trained."""
         return self.posterior.params
 
     @classmethod
@@ -275,7 +282,8 @@ class Method:
     # ------------------------------------------------------------------ inside
 
     def _forget(self) -> None:
-        """Drops the results of earlier runs and steps; called at the start of a run."""
+        """Drops the posterior and the chain of earlier runs and steps, so that results can't be
+        read until the run that now starts ends."""
         self._last = NotRun(type(self).__name__, self._not_run)
 
     def _open(self, data: Any, batch_size: int | None) -> Data:

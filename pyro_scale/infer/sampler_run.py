@@ -362,7 +362,7 @@ def _as_fact(hyper: Any) -> float | str:
 
 
 def _mean_values(trajectory: Trajectory) -> dict[str, Tensor]:
-    """Hyperparameters of the run by name, as tensors, averaged over the steps that were kept as
-    draws."""
+    """The sampler's hyperparameters by name, tensors averaged over the steps after which draws were
+    kept, for measurements of a run whose schedules change them."""
     kept = trajectory.draws.kept_steps
     return {name: column[kept].mean(0) for name, column in trajectory.plan.columns.items()}

@@ -172,7 +172,8 @@ class ShardedSteps:
 
     @property
     def posterior(self) -> ShardedPosterior:
-        """The posterior of the state after the latest step: one draw of a sampler, or a fit."""
+        """The posterior of the state after the latest step, of which this rank has its part: one
+        draw of a sampler, or the fit of an approximation."""
         problem = self._chain.problem
         draws = Draws.allocate(problem.positions, Steps(0, positions=False))
         draws.state, draws.num_steps = self._chain.state, self._chain.count

@@ -141,7 +141,8 @@ class Stochastic(Stepwise):
         return draws
 
     def _begin(self, problem: Problem) -> SteppedChain:
-        """The optimizer at the problem's starts, as an object whose `step` the caller calls."""
+        """The chain that `begin` returns: the optimizer at the problem's starts, whose `step` the
+        caller calls for each batch."""
 
         def check(problem: Problem, draws: Draws, _: Any, batch: Arguments) -> None:
             self._check_draws(problem, draws, batch)
@@ -323,7 +324,8 @@ class Optimized(Stochastic, Approximation):
     # ------------------------------------------------------------------ inside
 
     def _check(self, problem: Problem) -> None:
-        """Raises if the method's matrices do not fit into memory; by default there are none."""
+        """Raises if the method's matrices do not fit into memory, before the first step; does
+        nothing here, for subclasses with matrices to implement."""
 
     def _finish(self, fit: Fit, problem: Problem, num_gradients: int) -> Fit:
         """The fit after the final steps of a method, which use all rows; by default there are none,

@@ -22,22 +22,34 @@ from pyro_scale.core.exclusive import exclusive
 
 
 def rhat(draws: Any) -> Any:
-    """Rank-normalized split R-hat of every variable of an `xarray.Dataset` with dims chain and
-    draw, as a Dataset."""
+    """Rank-normalized split R-hat of every element, an `xarray.Dataset` with the variables of
+    `draws`.
+
+    Args:
+        draws: an `xarray.Dataset` of draws with the dims chain and draw.
+    """
     with _quiet_arviz() as arviz:
         return arviz.rhat(draws)
 
 
 def ess(draws: Any, method: Literal["bulk", "tail", "mean"]) -> Any:
-    """Effective sample size, in draws, of every variable of an `xarray.Dataset` with dims chain and
-    draw, as a Dataset."""
+    """The effective sample size of every element, as a number of draws: an `xarray.Dataset` with
+    the variables of `draws`.
+
+    Args:
+        draws: an `xarray.Dataset` of draws with the dims chain and draw.
+        method: what is estimated: "bulk" for the center, "tail" for 5% and 95% quantiles, or
+            "mean".
+    """
     with _quiet_arviz() as arviz:
         return arviz.ess(draws, method=method)
 
 
 def mcse_of_mean(draws: Tensor) -> float:
-    """Monte Carlo standard error of the mean of draws `[chains, draws]` of one quantity, in its
-    unit.
+    """The Monte Carlo standard error of the mean of one quantity, in its unit, by ArviZ.
+
+    Args:
+        draws: draws of the quantity, `[chains, draws]`.
     """
     with _quiet_arviz() as arviz:
         return float(arviz.mcse(draws.numpy(), method="mean"))
@@ -98,7 +110,8 @@ def tree_of(datasets: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
 
 
 def _is_1() -> bool:
-    """Whether ArviZ has version 1 or later."""
+    """Whether the ArviZ that is installed has version 1 or later, whose functions differ from 0.23.
+    """
     return int(importlib.metadata.version("arviz").partition(".")[0]) >= 1
 
 

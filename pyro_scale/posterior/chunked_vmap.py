@@ -61,9 +61,8 @@ def vmap_in_chunks(
 
 
 def _split_evenly(size: int, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yields the vectors of the blocks in order, in chunks of `size`; the last chunk may be
-    smaller.
-    """
+    """Yields all vectors in order in chunks `[size, D]`, however they are divided into `blocks`
+    `[n, D]`; the last chunk may be smaller."""
     waiting: list[Tensor] = []
     for block in blocks:
         waiting.append(block)
@@ -81,7 +80,8 @@ def _concatenate(blocks: list[Tensor]) -> Tensor:
 
 
 def _largest_tensor(function: Callable[[Tensor], Any], vector: Tensor) -> int:
-    """The size in bytes of the largest tensor that a call of the function at this vector makes."""
+    """The bytes of the largest tensor that a call of the function at this vector, `[D]`, makes: an
+    estimate of the memory that a vmapped call takes for each vector."""
     with own_generator(), _LargestTensor() as sizes:
         function(vector)
     return sizes.nbytes

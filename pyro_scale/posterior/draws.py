@@ -95,9 +95,9 @@ class PosteriorDraws:
 
     @cached_property
     def _values(self) -> Mapping[str, Tensor]:
-        """The draws of `samples`, which share memory with `positions` where no site has a
-        transform.
-        """
+        """Constrained draws by site, `[chains, draws, ...]`, as in `samples`, but without a copy:
+        they share memory with `positions` if no site has a transform, so callers must not change
+        them."""
         if isinstance(self.positions, StoredPositions):
             return self.positions.samples
         log_posterior = self.log_posterior
@@ -147,7 +147,7 @@ class PosteriorDraws:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """The shape of one constrained draw of every site in `samples`."""
+        """The shape of a single constrained draw of every site in `samples`, by site."""
         if isinstance(self._values, StoredSamples):
             return self._values.shapes
         return {name: value.shape[2:] for name, value in self._values.items()}
@@ -246,7 +246,8 @@ class PosteriorDraws:
 
 
 def _at_least_single(value: Tensor) -> Tensor:
-    """The tensor in float32 if it is in half precision; otherwise the tensor itself."""
+    """The tensor in float32 if it is in half precision (float16 or bfloat16), which NumPy and
+    statistics cannot use well; otherwise the tensor itself."""
     if not value.is_floating_point():
         return value
     return value.to(torch.promote_types(value.dtype, torch.float32))

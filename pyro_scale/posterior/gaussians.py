@@ -69,8 +69,9 @@ class Fit:
 
     @cached_property
     def result(self) -> PosteriorDraws:
-        """1,000 draws of each start's Gaussian, by the run's seed, one chain for each start; for
-        MAP, the modes."""
+        """Draws of the fit, unconstrained, `[starts, 1000, D]` with one chain for each start, from
+        the seed of the run, so that they are the same at each call; for a MAP, the modes, `[starts,
+        1, D]`."""
         indices = torch.arange(self.num_draws)
         return self._as_draws(
             torch.stack([self.drawn(start, indices) for start in range(self.num_starts)])

@@ -106,7 +106,8 @@ class PartToMoments:
 
     @property
     def count(self) -> int:
-        """The number of draws of each chain that were added, pending ones included."""
+        """The number of draws of each chain that were passed to `add` so far, those that wait for a
+        full block included."""
         return self.moments.online.count + self._waiting.shape[1]
 
     def add(self, positions: Tensor) -> None:

@@ -117,7 +117,8 @@ def predict_sets(
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Prediction intervals of a site whose values are numbers, not classes."""
+    """Computes prediction intervals of a site whose values are numbers, from intervals of the
+    posterior alone or conformal. `_Classes` has the same methods for classes."""
 
     site: Site
 
@@ -178,7 +179,8 @@ class _Numbers:
 
     @property
     def _support(self) -> Any:
-        """The constraint on a single element of the site's values; None if it is not known."""
+        """The support of a single element of the site's values, as one of torch's constraints
+        without event dimensions; None if the distribution does not say."""
         try:
             support = self.site.fn.support
         except NotImplementedError:
@@ -206,7 +208,8 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class _Classes:
-    """Prediction sets of a site whose values are classes."""
+    """Computes prediction sets of a site whose values are classes, from probabilities of the
+    posterior alone or conformal. `_Numbers` has the same methods for numbers."""
 
     site: Site
 

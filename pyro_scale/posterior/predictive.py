@@ -105,15 +105,16 @@ def log_likelihood_of_rows(result: PosteriorDraws, params: Params, chunk: Chunk)
 
 
 def row_log_likelihood(result: PosteriorDraws, chunk: Chunk) -> Tensor:
-    """Log likelihood of the rows of one chunk at every draw, in nats, summed over data sites,
-    `[chains * draws, rows]`."""
+    """The log likelihood of each row of one chunk at every draw, `[chains * draws, rows]` in nats,
+    summed over the data sites; rows that earlier chunks had are left out."""
     return result.over_draws(
         lambda params: {"rows": log_likelihood_of_rows(result, params, chunk)}
     )["rows"]
 
 
 def observed_data(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
-    """The observed values of each observed site, by name; rows are in the data's order."""
+    """The observed values of the observed sites, by name, in the rows' order, for ArviZ's group
+    `observed_data`; tensors of the sites' shapes for all rows of the data."""
     params = result.layout.unflatten(result.positions[0, 0])
     parts = []
     for chunk in chunks_of(result.log_posterior, data):

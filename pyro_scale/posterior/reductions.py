@@ -76,7 +76,8 @@ class Moments(Means):
 
 
 class Values:
-    """Keeps all draws of one term, for quantiles and intervals."""
+    """Accumulator that keeps all draws of one term, `[draws, ...]`, for summaries that need them at
+    once: quantiles and intervals."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []

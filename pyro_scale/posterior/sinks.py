@@ -190,7 +190,8 @@ class ToDisk:
         return error
 
     def positions(self, draws: Draws) -> StoredPositions:
-        """The stored draws of the finished chains, unconstrained, read when they are used."""
+        """The unconstrained draws of the finished chains in the store, `[chains, n, D]`, which are
+        read from disk only when they are indexed."""
         numbers = self._problem.numbers(len(draws.log_joint))
         chains = torch.tensor([numbers[chain] for chain in draws.finished], dtype=torch.long)
         count = min(self.store.count, len(draws.kept_steps))
@@ -308,7 +309,8 @@ class PartToDisk:
 
     @property
     def count(self) -> int:
-        """The number of draws of each chain that were added, written or not."""
+        """The number of draws of each chain that were passed to `add` so far, written to the store
+        or not."""
         begin, held = self._held
         return begin + held.shape[1]
 
@@ -363,7 +365,8 @@ class PartToDisk:
 
     @property
     def _in_full_files(self) -> int:
-        """The number of draws of each chain that are in full files."""
+        """The number of draws of each chain that are in files of the store which are full and thus
+        not written again."""
         return self.written - self.written % self._run.store.chunk
 
     @property

@@ -83,7 +83,8 @@ class GaussianPosterior(Posterior):
 
     @property
     def fit(self) -> Fit:
-        """The Gaussians in unconstrained space, one a start, with their centers and settings."""
+        """The `Fit` that this posterior is made of: the Gaussians in unconstrained space, one a
+        start (none for a `MAP`), their centers, and the run's settings."""
         return self._fit
 
     @property
@@ -402,7 +403,8 @@ class GaussianPosterior(Posterior):
         return fit.draws(noise)
 
     def contents(self) -> dict[str, Any]:
-        """Contents of the file that `save` writes: tensors and plain values, by name."""
+        """What `save` writes to a file, tensors and plain values by name: the run's facts, and the
+        Gaussians with their centers and the objective at every step. `from_contents` reads it."""
         fit = self.fit
         return {
             **super().contents(),

@@ -74,8 +74,8 @@ class Posterior:
 
     @property
     def draws(self) -> PosteriorDraws:
-        """The draws in unconstrained space, with the model, the data and the measurements of the
-        run."""
+        """The draws in unconstrained space, `[chains, draws, D]` in the attribute `positions`, with
+        the model, the data and the measurements of the run."""
         return self._draws
 
     @property
@@ -469,7 +469,8 @@ class Posterior:
 
     @check_calls
     def write_params(self) -> None:
-        """Writes the values in `params` into Pyro's param store, and weights into their modules."""
+        """Writes the values in `params` to where the model reads them: those of `pyro.param` sites
+        into Pyro's param store, those of weights into their modules."""
         self.draws.log_posterior.write_points(self.params)
 
     @check_calls
@@ -504,7 +505,8 @@ class Posterior:
         files.write(path, self.contents() if self._file is None else dict(self._file))
 
     def contents(self) -> dict[str, Any]:
-        """Contents of the file that `save` writes: tensors and plain values, by name."""
+        """What `save` writes to a file, tensors and plain values by name: the draws with their
+        statistics, the run's facts, and a batch of the data, by which `load` checks the model."""
         batch = self._batch if self.draws.data is None else self.draws.data.first()
         assert batch is not None
         return {"method": self.attrs["method"], **contents_of(self.draws, batch)}

@@ -125,7 +125,13 @@ class Budget:
 
 
 def passes_of(problem: Problem, steps: int) -> float:
-    """The number of passes through the data that `steps` steps take, of all chains together."""
+    """How many passes through all rows of the data the gradients of a run take, of all chains
+    together; for reports of a run's cost.
+
+    Args:
+        problem: model, data and chains, which determine the rows of a step.
+        steps: number of steps of each chain.
+    """
     rows = len(problem.positions) * steps * rows_a_step(problem)
     return rows / problem.log_posterior.num_data
 

@@ -45,8 +45,8 @@ class Part(NamedTuple):
 
 
 class Sinks(Protocol):
-    """Storage for the draws of all groups of chains of this process, if draws do not stay in
-    memory."""
+    """Where the draws of this process's chains are written during a run, if they do not stay in
+    memory: a store on disk, or moments."""
 
     def begin(self, parts: Sequence[Part]) -> Sequence[Sink]:
         """New sinks (storage for draws), one for each of this process's groups of chains, in their

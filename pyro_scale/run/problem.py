@@ -163,14 +163,14 @@ class Problem:
 
     @property
     def batch_size(self) -> int:
-        """Number of rows of a batch: B, or N for full-data steps."""
+        """The number of rows whose gradient a step takes: B, or N if steps take all rows."""
         if self.data.batch_size is None and isinstance(self.data, TensorData):
             return rows.count(self.data.arguments) or self.log_posterior.model_info.batch_size
         return self.data.batch_size or self.log_posterior.model_info.batch_size
 
     def in_batches_of(self, size: int | None) -> Problem:
-        """The problem with minibatches of `size` rows, for data in tensors; None for all rows at
-        every step."""
+        """A copy of the problem whose steps take minibatches of `size` rows; None for all rows.
+        Only for data that are tensors."""
         assert isinstance(self.data, TensorData)
         return dataclasses.replace(self, data=dataclasses.replace(self.data, batch_size=size))
 
@@ -204,7 +204,7 @@ class Problem:
         return dataclasses.replace(self, engine=dataclasses.replace(self.engine, **changes))
 
     def with_lr(self, lr: float) -> Problem:
-        """A copy of the problem with step size `lr`."""
+        """A copy of the problem whose sampler's kernel has the step size `lr`."""
         return self.with_engine(kernel=dataclasses.replace(self.engine.kernel, lr=lr))
 
     def moved_to(self, draws: Draws, chains: list[int]) -> Problem:
@@ -461,7 +461,8 @@ def as_log_posterior(
 
 
 def module_device(model: Callable[..., Any] | LogPosterior) -> torch.device | None:
-    """The device of the model's parameters; None for a model without parameters."""
+    """The device of a model's first parameter, to which data are moved; None for a model without
+    parameters, such as a plain function."""
     module = model.model if isinstance(model, LogPosterior) else model
     if isinstance(module, nn.Module):
         parameter = next(module.parameters(), None)

@@ -124,8 +124,8 @@ class Journal:
             drop_others(self.path, [name for names in by_rank for name in names])
 
     def seed(self, seed: int | None) -> int | None:
-        """The seed that the user passed; if it is None, that of the run that is resumed; None if
-        there is neither."""
+        """The seed that the run is to use: the user's `seed`, or, if that is None, the seed of the
+        run that is resumed; None for a new run without one, which draws a seed."""
         return self.last.facts["seed"] if seed is None and self.last is not None else seed
 
     @property

@@ -59,8 +59,8 @@ class Groups(Protocol):
 
     @property
     def learns(self) -> bool:
-        """Whether geometry and step size are updated after each window of warm-up; False if the
-        user set them."""
+        """Whether warm-up updates the groups' whitened coordinates (geometry) and step sizes after
+        each window; False if the user set them."""
 
     @property
     def num_latents(self) -> int:
@@ -68,7 +68,7 @@ class Groups(Protocol):
 
     @property
     def lr(self) -> Tensor:
-        """Step size of each group, `[groups]`, float64."""
+        """The step size of each group of chains, `[groups]`, float64."""
 
     def with_lr(self, lr: Tensor) -> Self:
         """A copy of the groups with other step sizes `lr`, `[groups]`, float64."""

@@ -187,7 +187,8 @@ def _cost(problem: Problem, heat: Heat | None) -> float:
 
 
 def _gradients_of_row(problem: Problem) -> int:
-    """How many gradients a step takes of each row in its batch, such as 2 with control variates."""
+    """The number of gradients that a step takes of each row in its batch: 1, or 2 or more with
+    control variates."""
     return rows_a_step(problem) // problem.batch_size
 
 

@@ -35,7 +35,7 @@ class Map(Protocol):
     def __call__(
         self, function: Callable[[Item], Result], items: Sequence[Item], /
     ) -> list[Result]:
-        """A list of the function's results for each item, in the order of the items."""
+        """The function's results for all items, as a list in the order of the items."""
         ...
 
 

@@ -49,7 +49,8 @@ class OneGroup:
     full_data: FullDataDensity
 
     def with_problem(self, problem: Problem) -> OneGroup:
-        """The same group with another problem: other params, geometry or kernel."""
+        """A copy of the group with another problem, such as one with other params, whitened
+        coordinates or step size."""
         return dataclasses.replace(self, problem=problem)
 
     @property

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Numbers for the searches for modes: their starts, their cost, and when two ends are the same
-    mode."""
+    """Limits of the searches for modes: how many there are and where they start, what they may
+    cost, and how close the ends of two searches have to be to count as the same mode."""
 
     #: Searches: one for each chain, within these bounds.
     fewest: int = 4
@@ -69,7 +69,8 @@ class ManyRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """Limits on the coordinates of chains, and on where chains start in them."""
+    """Limits on the whitened coordinates in which chains move (up to which dimension they are a
+    matrix, on how many rows curvatures are evaluated), and on how far from a mode chains start."""
 
     #: Dimensions up to which chains are whitened by a matrix, and curvature is held as one.
     dense: int = 500

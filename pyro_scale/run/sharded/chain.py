@@ -213,7 +213,8 @@ class ShardedChain:
 
     @property
     def position(self) -> Tensor:
-        """This rank's part of the position, in CPU memory, `[1, D]`."""
+        """This rank's part of the chain's unconstrained params after the latest step, a copy on the
+        CPU, `[1, D]`."""
         position: Tensor = self.state.position.detach().cpu()
         return position
 
@@ -243,7 +244,8 @@ class ShardedChain:
         return float(evaluation.log_joint[0])
 
     def _write(self) -> None:
-        """Writes the chain's present weights into the networks."""
+        """Writes the chain's weights after the latest step into this rank's parts of the networks,
+        which evaluate the model at the next step."""
         problem = self.problem
         params = problem.engine.layout.unflatten(self.state.position[0].detach())
         networks = shards_of(problem.log_posterior.model_info.sites)

@@ -190,8 +190,13 @@ class ShardedCheckpoints:
             )
 
     def _load(self, name: str, problem: Problem, like: list[Tensor]) -> list[Tensor]:
-        """This rank's parts of the tensors in a saved directory, with the shapes and devices of the
-        tensors in `like`."""
+        """Reads this rank's parts of the tensors that `_save` wrote into a subdirectory.
+
+        Args:
+            name: name of the subdirectory.
+            problem: the chain's problem, which says which parts are this rank's.
+            like: tensors with the shapes, dtypes and devices of the results.
+        """
         from torch.distributed.checkpoint.state_dict_loader import load
 
         assert self._workers.rows is not None
@@ -240,7 +245,7 @@ class ShardedCheckpoints:
                 raise FileError(f"'{file}' is damaged or gone")
 
     def _tidy(self) -> None:
-        """Deletes saved directories that the latest two states do not need."""
+        """Deletes saved states but the latest two, and draws that these do not refer to."""
         names = self._files()
         states = sorted(filter(_is_state, names), key=_number_in)
         intact = [name for name in states if (self.directory / name / _FACTS).exists()]
