@@ -133,8 +133,7 @@ def _without_numbers(name: str) -> str:
 
 
 def _span(names: Sequence[str]) -> str:
-    """A short form of several sites' names, "first ... last (count)", such as "x_0 ... x_99 (100)".
-    """
+    """A short form of many sites' names, "first ... last (count)", such as "x_0 ... x_99 (100)"."""
     return f"{names[0]} ... {names[-1]} ({len(names)})"
 
 

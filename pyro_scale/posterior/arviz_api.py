@@ -110,8 +110,7 @@ def tree_of(datasets: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
 
 
 def _is_1() -> bool:
-    """Whether the ArviZ that is installed has version 1 or later, whose functions differ from 0.23.
-    """
+    """Whether the installed ArviZ has version 1 or later, whose functions differ from 0.23."""
     return int(importlib.metadata.version("arviz").partition(".")[0]) >= 1
 
 
