@@ -250,9 +250,9 @@ class SBC:
         return f"MISCALIBRATED: {count:,} of {elements} in {simulations}; {least}"
 
     def _shapes(self) -> list[str]:
-        """Lines of the report, one for each element whose ranks are not uniform, which say where
-        its ranks pile up; empty if there are no such elements.
-        """
+        """Lines of the report on elements whose ranks are not uniform, which say where each
+        element's ranks pile up and what that means for the draws; an empty list if all ranks are
+        uniform."""
         off = self._table[self._table.p_holm <= SIGNIFICANT].sort_values("p_holm", kind="stable")
         lines = []
         for label, row in off[:_MOST_NAMED].iterrows():

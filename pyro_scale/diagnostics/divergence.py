@@ -136,9 +136,11 @@ def where(failure: Failure, sites: Mapping[int, Broken]) -> str:
 
 def beyond_its_domain(sites: Mapping[int, Broken]) -> str:
     """Advice for messages on a site whose log density is not finite at ordinary values, so that its
-    support or parametrization is to blame, and not the step size; empty if there is no such site.
+    support or parametrization is the cause and not the step size. Empty if there is no such site,
+    or chains were so far out that the step size may be the cause.
 
-    Empty if chains were so far out that the step size may be the cause.
+    Args:
+        sites: the site that broke each chain, by chain number; see `broken_sites`.
     """
     site = next((broken.site for broken in sites.values() if not broken.is_far), None)
     if site is None:

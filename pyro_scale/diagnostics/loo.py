@@ -245,8 +245,9 @@ def _explain_by_latents(result: PosteriorDraws, data: Data, heavy: Tensor, total
 
 
 def _rows_with_own_latent(result: PosteriorDraws, data: Data, num_rows: int) -> dict[str, Tensor]:
-    """A dict from each latent site that has elements on which a single row depends, to whether each
-    row is such a row, `[N]`.
+    """A dict from latent sites to booleans `[N]`: whether a row of the data is the only one whose
+    log likelihood depends on some element of the site, such as a row with a latent of its own.
+    Sites without such rows are left out.
 
     Each row has a different weight w. With g the gradient of its log likelihood in an element, the
     sums over rows obey (sum of w g)^2 = (sum of g) (sum of w^2 g) if a single row has a gradient.

@@ -201,8 +201,9 @@ def _find_runaway(
     contents: Mapping[str, Any], layout: Layout, steps: Sequence[Rerun]
 ) -> tuple[str, str] | None:
     """(Name of the site to blame; the reason in words) if a step size above the stable range
-    explains a chain's break: gradients grow from step to step, or the chain is far out. None if it
-    does not, or fewer than two gradients are finite.
+    explains why the chain broke: gradients grow from step to step, or the chain is far out. None if
+    it does not, or fewer than two gradients are finite. The site is that of the run's error, unless
+    the gradients of other sites grow and its own does not.
 
     Args:
         contents: contents of the crash dump, by name.

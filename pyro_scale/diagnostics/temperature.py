@@ -284,8 +284,9 @@ def kinetic(
     noise: GradientNoise | None,
     virial: Virial | None,
 ) -> Kinetic | None:
-    """The kinetic temperature of the finished chains' momenta, and the one that the step size
-    implies; None for samplers without momenta, or if none were recorded.
+    """The kinetic temperature of the finished chains' momenta, relative to the requested one, with
+    the value that the step size alone implies; None for samplers without momenta, or if no momenta
+    were recorded.
 
     Args:
         problem: model and engine of the run.
@@ -334,8 +335,8 @@ def _precision(engine: Engine, temperature: Tensor, virial: Virial, noise: Tenso
 
 
 def _expected_kinetic(engine: Engine, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:
-    """The kinetic temperature that the kernel's update has on a Gaussian at the run's step size, of
-    each latent element, `[latents]`.
+    """The kinetic temperature, relative to the requested one, that the sampler has at the run's
+    step size on a Gaussian posterior without minibatches, of each latent element, `[latents]`.
 
     To first order in lr^2 L it depends on L_ii alone, however elements are correlated.
 

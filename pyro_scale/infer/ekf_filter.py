@@ -447,14 +447,18 @@ class Program:
         tolerance: float,
         roundings: float,
     ) -> bool:
-        """Whether the compiled loop computes the same as an eager step.
+        """Whether the compiled loop computes the same as an eager step of the filter does, up to
+        rounding; checked before the loop is used.
 
         Compares the two on the last batch, at another state than the one at which the loop was
         traced. A part of the model outside torch (NumPy, lists) is constant in the loop, which
         shows as a difference.
 
         Args:
-            step, state, rates, batches: as for `LastProgram.compile`.
+            step: step of the filter, which runs eagerly.
+            state: state of the filter before the first batch.
+            rates: likelihood power and random-walk variances.
+            batches: batches, as the model's arguments, whose rows are `[steps, B, ...]`.
             tolerance: largest difference, relative to the change that a step makes.
             roundings: largest difference, in units of the state's rounding.
         """

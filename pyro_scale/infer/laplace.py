@@ -421,17 +421,18 @@ class Laplace(Approximation):
         workers: Workers,
         is_passed: bool,
     ) -> None:
-        """Stores the result of a run in this method, as a posterior, and warns if the Gaussians fit
-        badly.
+        """Stores the result of a run in this method, as a posterior, and warns if the Gaussians do
+        not fit the posterior.
 
         Args:
             problem: the analyzed model on the data.
             search: the search that found the Gaussians.
-            candidates: the center, Gaussian and evidence for each start.
+            candidates: what the search found from each start: the center, the Gaussian there, the
+                log evidence and the distance from the mode.
             seconds: seconds that the search took.
             workers: processes of the run.
-            is_passed: whether the user passed the mode; then its distance from the density's is
-                checked.
+            is_passed: whether the user passed the mode; then its distance from the density's mode
+                is checked.
         """
         gaussians = [candidate.gaussian.temper(self.temperature) for candidate in candidates]
         attrs = {
@@ -523,8 +524,9 @@ def _fixed_center(problem: Problem, mode: Mode, start: int) -> Tensor | None:
 
 
 def _candidate_from(start: Tensor, fixed: Tensor | None) -> Callable[[Search], Candidate]:
-    """A function of the search that returns the center with its Gaussian and evidence: the mode
-    nearest to `start`, or the point `fixed` (both `[D]`) if that is not None."""
+    """A function of the search, which returns the Gaussian's center with the Gaussian and its log
+    evidence: at the mode that is found from `start`, or at the point `fixed` (both `[D]`) if that
+    is not None. A process calls the function for each start that it is to do."""
     return lambda search: search.best(start) if fixed is None else search.at(fixed)
 
 

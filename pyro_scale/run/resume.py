@@ -237,7 +237,8 @@ def check_same_run(
     kept: int,
     num_samples: int,
 ) -> None:
-    """Raises if a checkpoint is of another run than the one that is to continue from it.
+    """Raises if a checkpoint was written by another run than the one that is to continue from the
+    checkpoint.
 
     Args:
         path: the checkpoint's directory, for messages.

@@ -90,7 +90,7 @@ class Cooled(NamedTuple):
 
 def cool(problem: Problem, sampling: Sampling, full_data: FullDataDensity, far: float) -> Cooled:
     """Shortens the step until minibatches hardly raise the temperature of chains. Changes nothing
-    if there are no minibatches, or the effect on this kernel is not known.
+    if steps take all rows, or no theory says how minibatches act on this sampler.
 
     Control variates get second order if a draw then takes fewer gradients of rows. If the library
     chooses the batch size, batches become as small as possible, or are replaced by all rows.
@@ -210,8 +210,9 @@ def _batch_size(problem: Problem, heat: Heat | None) -> int:
 
 
 def _measure_heat(problem: Problem, sampling: Sampling, far: float) -> Heat | None:
-    """The effects of minibatches on chains at the kernel's step size; None if there are no
-    gradients of single rows.
+    """Measures the effects of minibatches on chains at the step size of the sampler's kernel: the
+    rise of the temperature and the largest kick by a single row. None if there are no gradients of
+    single rows.
 
     Args:
         problem: chains in whitened coordinates, with minibatches.
@@ -237,8 +238,8 @@ def _measure_heat(problem: Problem, sampling: Sampling, far: float) -> Heat | No
 
 
 def typical_places(problem: Problem) -> Tensor:
-    """Points as far from the center of the whitened coordinates as draws are, along every axis, as
-    unconstrained params `[places, D]`.
+    """Points at a typical distance of draws from the center of the whitened coordinates, as
+    unconstrained params `[places, D]`, at which the noise of minibatches is measured.
 
     They are not draws: the noise of a row with a direction of its own would depend on one random
     number. With random signs z, the noise is the average noise if gradients differ by z from those

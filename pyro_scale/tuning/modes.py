@@ -314,8 +314,9 @@ def merge(modes: Sequence[Mode]) -> list[Mode]:
 
 
 def merge_by(modes: Sequence[Mode], are_same: Callable[[Mode, Mode], bool]) -> list[Mode]:
-    """The distinct modes among `modes`, the one with the most evidence first. Of modes that are the
-    same, the one with the most evidence is kept, with the searches of all.
+    """The distinct modes among `modes`, sorted by log evidence, largest first. Modes that are the
+    same are merged: the one with the largest log evidence stays, with the numbers of all their
+    searches.
 
     Args:
         modes: modes in any order.

@@ -171,8 +171,9 @@ def choose_step_size(
 
 
 def _modes(problem: Problem, density: FullDataDensity, mode: Tensor, sampling: Sampling) -> Modes:
-    """The normal modes of the posterior at its mode, with the minibatch noise and the chains'
-    starts along them.
+    """The normal modes of the posterior: independent directions of the Gaussian approximation at
+    its mode, with the minibatch noise and the chains' starts along them. From these the error of a
+    step size is predicted.
 
     Args:
         problem: model, kernel and chains at their starts.
@@ -287,12 +288,12 @@ def _values_at(problem: Problem, lr: Tensor) -> Values:
 
 
 def _linearize(problem: Problem, lr: Tensor, noise: Tensor) -> Linearized:
-    """The sampler's kernel as it behaves on a Gaussian posterior at a step size, in units in which
-    its stationary preconditioner is 1: (a kernel that does not adapt, that kernel's hyperparameters
-    by name, the variance of the gradient noise in these units).
+    """What the sampler does on a Gaussian posterior at a step size, in units in which its
+    stationary preconditioner is 1: (a sampler's kernel that does not adapt; that kernel's
+    hyperparameters by name; the variance of the gradient noise in these units, `[modes]`).
 
     Args:
-        problem: model and kernel.
+        problem: model and sampler's kernel.
         lr: step size, 0-d.
         noise: variance of (minibatch gradient / N) along each normal mode, `[modes]`.
     """
@@ -302,8 +303,9 @@ def _linearize(problem: Problem, lr: Tensor, noise: Tensor) -> Linearized:
 
 
 def _error(problem: Problem, modes: Modes, lr: Tensor, steps: Steps, epoch: int | None) -> Tensor:
-    """The predicted mean square error of means and log sds, in posterior sds, `[2]`: by bias, and
-    by Monte Carlo. Both are infinite if the step size is not stable.
+    """The predicted mean square error of posterior means and log sds, in squared posterior sds,
+    `[2]`: by the bias of the step size, and by Monte Carlo. Both are infinite if the step size is
+    not stable.
 
     Args:
         problem: the kernel and the model.
@@ -361,8 +363,8 @@ def _warn_of_large_error(choice: StepSize, control_variates: bool) -> None:
 
 
 def _warn_of_excess_noise(problem: Problem) -> None:
-    """Warns if minibatches add more noise than the kernel injects in some element, as only as much
-    as is injected can be subtracted."""
+    """Warns if, in some element, minibatches add more noise than the sampler injects. No more than
+    the injected noise can be subtracted, so chains stay too hot there."""
     engine, kernel = problem.engine, problem.engine.kernel
     values = engine.kernel_values(kernel.values(0))
     added = kernel.theory.added_temperature(values, engine.known_noise)[: engine.num_latents]
