@@ -62,15 +62,13 @@ class Budget:
 
     @property
     def is_over(self) -> bool:
-        """True if the seconds that the run may take are over, by this process's clock. The rows
-        that are left are not considered.
-        """
+        """Whether the seconds that the run may take have passed, by this process's clock; always
+        False if there is no limit. The number of row gradients that are left is not considered."""
         return time.monotonic() > self.deadline
 
     def is_over_for(self, problem: Problem) -> bool:
-        """True if the seconds that the run may take are over, by rank 0's clock. All processes of
-        the problem must call this together, and get the same answer.
-        """
+        """Whether the seconds that the run may take have passed, by rank 0's clock, so that all
+        processes get the same answer; all processes of the problem must call this together."""
         return self.max_seconds is not None and problem.broadcast(self.is_over, "the clock")
 
     def check(self, passes: float) -> None:
@@ -105,18 +103,18 @@ class Budget:
 
     @property
     def of_tuning(self) -> Budget:
-        """The budget for tuning (choosing step size, warm-up, thinning, ...) before a run.
-
-        If the user has set no number of rows, this is the budget of a run of 1,000 draws, so that a
-        run that is extended to more draws makes the same choices.
+        """The budget from which tuning (the choice of step size, warm-up, thinning, ...) derives
+        its limits: if the user set no number of rows, that of a run of 1,000 draws, whatever the
+        number of draws is. A run that is later extended to more draws then makes the same choices.
         """
         if self.max_rows is not None:
             return self
         return dataclasses.replace(self, num_samples=_FEWEST_DRAWS)
 
     def most_rows(self, problem: Problem) -> int:
-        """The number of gradients of single rows that all chains of the problem may take together,
-        those spent already included."""
+        """The number of gradients of single rows that all chains of the problem together may
+        compute in the whole run, those that are spent already included: the user's `max_rows`, or a
+        default."""
         if self.max_rows is not None:
             return self.max_rows
         passes = _PASSES_A_DRAW * max(_FEWEST_DRAWS, self.num_samples)
@@ -137,8 +135,8 @@ def passes_of(problem: Problem, steps: int) -> float:
 
 
 def rows_a_step(problem: Problem) -> int:
-    """The number of gradients of single rows that one step of one chain takes; more than a
-    minibatch has with control variates."""
+    """The number of gradients of single rows that one step of one chain computes, by which its cost
+    is counted: the rows of a batch, times 2 or more with control variates."""
     density = problem.engine.density
     gradients = density.gradients_a_row if isinstance(density, ControlVariates) else 1
     return gradients * max(1, problem.data.batch_size or problem.log_posterior.num_data)

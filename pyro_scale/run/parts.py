@@ -79,8 +79,8 @@ def progress(part: Part) -> tuple[int, int]:
 
 
 def read_parts(path: FilePath) -> list[Part]:
-    """All groups of chains with an intact checkpoint in a run's directory, with their latest
-    checkpoints. Damaged checkpoints are left out if others are intact.
+    """The groups of chains that a run's directory has an intact checkpoint of, each with its latest
+    checkpoint, to resume the run. Damaged checkpoints are left out if others are intact.
 
     Raises:
         FileError: there is no intact checkpoint.
@@ -123,8 +123,8 @@ def generation(path: Path) -> int:
 def parts_of(
     chains: Sequence[int], saved: Sequence[Part], path: Path, process: int, number: int
 ) -> list[Part]:
-    """The groups into which a process's chains are divided for checkpoints. Each chain continues
-    from its furthest saved state.
+    """The groups into which a process's chains are divided for checkpoints when a run begins or
+    resumes. Each chain continues from the furthest saved state that there is of it.
 
     A saved group that has exactly the same chains continues in its own directory; otherwise its
     checkpoint is split, and written to a new directory.
@@ -168,7 +168,8 @@ def drop_others(path: Path, used: Sequence[str]) -> None:
 
 
 def _select(last: Checkpoint, places: list[int]) -> Checkpoint:
-    """A checkpoint with some of the chains of another checkpoint.
+    """A checkpoint with only some of the chains of another checkpoint, when a resumed run divides
+    chains among processes in another way.
 
     Args:
         last: the checkpoint of a group of chains.

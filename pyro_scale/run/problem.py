@@ -140,8 +140,12 @@ class Problem:
         return self.workers.map(function, items, what, self.positions.device)
 
     def agree(self, holds: bool, what: str) -> bool:
-        """True if `holds` is True on all processes; all of them must call this. `what` is the
-        condition's name in error messages.
+        """Whether `holds` is True on all processes, the same on each; all of them must call this.
+        Used to end loops together.
+
+        Args:
+            holds: this process's condition.
+            what: name of the condition in error messages.
         """
         return self.workers.agree(holds, what)
 
@@ -181,7 +185,8 @@ class Problem:
         share: bool = False,
         chains: Sequence[int] | None = None,
     ) -> Batches:
-        """The minibatches of chains, with features in place of rows if a frozen base was run.
+        """An endless source of the minibatches that the steps of these chains take; rows are
+        replaced by features if a frozen base was run.
 
         Args:
             num_chains: number of chains of the run.
@@ -208,8 +213,12 @@ class Problem:
         return self.with_engine(kernel=dataclasses.replace(self.engine.kernel, lr=lr))
 
     def moved_to(self, draws: Draws, chains: list[int]) -> Problem:
-        """A copy of the problem in which the chains with these indices start at the last of their
-        draws; the other chains' starts are unchanged.
+        """A copy of the problem in which some chains start at the last of their draws, to go on
+        from there; the other chains' starts are unchanged.
+
+        Args:
+            draws: draws of all chains.
+            chains: indices of the chains that are moved.
         """
         positions = self.positions.clone()
         positions[chains] = draws.positions[chains, -1].to(positions)

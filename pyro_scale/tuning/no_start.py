@@ -15,8 +15,9 @@ _MOST_DIMENSIONS = 2_000
 
 
 def what_to_try(density: FullDataDensity, position: Tensor) -> str:
-    """The end of an error message, from its colon on, that says what to try if chains have nowhere
-    to start. It recommends priors only if the density is flat or a prior improper.
+    """The end of an error message, from a colon on, that says what to try if chains have nowhere to
+    start: priors that curve if the density is flat or a prior improper, otherwise clean data, other
+    starts or NUTS.
 
     Args:
         density: log density of all rows, or of rows that represent them.

@@ -99,9 +99,9 @@ class OneGroup:
         return sound
 
     def moved_to(self, draws: Draws, sound: Tensor) -> OneGroup:
-        """The group with sound chains at their last draws.  Other chains restart where a sound
-        chain is, or halfway to the center if there is none; they stay if the user set geometry and
-        step size."""
+        """The group with each chain that can go on (`sound`) at its last draw.  Any other chain
+        restarts where one of these is, or halfway to the center if there are none; it stays if the
+        user set geometry and step size."""
         chains, problem = torch.nonzero(sound[0])[:, 0].tolist(), self.problem
         positions, whitening = problem.positions.clone(), problem.engine.whitening
         for chain in torch.nonzero(~sound[0])[:, 0].tolist() if self.learns else ():

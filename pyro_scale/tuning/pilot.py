@@ -54,9 +54,9 @@ class Bias(NamedTuple):
 
     @property
     def is_vague(self) -> bool:
-        """Whether the estimated bias is too uncertain to be of use: some element's standard error
-        exceeds the tolerance (of means in posterior sds, of log sds), as the run and its coupled
-        run have diverged."""
+        """Whether the estimated bias is too uncertain to judge the step size by: some element's
+        standard error exceeds the tolerance for a bias (of means in posterior sds, of log sds as
+        they are), because the run and its coupled run have drifted apart."""
         return bool(
             (self.mean_mcse > TOLERANCE.mean).any() | (self.log_sd_mcse > TOLERANCE.sd).any()
         )

@@ -28,7 +28,8 @@ from pyro_scale.tuning.training import is_network, train
 def plan_run(
     problem: Problem, config: RunConfig, settings: Settings, earlier: Earlier, budget: Budget
 ) -> tuple[RunPlan, Choice | None]:
-    """Chooses the settings that the user has left open, by a warm-up if that is needed.
+    """Plans a run: chooses the settings that the user has left open (starts, coordinates, step
+    size, warm-up, thinning), by a warm-up if that is needed.
 
     Args:
         problem: chains at the user's or the library's starts.
@@ -76,8 +77,8 @@ def plan_run(
 
 
 def is_trained(problem: Problem, settings: Settings, chooses_length: bool) -> bool:
-    """Whether chains start where an optimizer ends, because there is no mode with a geometry (a
-    network, or temperature 0).
+    """Whether a run begins with training by an optimizer, at whose end chains start, instead of a
+    search for modes: for networks, and at temperature 0.
 
     Args:
         problem: the model and the chains, with the sampler's kernel.
@@ -123,8 +124,8 @@ def _check_latents(problem: Problem) -> None:
 
 
 def _simulation(bar: Progress, config: RunConfig, compile: bool, earlier: Earlier) -> Simulate:
-    """The function that runs chains during training and warm-up, and returns the draws of all
-    processes.
+    """The function with which tuning runs chains, (problem, steps, seed, hyperparameters at every
+    step, further options) -> draws of all chains, on every process.
 
     Args:
         bar: progress bar, which the steps advance.

@@ -90,8 +90,9 @@ def tune(
     steps: Steps,
     sampling: Sampling,
 ) -> tuple[Problem, dict[str, str]]:
-    """Chooses the settings that the user has left open from the curvature at the mode, without a
-    warm-up.
+    """Chooses the settings that the user has left open (step size, control variates, subtracted
+    noise) from the curvature at the mode, for chains that are neither whitened nor warmed up by
+    tuning.
 
     Args:
         problem: chains at their starts.

@@ -190,7 +190,8 @@ def _optimize(
 def _explain(
     problem: Problem, settings: Settings, trained: int | None, converged: bool
 ) -> dict[str, str]:
-    """The reasons of start, step size and geometry, in words for the user, by setting.
+    """The reasons of the choices for the report of a run that was trained first: a dict from
+    "start", "step size" and "geometry" to a phrase for the user.
 
     Args:
         problem: the tuned problem.
@@ -271,7 +272,8 @@ def prepare_in_batches(
     in_batches_of: Callable[[int], Data],
     tunes: bool,
 ) -> Problem:
-    """The problem (model, data and chains at their starts) in minibatches if there are many rows.
+    """The problem (model, data and chains at their starts) with the default batch size: minibatches
+    if there are many rows and the model can be run on parts of them, otherwise all rows.
 
     Args:
         prepare: function from data to the problem; it runs the model once, to check it.

@@ -221,8 +221,9 @@ def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whit
 def _learn_directions(
     old: DenseWhitening, z: Tensor, count: float
 ) -> tuple[Tensor, DenseWhitening]:
-    """Updates whitened coordinates of many dimensions, given by a matrix, by scales and a few
-    directions only, as the covariance of few draws is mostly chance.
+    """Updates whitened coordinates that are a matrix of many dimensions to the spread of draws, but
+    only by scales of elements and a few directions, as the covariance of few draws is mostly
+    chance.
 
     Args:
         old: geometry in which the window was run.
