@@ -153,8 +153,13 @@ class Campaign:
     def _simulate(
         self, params: Mapping[str, Tensor], start: int, stop: int
     ) -> tuple[Stack, Tensor]:
-        """(Data sets start ... stop - 1; the true params that they were drawn from, `[data sets,
-        D]`), computed from `params`, the true params of all simulations by site.
+        """(Data sets start, ..., stop - 1, as a stack; the true params that each was drawn from,
+        unconstrained, `[data sets, D]`).
+
+        Args:
+            params: true params of all simulations, by site, `[count, ...]`.
+            start: number of the first data set.
+            stop: one more than the number of the last.
         """
         observed = self.truth.observed(params, start, stop, self.seed)
         seeds = [simulation_seed(self.seed, number) for number in range(start, stop)]

@@ -143,7 +143,8 @@ class Stacked:
 def _tune(
     chains: StackedChains, method: Stacked, lengths: Lengths | None
 ) -> tuple[StackedChains, Lengths, int]:
-    """Warms chains up and tunes their step sizes.
+    """Warms up one chain on each data set, and tunes the chains' step sizes, unless the user set
+    them.
 
     Args:
         chains: chains at their starts.
@@ -182,8 +183,8 @@ def _tune(
 def _extend_slow(
     chains: StackedChains, method: Stacked, thinning: int, draws: Draws, allowed: float
 ) -> tuple[StackedChains, Draws]:
-    """Doubles the thinning of chains with too few effective draws, and continues them, until at
-    most `allowed` chains have too few or passes through the data reach a limit.
+    """Continues the chains that have too few effective draws at twice their thinning, again and
+    again, until at most `allowed` chains have too few or passes through the data reach a limit.
 
     Args:
         chains: chains before the run.

@@ -97,7 +97,15 @@ def _write_files(
     problem: Problem, method: str, failures: list[Failure], draws: Draws, directory: Path | None
 ) -> Iterator[Path]:
     """Writes the recorded steps of each broken chain to a file, and yields the files' paths; stops
-    before all files together would exceed 1 GiB."""
+    before all files together would exceed 1 GiB.
+
+    Args:
+        problem: model, data and starts of the run.
+        method: name of the sampler.
+        failures: failures of the chains whose steps were recorded.
+        draws: draws of the run, with the recorded steps.
+        directory: directory for the files; None for a new temporary one.
+    """
     engine, density = problem.engine, problem.engine.density
     corrected = density if isinstance(density, ControlVariates) else None
     left = _MOST_BYTES

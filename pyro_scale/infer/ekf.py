@@ -261,7 +261,8 @@ class EKF(Stepwise, Approximation):
     def _filter(
         self, log_posterior: LogPosterior, data: Data, arguments: Arguments, seed: int
     ) -> Filter:
-        """A filter on an analyzed model, before its first batch.
+        """A filter before its first batch, with the prior's Gaussian or the user's start. The model
+        is analyzed here.
 
         Args:
             log_posterior: the density, which is analyzed here.

@@ -241,7 +241,8 @@ class Filter:
         return mean, sd
 
     def fit(self, times: Mapping[str, float]) -> Fit:
-        """The Gaussian after the latest step, as a fit.
+        """The Gaussian after the latest step as a `Fit`, like those of other approximations, with
+        the settings of the filter and the batches' log likelihoods.
 
         Args:
             times: seconds that parts of the run took, by name, for the fit's `attrs`.

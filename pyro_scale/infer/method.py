@@ -282,8 +282,8 @@ class Method:
     # ------------------------------------------------------------------ inside
 
     def _forget(self) -> None:
-        """Drops the posterior and the chain of earlier runs and steps, so that results can't be
-        read until the run that now starts ends."""
+        """Drops the posterior and the chain of earlier runs and steps, at the start of a run, so
+        that old results cannot be read if the run fails."""
         self._last = NotRun(type(self).__name__, self._not_run)
 
     def _open(self, data: Any, batch_size: int | None) -> Data:

@@ -157,7 +157,8 @@ def _check_constant(kernel: Kernel) -> None:
 
 
 def checked_sampling(sampler: Sampler, sampling: Sampling | None, in_batches: bool) -> Sampling:
-    """How rows are drawn: "shuffle", "replacement" or "symmetric".
+    """How the run draws rows, "shuffle", "replacement" or "symmetric", after checks: what the user
+    passed, or the sampler's default.
 
     Args:
         sampler: the sampler that is run.

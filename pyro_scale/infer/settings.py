@@ -38,7 +38,8 @@ def settings_of(
     starts: bool,
     compile: bool | Literal["auto"],
 ) -> tuple[Kernel, Settings]:
-    """Checks the arguments of a sampler's constructor.
+    """Checks the arguments of a sampler's constructor, and returns them as a sampler's kernel and
+    settings.
 
     Args:
         sampler: the sampler, for its name and kernel class.

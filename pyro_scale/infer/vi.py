@@ -36,8 +36,9 @@ _FEWEST, _CHEAP = 400, 2**22
 
 class Variational(Optimized):
     """Base class of `VI` and `IVON`, which maximize the evidence lower bound (ELBO). In few
-    dimensions the run ends with a measurement, by gradients of all rows, of how far the fit is from
-    the bound's optimum, or, with the default lr, with steps to this optimum."""
+    dimensions, a run with the default optimizer and lr ends with steps to the bound's optimum, by
+    gradients of all rows; any other run ends with a measurement of how far its fit is from this
+    optimum."""
 
     objective = "ELBO"
     #: Whether the run ends with steps to the bound's optimum: only if the user set no step size.

@@ -108,8 +108,13 @@ def first_lr(size: int) -> float:
 
 
 def next_lr(lr: float, rate: float) -> float:
-    """The step size to try next after a pilot at step size `lr` had the acceptance rate `rate`; to
-    three digits, and at most a bounded factor from `lr`."""
+    """The step size for the next pilot (a short run that measures the acceptance rate), to three
+    digits; at most a bounded factor from the last one.
+
+    Args:
+        lr: step size of the last pilot.
+        rate: fraction of proposals that were accepted.
+    """
     return _round(lr * min(max(_factor(rate), ACCEPTANCE.shorter), ACCEPTANCE.longer))
 
 

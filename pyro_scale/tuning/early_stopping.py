@@ -24,8 +24,12 @@ class EarlyStopping:
         self.window, self._size = window, size
 
     def reached(self, draws: Draws) -> bool:
-        """Whether the log joint of every chain that finished has stopped rising; False before
-        4 * `window` steps."""
+        """Whether training is to end: the log joint of every chain that has not broken no longer
+        rises. False before 4 * `window` steps.
+
+        Args:
+            draws: the chains' steps so far.
+        """
         if draws.num_steps < 4 * self.window:
             return False
         traces = draws.log_joint[draws.finished, : draws.num_steps]

@@ -74,7 +74,8 @@ class Groups(Protocol):
         """A copy of the groups with other step sizes `lr`, `[groups]`, float64."""
 
     def run(self, steps: Steps, purpose: Purpose, number: int, halved: bool = False) -> Draws:
-        """Runs all chains from where they are, and returns the draws; the groups do not change.
+        """Runs all chains for some steps from where they are, and returns the draws. The groups do
+        not change; `moved_to` takes them to the last draws.
 
         Args:
             steps: how many steps to take, and which draws to keep.

@@ -175,8 +175,9 @@ def _might_need_curvature(problem: Problem, heat: Heat | None) -> bool:
 
 
 def _cost(problem: Problem, heat: Heat | None) -> float:
-    """The number of gradients of rows that are needed to move as far as one step does now, once
-    step size and batch size are chosen so that minibatches have little effect.
+    """The number of gradients of rows that it takes to move as far as one step does now, if step
+    size and batch size are such that minibatches have little effect; to choose the cheaper of two
+    problems.
 
     Args:
         problem: model and chains.

@@ -61,7 +61,7 @@ def with_axes(
 def learn(
     old: LowRankWhitening, z: Tensor, count: float, largest: float
 ) -> tuple[Tensor, LowRankWhitening]:
-    """Updates a geometry (whitened coordinates: scales of elements, and a few directions) to the
+    """Updates whitened coordinates that consist of scales of elements and a few directions to the
     spread of draws.
 
     The new directions are the old ones, and those in which the draws vary more than independent

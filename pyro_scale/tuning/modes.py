@@ -292,8 +292,8 @@ def mode_at(ascent: Ascent, temperature: float, searches: tuple[int, ...]) -> Mo
 
 
 def gaussian_at(position: Tensor, precision: Tensor, temperature: float) -> Dense:
-    """The Gaussian, in float64, with a given mean and the covariance temperature / precision;
-    negative curvatures count by their absolute value, and flat ones are bounded.
+    """The Gaussian with the mean `position` and the covariance temperature / precision, in float64.
+    Negative curvatures count by their absolute value, and flat ones are bounded below.
 
     Args:
         position: mean, unconstrained params `[D]`.
@@ -384,8 +384,9 @@ class StandIn(NamedTuple):
 def _bound(
     density: FullDataDensity, gaussian: Dense, temperature: float, seed: int
 ) -> tuple[float, float]:
-    """The evidence lower bound of a Gaussian, and the log evidence by importance sampling with its
-    draws; both in nats.
+    """(Evidence lower bound of a Gaussian; log evidence by importance sampling with its draws),
+    both in nats. Their difference estimates the Kullback-Leibler divergence of the Gaussian from
+    the posterior.
 
     Args:
         density: log density of all rows, or of rows that represent them.
@@ -421,8 +422,9 @@ def best_on_the_way(
     seed: int,
     map: Map = map_here,
 ) -> StandIn | None:
-    """The Gaussian with the best evidence lower bound, among those with the curvature at some
-    points; None if no bound is finite.
+    """The Gaussian that stands for a mode if none was found: of the Gaussians with the curvature at
+    some points on the search paths, the one with the largest evidence lower bound. None if no bound
+    is finite.
 
     Args:
         density: log density of all rows, or of rows that represent them.
