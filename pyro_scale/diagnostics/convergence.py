@@ -242,12 +242,9 @@ def _has_weights(result: PosteriorDraws) -> bool:
 
 
 def nested_r_hats(result: PosteriorDraws) -> list[float] | None:
-    """The nested R-hat of each latent site, the largest of its elements, in the model's order; None
-    for a run without superchains, and, with a warning, if fewer than two superchains (groups of
-    chains with a common start) have all of their chains.
-
-    None for a run without superchains, and, with a warning, if fewer than two are complete.
-    """
+    """The nested R-hat of each latent site, the largest of its elements, in the model's order, over
+    superchains (groups of chains with a common start) whose chains all finished. None for a run
+    without superchains, and, with a warning, if fewer than two superchains are complete."""
     if "superchains" not in result.attrs:
         return None
     count, chains = _complete_superchains(result)

@@ -112,7 +112,9 @@ def virial(
     noise: Tensor | None = None,
     work: GradientWork = GRADIENT_WORK,
 ) -> Virial:
-    """Measures the temperature of a run's draws by the virial theorem.
+    """Measures the temperature of a run's draws by the virial theorem, from the products of
+    distance from the mean and gradient, on batches that the draws have not seen; to detect chains
+    that minibatches or long steps have heated.
 
     Args:
         problem: model and engine of the run.
@@ -193,8 +195,8 @@ def _choose(
 
 
 def _by_site(parts: Tensor, slices: Sequence[slice], steepest: Tensor) -> Tensor:
-    """Two numbers for each site at every draw, `[draws, sites, 2]`: the mean over the site's
-    elements, and the number of its steepest element.
+    """Two columns for each site at every draw, `[draws, sites, 2]`: the mean of `parts` over the
+    site's elements, and the value of `parts` at its steepest element.
 
     Args:
         parts: a number for each element, `[draws, D]`.

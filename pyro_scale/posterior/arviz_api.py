@@ -56,7 +56,8 @@ def mcse_of_mean(draws: Tensor) -> float:
 
 
 def psis(log_ratios: Tensor, relative_ess: float) -> tuple[Tensor, Tensor]:
-    """Pareto-smoothed importance sampling (Vehtari et al. 2024).
+    """Smooths importance weights of draws by a Pareto distribution (Vehtari et al. 2024), for each
+    row by itself.
 
     Args:
         log_ratios: log of target over proposal, up to a constant, `[rows, draws]`.

@@ -88,7 +88,8 @@ class Fit:
         return _NUM_DRAWS if self.gaussians else 1
 
     def drawn(self, start: int, chosen: Tensor) -> Tensor:
-        """Some of the draws of one start in `result`, `[n, D]`, without the other draws in memory.
+        """Some of the draws of one start in `result`, unconstrained, `[n, D]`; for fits whose draws
+        in all do not fit into memory.
 
         Args:
             start: index of the start.
@@ -158,8 +159,8 @@ class Fit:
 
     @property
     def temperature(self) -> float:
-        """The temperature of the fit: the factor of the Gaussians' covariances relative to those of
-        an approximation of the posterior."""
+        """The temperature at which the fit approximates the posterior, by which its Gaussians'
+        covariances are multiplied: 1 for the posterior itself, 0 for modes."""
         return float(self.attrs.get("temperature", 1.0))
 
     def at_temperature_1(self, start: int) -> Gaussian:

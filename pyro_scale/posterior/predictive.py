@@ -45,7 +45,8 @@ Terms = Callable[[Mapping[str, Site]], dict[str, tuple[Tensor, ...]]]
 
 
 def check_model(log_posterior: LogPosterior, argument: str) -> None:
-    """Raises if there is no model with sites, only a log density.
+    """Raises if the run was on a log density that a user's function computes, which has no sites to
+    predict.
 
     Args:
         log_posterior: model of the run.
@@ -186,7 +187,8 @@ def reduce_batches(
     readers: Readers,
     terms_by_block: Callable[[Chunk, Terms], Iterable[dict[str, tuple[Tensor, ...]]]],
 ) -> dict[str, Any]:
-    """Reduced predictions for batches of rows, by site, joined along the rows.
+    """Predictions for batches of rows, by site and joined along the rows: all draws or a summary of
+    them, as `reduction` says.
 
     Args:
         result: draws and facts of the run.
@@ -253,6 +255,11 @@ def explain_failures(
     """Context for running the model on new rows: an error that the model raises because of the rows
     is replaced by one that says why, or gets a note that describes the rows.
 
+    Args:
+        result: draws and facts of the run.
+        arguments: the model's arguments, with the new rows.
+        batch_size: the user's `batch_size=`; None if it was not passed.
+
     Raises:
         ArgumentError: the rows have other shapes than those of the run.
         ModelError: the model runs only on all rows of its data together.
@@ -282,8 +289,9 @@ def explain_failures(
 
 
 def predictive_means(result: PosteriorDraws, arguments: Arguments) -> dict[str, Tensor]:
-    """Each draw's predictive mean of every data site, `[chains * draws, elements]` by name; for
-    classes, their probabilities. Rows that the model takes twice are returned twice."""
+    """The mean of the predictive distribution of every data site at each posterior draw, `[chains *
+    draws, elements]` by name; for classes, their probabilities. For R-hat of predictions. Rows that
+    the model takes twice are returned twice."""
     mean, parts = Mean(), []
     for chunk in row_batches(result, arguments, None).chunks:
 

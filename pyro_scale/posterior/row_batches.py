@@ -266,7 +266,8 @@ def run_at_first_draw(
     drawn: Params | None = None,
     seed: int = 0,
 ) -> Recorder:
-    """Runs the model at the first posterior draw, with observations drawn from their distributions.
+    """Runs the model once at the first posterior draw, with observations drawn from their
+    distributions, to see which sites it has and how they depend on the rows.
 
     Args:
         result: draws and facts of the run.

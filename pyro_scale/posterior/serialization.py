@@ -34,7 +34,8 @@ _LOG_DENSITY_TOL = 1e-3
 
 
 def contents_of(result: PosteriorDraws, arguments: Arguments) -> dict[str, Any]:
-    """What a run's file contains: tensors and plain values by name.
+    """What the file of a run contains, tensors and plain values by name: the model's sites and a
+    batch to check it by, the draws with their statistics, measurements and facts.
 
     Args:
         result: draws and facts of the run.
@@ -80,7 +81,8 @@ def model_contents(
 
 
 def layout_of(contents: Mapping[str, Any]) -> Layout:
-    """The indices of each site's elements in an unconstrained draw `[D]`, from a file's contents.
+    """Names, shapes and dtypes of the sites in an unconstrained draw `[D]`, in order, from a file's
+    contents.
 
     Raises:
         ValueError: the contents have unknown dtypes.
@@ -93,7 +95,8 @@ def layout_of(contents: Mapping[str, Any]) -> Layout:
 
 
 def draws_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> PosteriorDraws:
-    """The draws and facts of a run, from a file's contents; `data` is None.
+    """The draws, measurements and facts of a run from a file's contents. The result has no data of
+    the run (`data` is None).
 
     Args:
         contents: contents of the file, by name.
