@@ -97,7 +97,8 @@ class ArgumentError(PyroScaleError, ValueError):
 
 
 class CallError(ArgumentError, TypeError):
-    """An argument does not exist or is in the wrong place; also a `TypeError`."""
+    """A call has an argument that does not exist or is in the wrong place; the message says what to
+    write instead. It is also a `TypeError`."""
 
 
 class DataError(PyroScaleError, ValueError):
@@ -109,7 +110,8 @@ class ModelError(PyroScaleError):
 
 
 class SiteError(ModelError):
-    """A sample site cannot be handled: local, discrete, of changing shape, or not finite."""
+    """A sample site cannot be handled: for example a latent with a value for each row (local), a
+    discrete latent, a value outside of its support, or a shape that changes between batches."""
 
 
 class CannotDrawError(SiteError, NotImplementedError):
@@ -123,7 +125,8 @@ class CannotDrawError(SiteError, NotImplementedError):
 
 
 class PlateError(ModelError):
-    """It is not clear which factor N/B the likelihood needs, so nothing is run."""
+    """The factor N/B, by which a minibatch's likelihood has to be scaled, cannot be determined for
+    a term of the model, so nothing is run; N is the number of rows of data, B that of a batch."""
 
     code = "plate"
 
@@ -153,7 +156,7 @@ class PyroScaleWarning(_Coded, UserWarning):
 
 
 class ModelWarning(PyroScaleWarning):
-    """The model can be run, but it may have a mistake."""
+    """The model can be run but looks like a mistake; the message says what to check."""
 
 
 class CompileWarning(PyroScaleWarning):

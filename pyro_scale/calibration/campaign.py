@@ -153,8 +153,13 @@ class Campaign:
     def _simulate(
         self, params: Mapping[str, Tensor], start: int, stop: int
     ) -> tuple[Stack, Tensor]:
-        """(Data sets start ... stop - 1; the true params that they were drawn from, `[data sets,
-        D]`), computed from `params`, the true params of all simulations by site.
+        """(Data sets start, ..., stop - 1, as a stack; the true params that each was drawn from,
+        unconstrained, `[data sets, D]`).
+
+        Args:
+            params: true params of all simulations, by site, `[count, ...]`.
+            start: number of the first data set.
+            stop: one more than the number of the last.
         """
         observed = self.truth.observed(params, start, stop, self.seed)
         seeds = [simulation_seed(self.seed, number) for number in range(start, stop)]
@@ -239,9 +244,9 @@ class Campaign:
         return model_fingerprint(stack.log_posterior, first, rows, where=where)
 
     def _spans(self, done: int) -> list[tuple[int, int]]:
-        """The blocks of simulations that remain after the first `done` ones, as (first, one after
-        the last). The first block is small, to show how long simulations take; others are as large
-        as memory allows."""
+        """The blocks in which the simulations after the first `done` are run, as pairs (number of
+        the first, one more than the number of the last). The first block is small, so that the
+        progress bar soon shows how long simulations take; others are as large as memory allows."""
         bytes_of_data = sum(table[0].nbytes for table in self.stack.tables.values())
         bytes_of_draws = SIMULATIONS.draws * self.stack.layout.size * 8
         bytes_of_one = _COPIES_OF_DATA * bytes_of_data + _COPIES_OF_DRAWS * bytes_of_draws
@@ -276,7 +281,12 @@ class Campaign:
         )
 
     def _data(self, number: int) -> Any:
-        """The data of one simulation, as the fitted model's arguments."""
+        """The data set of one simulation, drawn again, as the arguments of the fitted model; for
+        `SBC.data`.
+
+        Args:
+            number: number of the simulation, from 0.
+        """
         params = self.truth.params(self.count, self.seed)
         observed = self.truth.observed(params, number, number + 1, self.seed)
         model = self.truth.fitted
@@ -285,13 +295,13 @@ class Campaign:
 
 @dataclass(frozen=True)
 class _Block:
-    """Results of simulations that were run together.
+    """Results of simulations that were run together, as a part of the result of `sbc`.
 
     Attributes:
         ess: effective draws of each simulation, `[simulations]`.
-        slow: numbers of simulations with too few effective draws.
-        failed: reasons of failure, by the simulation's number.
-        ranked: ranks, true values and moments, by quantity.
+        slow: numbers of simulations with too few effective draws, except those that failed.
+        failed: a dict from the number of a failed simulation to the reason.
+        ranked: ranks, true values and moments of the draws, by quantity.
     """
 
     ess: Tensor
@@ -301,8 +311,12 @@ class _Block:
 
     @classmethod
     def from_fit(cls, sampled: Sampled, ranked: Ranked, start: int) -> _Block:
-        """The results of the simulations with numbers start, start + 1, ..., from their draws and
-        ranks.
+        """The results of consecutive simulations as a block.
+
+        Args:
+            sampled: posterior draws of the simulations, with reasons of failure.
+            ranked: ranks of the true values among the draws.
+            start: number of the first simulation.
         """
         failed = {start + number: why for number, why in sampled.failed.items()}
         slow = (start + torch.nonzero(sampled.ess < sampled.enough)[:, 0]).tolist()
@@ -311,11 +325,13 @@ class _Block:
 
     @classmethod
     def from_result(cls, sbc: SBC) -> _Block:
-        """One `_Block` with the results of all simulations of an earlier, interrupted call."""
+        """The results of an earlier, interrupted call as one block, to be joined with those of the
+        simulations that the call lacks."""
         ranked = Ranked(dict(sbc.ranks), dict(sbc.true), dict(sbc.mean), dict(sbc.sd))
         return cls(torch.as_tensor(sbc.ess), sbc.slow, dict(sbc.failed), ranked)
 
 
 def simulation_seed(seed: int, number: int) -> int:
-    """The seed of one simulation's fit, from the seed of the call and the simulation's number."""
+    """The seed of the method's fit in one simulation, derived from the seed of the call of `sbc`
+    and the simulation's number; different simulations have independent seeds."""
     return derived_seed(seed, number, Purpose.SIMULATION, 2)

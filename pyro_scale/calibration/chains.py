@@ -143,7 +143,8 @@ class Stacked:
 def _tune(
     chains: StackedChains, method: Stacked, lengths: Lengths | None
 ) -> tuple[StackedChains, Lengths, int]:
-    """Warms chains up and tunes their step sizes.
+    """Warms up one chain on each data set, and tunes the chains' step sizes, unless the user set
+    them.
 
     Args:
         chains: chains at their starts.
@@ -182,8 +183,8 @@ def _tune(
 def _extend_slow(
     chains: StackedChains, method: Stacked, thinning: int, draws: Draws, allowed: float
 ) -> tuple[StackedChains, Draws]:
-    """Doubles the thinning of chains with too few effective draws, and continues them, until at
-    most `allowed` chains have too few or passes through the data reach a limit.
+    """Continues the chains that have too few effective draws at twice their thinning, again and
+    again, until at most `allowed` chains have too few or passes through the data reach a limit.
 
     Args:
         chains: chains before the run.
@@ -219,9 +220,9 @@ def _run_until_sound(
     thinning: int,
     last: Callable[[StackedBatches], Checkpoint] | None = None,
 ) -> tuple[StackedChains, Draws]:
-    """Runs the chains and returns their draws. If step sizes are tuned, chains that become
-    non-finite or leave the posterior are run again from the center of their coordinates at half
-    their step size, up to a few times.
+    """Takes the chains' steps and returns their draws. If step sizes are tuned, chains whose draws
+    are not sound (not finite, or outside of the posterior) are run again at half their step size,
+    from the center of their coordinates, up to a few times.
 
     Args:
         chains: chains before the run.
@@ -283,7 +284,8 @@ def _replace_draws(draws: Draws, chains: Tensor, new: Draws) -> Draws:
 
 
 def _select_draws(draws: Draws, chains: Tensor) -> Draws:
-    """The draws of the chains with these numbers (int64 `[n]`), none of which may have failed."""
+    """A copy of `draws` with some of the chains only, in the order of `chains` (their numbers,
+    int64 `[n]`); none of these may have failed."""
     return dataclasses.replace(
         draws,
         positions=draws.positions[chains],
@@ -294,8 +296,9 @@ def _select_draws(draws: Draws, chains: Tensor) -> Draws:
 
 
 def _effective_draws(draws: Draws) -> Tensor:
-    """Effective number of draws of each chain, the least over elements and the log joint,
-    `[chains]`; at most 1 for a chain of which an element does not move."""
+    """The effective number of draws of each chain, `[chains]`: the least over its elements and the
+    log joint; 0 for a chain with NaN or infinite draws, at most 1 for one of which an element does
+    not move."""
     ess = effective_size(torch.cat([draws.positions.double(), draws.log_joint[..., None]], -1))
     moves = (draws.positions != draws.positions[:, :1]).any(1).all(-1)
     return torch.where(moves, ess, ess.clamp(max=1.0))
@@ -315,7 +318,7 @@ def effective_size(series: Tensor) -> Tensor:
 
 
 def _in_words(lr: Tensor) -> str:
-    """The range of the chains' step sizes as text, such as "0.1 to 0.3"; one number if all are
-    equal."""
+    """The range of the chains' step sizes `lr`, `[chains]`, as text for the result, such as "0.1 to
+    0.3"; one number if all are equal."""
     least, most = float(lr.min()), float(lr.max())
     return f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"

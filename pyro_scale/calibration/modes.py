@@ -86,10 +86,10 @@ def evaluate(stack: Stack, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         positions: unconstrained parameters for each data set, `[data sets, D]`.
 
     Returns:
-        (The log joint, `[data sets]`; its gradient, `[data sets, D]`; minus its Hessian, `[data
-            sets,
-        D, D]`), in nats and float64.  If any of them is not finite, the log joint is -infinity, the
-        gradient 0 and the Hessian's negative the identity.
+        (The log joint, `[data sets]`; its gradient, `[data sets, D]`; minus its Hessian,
+        `[data sets, D, D]`), in nats and float64.  If any of these is not finite for a data set,
+            the
+        log joint is -infinity, the gradient 0 and the negative Hessian the identity.
     """
 
     def evaluate_one(number: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -62,7 +62,8 @@ class ObservedSite:
         return cls(axis, leaf, dtype, missing if bool(missing.any()) else None, part)
 
     def to_table(self, value: Tensor, num_rows: int) -> Tensor:
-        """The site's value as a table `[rows, ...]`, with NaN where observations are missing."""
+        """The site's value with rows of data first, `[rows, ...]`, and NaN where observations are
+        missing; an observation without rows is repeated for each of the `num_rows` rows."""
         if self.missing is not None:
             value = torch.where(self.missing, torch.nan, value)
         if self.axis is None:
@@ -70,12 +71,13 @@ class ObservedSite:
         return value.movedim(self.axis, 0)
 
     def to_value(self, table: Tensor) -> Tensor:
-        """The site's value in the model, from a table `[rows, ...]`."""
+        """The site's value as the model has it, from a table in which the rows of data are first,
+        `[rows, ...]`; the inverse of `to_table`."""
         return table[0] if self.axis is None else table.movedim(0, self.axis)
 
     def to_leaf(self, value: Tensor) -> Tensor:
-        """The site's value in the dtype of the model's argument, as classes and counts may be
-        integers there; unchanged if both are floating-point."""
+        """The site's value as the model's argument takes it: converted to the argument's dtype, as
+        classes and counts may be integers there; unchanged if both are floating-point."""
         both_real = self.dtype.is_floating_point and value.is_floating_point()
         return value if both_real else value.to(self.dtype)
 
@@ -88,8 +90,13 @@ class ObservedSite:
         return leaf.flatten().scatter(0, self.part.flatten(), value.flatten()).view(leaf.shape)
 
     def with_rows_twice(self, leaf: Tensor | None) -> ObservedSite:
-        """The converter for a model whose data have every row twice; `leaf` is the argument with
-        the observations before that, None if there is none."""
+        """A copy of the converter for data that have every row twice, one copy of the rows after
+        the other.
+
+        Args:
+            leaf: the model's argument with the observations before rows were doubled; None if no
+                argument contains them.
+        """
         part = self.part
         if part is not None and leaf is not None and self.axis is not None:
             part = torch.cat([part, part + leaf.numel()], self.axis)

@@ -113,5 +113,9 @@ def _draw(ax: Axes, panel: Panel, lower: Tensor, upper: Tensor) -> None:
 
 
 def _with_ends(fractions: Tensor) -> Tensor:
-    """The fractions `[L]` with a 0 before and a 1 after them, `[L + 2]`."""
+    """The values of an ECDF with a 0 before and a 1 after them, `[L + 2]`, to plot it from 0 to 1.
+
+    Args:
+        fractions: values of the ECDF at ranks 1 to L, `[L]`.
+    """
     return torch.cat([fractions.new_zeros(1), fractions, fractions.new_ones(1)])

@@ -172,7 +172,7 @@ def rank(
 
 
 def _values_for_users(sites: Mapping[str, Site], model: Generator) -> dict[str, Tensor]:
-    """A dict from the names of latent and observed sites to their values, for the user's
-    quantities."""
+    """The values of latent and observed sites by name, with which the user's `quantities=`
+    functions are called; other sites are left out."""
     names = {*model.latents, *model.places}
     return {name: site.value for name, site in sites.items() if name in names}

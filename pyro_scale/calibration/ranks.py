@@ -78,8 +78,9 @@ def describe_ranks(ranks: Tensor, num_draws: int) -> str:
 
 
 def _standard_errors(values: Tensor, uniform: Tensor) -> float:
-    """Distance of the mean of `values` from the mean of `uniform`, in standard errors of a mean of
-    that many draws from equally likely `uniform`; 0 if these are all equal."""
+    """How many standard errors the mean of `values` is above the mean of `uniform` (negative if
+    below), where the standard error is that of a mean of as many independent draws from the numbers
+    `uniform`, all equally likely; 0 if those are all equal."""
     error = float(uniform.std(correction=0)) / len(values) ** 0.5
     return float(values.mean() - uniform.mean()) / error if error else 0.0
 

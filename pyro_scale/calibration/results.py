@@ -250,9 +250,9 @@ class SBC:
         return f"MISCALIBRATED: {count:,} of {elements} in {simulations}; {least}"
 
     def _shapes(self) -> list[str]:
-        """Lines of the report, one for each element whose ranks are not uniform, which say where
-        its ranks pile up; empty if there are no such elements.
-        """
+        """Lines of the report on elements whose ranks are not uniform, which say where each
+        element's ranks pile up and what that means for the draws; an empty list if all ranks are
+        uniform."""
         off = self._table[self._table.p_holm <= SIGNIFICANT].sort_values("p_holm", kind="stable")
         lines = []
         for label, row in off[:_MOST_NAMED].iterrows():
@@ -280,12 +280,14 @@ class SBC:
 
     @property
     def _doubtful(self) -> list[int]:
-        """Sorted numbers of the simulations that failed or had too few effective draws."""
+        """Numbers, ascending, of the simulations whose ranks cannot be relied on: those that failed
+        or had too few effective draws."""
         return sorted({*self.failed, *self.slow})
 
     @cached_property
     def _table(self) -> Any:
-        """The DataFrame that `summary` returns, with all quantities."""
+        """The pandas DataFrame from which `summary` picks rows: statistics of ranks and draws, with
+        a row for each scalar element of all quantities."""
         import pandas
 
         true, mean, sd = (self._flat(x).double() for x in (self.true, self.mean, self.sd))

@@ -133,8 +133,9 @@ class Generator:
         return simulated
 
     def shared_arguments(self) -> Arguments:
-        """The model's arguments that all data sets share, with None in place of those that
-        differ."""
+        """The model's arguments that are the same for all data sets, in the structure of all
+        arguments, with None in place of tensors that differ (observations, resampled covariates).
+        """
         varying = {place.leaf for place in self.places.values() if place.part is None}
         varying |= set(self.covariates.values())
         leaves, structure = pytree.tree_flatten(self.arguments)
@@ -187,7 +188,8 @@ class Generator:
         return {n: p.to_table(sites[n].value, self.num_rows) for n, p in self.places.items()}
 
     def with_rows_twice(self) -> Generator:
-        """A copy whose data have every row twice."""
+        """A copy whose data have every row twice, one copy of the rows after the other: as many
+        rows as the data and a new data set together, for posterior SBC."""
         twice = rows.map_rows(lambda leaf: torch.cat([leaf, leaf]), self.arguments)
         leaves = pytree.tree_leaves(self.arguments)
         places = {

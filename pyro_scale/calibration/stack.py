@@ -88,9 +88,8 @@ class StackedDensity:
         raise NotImplementedError
 
     def own_values(self, values: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
-        """The hyperparameters of one chain, tensors by name: a copy of `values` in which `lr` is
-        multiplied by the chain's factor, if the chain's batch contains one.
-        """
+        """The hyperparameters of one chain's step, tensors by name: `values` with `lr` multiplied
+        by the chain's own factor, if the chain's batch brings one."""
         constants, _, _ = batch
         if not constants:
             return dict(values)
@@ -209,8 +208,11 @@ class Stack:
         return self.log_posterior(params, self.arguments(number)).log_joint
 
     def log_joints(self, positions: Tensor) -> Tensor:
-        """The log joint of each data set at its own unconstrained parameters `[data sets, D]`, in
-        nats, `[data sets]`."""
+        """The log joint of each data set at its own params, in nats, `[data sets]`.
+
+        Args:
+            positions: unconstrained parameters of each data set, `[data sets, D]`.
+        """
 
         def log_joint(number: Tensor) -> Tensor:
             return self.log_joint(take_one(positions, number), number)
@@ -218,7 +220,11 @@ class Stack:
         return self.map(log_joint)
 
     def select(self, chains: Tensor) -> Stack:
-        """A copy with these data sets only; `chains` are their numbers, int64 `[n]`."""
+        """A copy of the stack with some of its data sets only.
+
+        Args:
+            chains: numbers of these data sets, int64 `[n]`.
+        """
         tables = {name: table[chains] for name, table in self.tables.items()}
         return self.with_data(tables, [self.seeds[chain] for chain in chains.tolist()])
 
@@ -239,8 +245,8 @@ def take_one(table: Tensor, number: Tensor) -> Tensor:
 
 
 def transpose_tables(shared: Arguments) -> Arguments:
-    """The arguments with their two-dimensional tensors transposed: sums over rows of data then run
-    along contiguous memory."""
+    """The model's arguments with every two-dimensional tensor of rows transposed to `[columns, N]`,
+    so that sums over rows of data run along contiguous memory."""
     return rows.map_rows(lambda table: table.mT if table.dim() == 2 else table, shared)
 
 

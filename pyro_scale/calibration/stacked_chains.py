@@ -72,8 +72,8 @@ class StackedChains:
 
     @property
     def lr_factor(self) -> Tensor:
-        """Factor by which each chain's step size differs from the sampler's, `[chains]`; 1 if the
-        user set the step size."""
+        """The factor by which each chain multiplies the kernel's step size, `[chains]`; 1 for all
+        if the user set the step size."""
         if self.learned_lr is None:
             return self.positions.new_ones(len(self.positions))
         return (self.learned_lr / float(self.kernel.lr)).to(self.positions)
@@ -99,8 +99,8 @@ class StackedChains:
         )
 
     def to_params(self, positions: Tensor) -> Tensor:
-        """Unconstrained parameters `[chains, ..., D]` at positions `[chains, ..., D]`, which are in
-        each chain's own coordinates."""
+        """Unconstrained parameters of the model, `[chains, ..., D]`, from points in each chain's
+        own whitened coordinates, of the same shape."""
         if self.whitening is None:
             return positions
         return map_vectors(self.whitening, "to_params", positions)
@@ -213,9 +213,9 @@ class StackedChains:
         return learned, change, torch.stack(curvatures, 1)
 
     def _steepest(self, whitening: Whitening, params: Tensor) -> Tensor:
-        """The largest eigenvalue of minus the Hessian of each data set's log joint divided by N,
-        the number of its rows, in whitened coordinates, float64 `[chains]`; NaN if the Hessian is
-        not finite.
+        """The largest curvature, in whitened coordinates, of each data set's negative log joint
+        divided by N, float64 `[chains]`, which limits the step size; NaN if the Hessian is not
+        finite. N is the number of rows of a data set.
 
         Args:
             whitening: maps of all chains, with tensors `[chains, ...]`.
@@ -234,7 +234,8 @@ def map_vectors(
     method: Literal["to_params", "to_whitened", "pull_back"],
     vectors: Tensor,
 ) -> Tensor:
-    """Applies one method of each chain's whitening to the chain's vectors, `[chains, ..., D]`.
+    """The chains' vectors after the map, or the inverse or transposed map, between whitened
+    coordinates and params that each chain has of its own, `[chains, ..., D]`.
 
     Args:
         whitening: maps of all chains, with tensors `[chains, ...]`.

@@ -86,8 +86,8 @@ def check_fit(fit: Fit, evaluations: int, sums: Sums = HERE, reason: str | None 
 
 
 def advice_on(fit: Fit, pareto_k: float) -> str:
-    """The message that a fit does not approximate the posterior, as its Pareto k is above the
-    limit, with advice."""
+    """The text of a warning that a fit does not approximate the posterior: Pareto k of its
+    importance weights, the limit that it exceeds, and what to try instead."""
     return (
         f"the approximation does not fit the posterior: Pareto k of its importance weights is "
         f"{pareto_k:.2f}, above {WEIGHTS.pareto_k}: use {_denser(fit)}another parametrization, "
@@ -96,5 +96,6 @@ def advice_on(fit: Fit, pareto_k: float) -> str:
 
 
 def _denser(fit: Fit) -> str:
-    """Advice, as a phrase for messages, to use a dense structure; empty for fits that have one."""
+    """The part of an advice that recommends a dense structure, "structure='dense', "; empty for a
+    fit that has one."""
     return "" if fit.attrs["structure"] == "dense" else "structure='dense', "

@@ -118,8 +118,8 @@ def mixing_of_predictions(result: PosteriorDraws, predict_at: Any) -> Any:
 
 
 def standard_error(series: Tensor, least: int = TEMPERATURE.fewest_draws) -> float:
-    """Monte Carlo standard error of the mean of `series` `[chains, draws]`; NaN with fewer than
-    `least` draws in all.
+    """The Monte Carlo standard error of the mean of a quantity, whose values at the draws are
+    `series`, `[chains, draws]`; in its unit. NaN with fewer than `least` draws in all.
 
     From the chains' means if there are many chains, otherwise by the effective sample size.
     """
@@ -215,7 +215,8 @@ def warn_of_frozen(name: str, acceptance_rate: float) -> None:
 
 
 def _has_weights(result: PosteriorDraws) -> bool:
-    """Whether any latent site is a weight of a network."""
+    """Whether any latent site is a weight of a network, whose draws cannot be compared between
+    chains, as networks have equivalent modes."""
     sites = result.log_posterior.model_info.sites.values()
     return any(WEIGHT in site.infer for site in sites if site.kind == "latent")
 
@@ -224,11 +225,9 @@ def _has_weights(result: PosteriorDraws) -> bool:
 
 
 def nested_r_hats(result: PosteriorDraws) -> list[float] | None:
-    """The largest nested R-hat of each latent site, in the model's order, over superchains (groups
-    of chains with a common start) whose chains all finished.
-
-    None for a run without superchains, and, with a warning, if fewer than two are complete.
-    """
+    """The nested R-hat of each latent site, the largest of its elements, in the model's order, over
+    superchains (groups of chains with a common start) whose chains all finished. None for a run
+    without superchains, and, with a warning, if fewer than two superchains are complete."""
     if "superchains" not in result.attrs:
         return None
     count, chains = _complete_superchains(result)
@@ -291,8 +290,9 @@ def warn_of_remembered_starts(result: PosteriorDraws, is_long_step: bool = False
 
 
 def _complete_superchains(result: PosteriorDraws) -> tuple[int, list[int]]:
-    """(The number of superchains, groups of chains with a common start, whose chains all finished;
-    the indices, among the finished chains, of these superchains' chains)."""
+    """(The number of complete superchains; the indices, among the finished chains, of all of their
+    chains). A superchain is a group of chains with a common start, complete if all of these
+    finished."""
     started = result.attrs["num_chains"]
     size = started // result.attrs["superchains"]
     finished = range(started) if result.chains is None else result.chains

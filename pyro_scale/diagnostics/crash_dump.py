@@ -43,8 +43,9 @@ _SHARED_DIGITS = 0.5
 
 
 def write(problem: Problem, method: str, draws: Draws, directory: Path | None) -> str:
-    """Writes the last steps of broken chains to files, and returns a sentence for users: how to
-    replay them, or why they could not be written; empty if none were recorded.
+    """Writes the last steps of broken chains to files, for `ps.replay`. Returns a sentence for the
+    error message: the call that replays them, or why there are no files; empty if no steps were
+    recorded.
 
     Steps on the features of a frozen base are not written, because the rows of data are not among
     them.
@@ -75,8 +76,9 @@ def write(problem: Problem, method: str, draws: Draws, directory: Path | None) -
 
 
 def _find_earlier(problem: Problem, failures: list[Failure], directory: Path) -> str:
-    """A sentence for users on how to replay the steps of a chain that broke before the run was
-    resumed, if a file in `directory` has them; otherwise empty."""
+    """A sentence for the error message of a resumed run in which no steps were recorded: the call
+    that replays the steps of a broken chain, if an earlier process wrote them into `directory`;
+    otherwise empty."""
     for failure in failures:
         path = directory / f"crash-dump-{failure.chain}"
         with contextlib.suppress(FileError):
@@ -94,8 +96,16 @@ def _how_to_replay(path: Path, chain: int, count: int) -> str:
 def _write_files(
     problem: Problem, method: str, failures: list[Failure], draws: Draws, directory: Path | None
 ) -> Iterator[Path]:
-    """Writes a file for each broken chain, until all files together would exceed 1 GiB, and yields
-    their paths. Arguments as for `write`; `failures` are those whose steps were recorded."""
+    """Writes the recorded steps of each broken chain to a file, and yields the files' paths; stops
+    before all files together would exceed 1 GiB.
+
+    Args:
+        problem: model, data and starts of the run.
+        method: name of the sampler.
+        failures: failures of the chains whose steps were recorded.
+        draws: draws of the run, with the recorded steps.
+        directory: directory for the files; None for a new temporary one.
+    """
     engine, density = problem.engine, problem.engine.density
     corrected = density if isinstance(density, ControlVariates) else None
     left = _MOST_BYTES
@@ -125,7 +135,8 @@ def _write_files(
 
 
 def _make_directory() -> Path:
-    """A new temporary directory that nobody else can read; the oldest one of many is deleted."""
+    """A new temporary directory for crash dumps that only this user can read. If this process has
+    made too many of them, the oldest is deleted."""
     with exclusive:
         while len(_directories) >= _MOST_DIRECTORIES:
             shutil.rmtree(_directories.popleft(), ignore_errors=True)
@@ -170,8 +181,8 @@ class Rerun:
 
 
 def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[Rerun]:
-    """Reruns the steps of a crash dump eagerly, each from the state in which it began, and yields
-    them in order.
+    """Yields the recorded steps of a crash dump, computed again in order and eagerly, each from the
+    recorded state in which it began, to find the one that broke.
 
     Args:
         contents: contents of the crash dump's file, by name.
@@ -234,8 +245,8 @@ def rerun(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Iterator[
 
 
 def _find_kernel(name: str) -> Kernel:
-    """A sampler's kernel of the class with this name, with any hyperparameters, as each recorded
-    step has its own.
+    """A kernel of the sampler whose class has this name, to rerun steps with; its hyperparameters
+    are placeholders, as each recorded step has its own.
 
     Raises:
         FileError: no class has the name.

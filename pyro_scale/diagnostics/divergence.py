@@ -101,7 +101,8 @@ def _is_of_state(failure: Failure) -> bool:
 
 
 def _is_due_to_batch(failure: Failure, draws: Draws, sites: Mapping[int, Broken]) -> bool:
-    """Whether a chain stopped because the batch of its last step has NaN.
+    """Whether a chain stopped because the rows of its last step's batch have NaN or infinite
+    numbers.
 
     The batch is not to blame if the chain had run away, or survived such rows before because a mask
     leaves them out.
@@ -120,8 +121,13 @@ def _is_due_to_batch(failure: Failure, draws: Draws, sites: Mapping[int, Broken]
 
 
 def where(failure: Failure, sites: Mapping[int, Broken]) -> str:
-    """The site at which a chain stopped, as the end of a phrase that begins with a comma; empty if
-    it is not known."""
+    """The end of a phrase that says at which site a chain stopped, such as ", site 'w'", and what
+    the site's log density is, if that is known; empty if the site is not known.
+
+    Args:
+        failure: failure of the chain.
+        sites: the site that broke each chain, by chain number; see `broken_sites`.
+    """
     if failure.chain in sites:
         broken = sites[failure.chain]
         return f", site '{broken.site}': its log density is {broken.finding}"
@@ -129,10 +135,12 @@ def where(failure: Failure, sites: Mapping[int, Broken]) -> str:
 
 
 def beyond_its_domain(sites: Mapping[int, Broken]) -> str:
-    """Advice for messages on a site whose log density is not finite at values that chains visit, so
-    that its support or parametrization is to blame.
+    """Advice for messages on a site whose log density is not finite at ordinary values, so that its
+    support or parametrization is the cause and not the step size. Empty if there is no such site,
+    or chains were so far out that the step size may be the cause.
 
-    Empty if chains were so far out that the step size may be the cause.
+    Args:
+        sites: the site that broke each chain, by chain number; see `broken_sites`.
     """
     site = next((broken.site for broken in sites.values() if not broken.is_far), None)
     if site is None:
@@ -144,10 +152,11 @@ def beyond_its_domain(sites: Mapping[int, Broken]) -> str:
 
 
 def all_stopped(store: Path | None, reason: str) -> str:
-    """The message that a run without a finished chain has no results, with the reason.
+    """The reason why a method has no posterior after a run in which all chains stopped, as the end
+    of a sentence that begins with the method's name.
 
     Args:
-        store: directory of its draws; None if they were in memory.
+        store: directory of the draws until then; None if they were in memory.
         reason: message of the run's NonFiniteError.
     """
     message = "has no draws: all chains of the run stopped"
@@ -157,8 +166,9 @@ def all_stopped(store: Path | None, reason: str) -> str:
 
 
 def explosion(result: PosteriorDraws) -> str | None:
-    """A sentence on chains that diverge although their states are still finite, with advice; None
-    if there are none."""
+    """A sentence, with advice, on chains that are running away from the posterior although their
+    states are still finite: with enormous values or an ever higher temperature. None if there are
+    no such chains."""
     last = result.positions[torch.arange(result.num_chains), -1].abs().amax(0)
     place, runaway = int(last.argmax()), _runaway(result)
     site, distance = result.layout.site_at(place), float(last[place])
@@ -188,12 +198,11 @@ def explosion(result: PosteriorDraws) -> str | None:
 
 
 def _runaway(result: PosteriorDraws) -> tuple[str, float] | None:
-    """(The latent site whose virial temperature rises most, that temperature in the last quarter of
-    the draws, relative to the requested one), if a step above the stable range explains the rise;
-    None if no temperature rises so much, or if they were not measured.
+    """(Name of the latent site whose temperature rises most; the site's virial temperature in the
+    last quarter of the draws, relative to the requested one), if it rises so much that the step
+    size must be above the stable range. None if not, or if temperatures were not measured.
 
-    The virial temperature of chains that run away grows until the end.  Chains that come from a bad
-    start are hot at first, but not at the end.
+    Chains that come from a bad start are hot at first, but not at the end.
     """
     if (virial := result.measurements.virial) is None:
         return None

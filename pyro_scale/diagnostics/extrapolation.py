@@ -41,9 +41,9 @@ class Law(NamedTuple):
 
 
 def gaussian_law(plan: RunPlan, noise: Tensor, at_lr: Tensor, at_half: Tensor) -> Law:
-    """How the variance of each latent element depends on the step size, by the theory of the
-    sampler's kernel for Gaussians: for the Gaussian whose variances are those of the draws,
-    extrapolated to lr = 0.
+    """The dependence of each latent element's variance on the step size, by the theory of the
+    sampler's kernel on a Gaussian, for comparison with the draws. The Gaussian has the variances of
+    the draws, extrapolated to lr = 0.
 
     Args:
         plan: plan of the run.
@@ -75,8 +75,8 @@ def gaussian_law(plan: RunPlan, noise: Tensor, at_lr: Tensor, at_half: Tensor) -
 def _stationary_variance(
     kernel: Kernel, values: Values, precision: Tensor, noise: Tensor, epoch: int | None
 ) -> Tensor:
-    """The variance of each latent element in the kernel's stationary distribution on a Gaussian,
-    `[latents]`; NaN where the step size is not stable.
+    """The variance of each latent element in the sampler's stationary distribution on a Gaussian
+    posterior, by theory, `[latents]`; NaN where the step size is not stable.
 
     Args:
         kernel: the sampler's kernel, whose theory is known.
@@ -94,11 +94,13 @@ def _stationary_variance(
 
 
 def choose_orders(ratio: Tensor, law: Law | None, plan: RunPlan) -> tuple[Tensor, Tensor]:
-    """(The power of lr with which each element's bias falls; a boolean for each element, True if
-    the variance is linear in that power of lr, False if the precision is).
+    """How to extrapolate the variance of each of a site's elements to lr = 0: (p, the power of lr
+    with which the bias falls; whether the variance is linear in lr^p, otherwise the precision is),
+    tensors in the shape of `ratio`.
 
-    The law's power if the law explains the observed ratio, to within a factor of 2. Otherwise the
-    kernel's, or 1 if minibatch noise raises the temperature by an unknown amount.
+    The power is that of the law if the law explains the observed ratio, to within a factor of 2.
+    Otherwise it is the sampler's order, or 1 if minibatch noise raises the temperature by an
+    unknown amount.
 
     Args:
         ratio: (variance at lr) / (variance at lr/2), of each element of a site.
@@ -120,13 +122,18 @@ def choose_orders(ratio: Tensor, law: Law | None, plan: RunPlan) -> tuple[Tensor
 
 
 def bias_factor(order: Tensor) -> Tensor:
-    """The factor by which to multiply the difference between results at lr and at lr/2, to get the
-    bias at lr; `order` is the power of lr with which the bias falls."""
+    """The factor by which to multiply (result at lr) - (result at lr/2) to get the bias at lr,
+    elementwise: 2^p / (2^p - 1).
+
+    Args:
+        order: p, the power of lr with which the bias falls.
+    """
     return 2.0**order / (2.0**order - 1)
 
 
 def extrapolate_sd(ratio: Tensor, order: Tensor, in_variance: Tensor) -> Tensor:
-    """The ratio (sd at lr) / (sd at lr = 0) of each element.
+    """The ratio (sd at lr) / (sd at lr = 0) of each element, by which a finite step size inflates
+    the sd.
 
     Args:
         ratio: (variance at lr) / (variance at lr/2).

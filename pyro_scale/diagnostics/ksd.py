@@ -101,8 +101,9 @@ class _Part(NamedTuple):
 def _parts(
     log_posterior: LogPosterior, data: Data, num_rows: int | None, seed: int
 ) -> Iterator[_Part]:
-    """Yields parts that add up to the log joint of all rows; or to an estimate of it from
-    `num_rows` rows that are drawn at random, if that is not None."""
+    """Yields parts of the log joint that fit into memory and add up to the log joint of all rows;
+    if `num_rows` is not None, to an estimate of it from so many rows, drawn at random with `seed`.
+    """
     total, read = log_posterior.num_data, 0
     count = total if num_rows is None else min(as_count("num_rows", num_rows), total)
     if count == total:
@@ -121,7 +122,14 @@ def _parts(
 
 
 def _gradient(result: PosteriorDraws, part: _Part, params: Params) -> Tensor:
-    """The gradient of a part of the log joint at the params of one draw, `[D]`, in nats."""
+    """The gradient of one part of the log joint with respect to all D unconstrained params, `[D]`,
+    in nats.
+
+    Args:
+        result: draws of a run, with the model.
+        part: rows of the part, and its fraction of the log prior.
+        params: unconstrained params of one draw, by site.
+    """
 
     def evaluate(params: Params) -> Evaluation:
         chunk = part.chunk

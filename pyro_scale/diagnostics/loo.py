@@ -120,8 +120,8 @@ def _log_lik_at_mean(result: PosteriorDraws, data: Data, readers: Readers) -> Te
 
 
 def _leave_out(result: PosteriorDraws, parts: Sequence[Tensor]) -> list[Tensor]:
-    """The log density of each row given the others, in nats, and Pareto k of its importance
-    weights, `[rows, 2]`, one tensor for each chunk.
+    """For each chunk of rows, a tensor `[rows, 2]`: log p(row | all other rows), in nats, and
+    Pareto k of the row's importance weights.
 
     Args:
         result: draws of a run.
@@ -136,8 +136,9 @@ def _leave_out(result: PosteriorDraws, parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _relative_ess(result: PosteriorDraws) -> float:
-    """The number of effective draws divided by the number of draws, at most 1, averaged over evenly
-    spread elements; 1 with very few draws."""
+    """The fraction of the draws that are effective, effective sample size over number of draws, at
+    most 1, averaged over evenly spread elements; 1 with very few draws. Pareto smoothing needs it.
+    """
     chains, draws, size = result.positions.shape
     if draws < 4 or chains * draws < 8:
         return 1.0
@@ -154,8 +155,8 @@ def _estimate(
     chosen: Tensor | None,
     at_mean: Tensor | None,
 ) -> Loo:
-    """The estimate of all rows from the evaluated rows; warns if importance weights have heavy
-    tails.
+    """The `Loo` result, with the sum over all rows estimated from the evaluated rows; warns if
+    importance weights have heavy tails.
 
     Args:
         result: draws of a run.
@@ -241,8 +242,9 @@ def _explain_by_latents(result: PosteriorDraws, data: Data, heavy: Tensor, total
 
 
 def _rows_with_own_latent(result: PosteriorDraws, data: Data, num_rows: int) -> dict[str, Tensor]:
-    """A dict from each latent site that has elements on which a single row depends, to whether each
-    row is such a row, `[N]`.
+    """A dict from latent sites to booleans `[N]`: whether a row of the data is the only one whose
+    log likelihood depends on some element of the site, such as a row with a latent of its own.
+    Sites without such rows are left out.
 
     Each row has a different weight w. With g the gradient of its log likelihood in an element, the
     sums over rows obey (sum of w g)^2 = (sum of g) (sum of w^2 g) if a single row has a gradient.

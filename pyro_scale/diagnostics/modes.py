@@ -17,8 +17,8 @@ _MODES_SHOWN = 4
 
 
 def check_modes(result: PosteriorDraws, modes: Modes) -> list[Finding]:
-    """A finding on whether draws are in every mode that the searches found, as a list; empty with a
-    single mode.
+    """A list with one finding for the report: whether draws are in every mode that the searches
+    found, judged by the modes' evidence; empty if only one mode is worth visiting.
 
     A draw is assigned to the mode whose Gaussian, weighted by its evidence, is densest there. The
     mode at which a chain started is not evidence: the chain may have left a spurious mode, or may
@@ -65,8 +65,9 @@ def check_modes(result: PosteriorDraws, modes: Modes) -> list[Finding]:
 
 
 def _where_they_differ(result: PosteriorDraws, modes: tuple[Mode, ...]) -> tuple[str, int]:
-    """(The name of a site, the index of one of the site's unconstrained elements): the element at
-    which some mode is furthest from the best one, in sds of the best mode's Gaussian."""
+    """The element by which a message tells modes apart: (name of its site; index of the element
+    within the site's unconstrained value). At this element some mode is furthest from the best one,
+    in sds of the best mode's Gaussian."""
     best = modes[0].gaussian
     means = torch.stack([mode.gaussian.mean for mode in modes])
     distance = (means - best.mean).abs().amax(0) / best.variance.sqrt()

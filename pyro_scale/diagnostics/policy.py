@@ -11,7 +11,8 @@ from statistics import NormalDist
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """Thresholds of checks on R-hat, effective draws, and modes without draws."""
+    """Thresholds of checks on R-hat and effective sample size, on chains in different modes, and on
+    modes without draws."""
 
     #: R-hat up to which chains agree, and R-hat above which they surely do not.
     agree: float = 1.01
@@ -79,7 +80,8 @@ class Temperature:
 
 @dataclass(frozen=True, kw_only=True)
 class Explosion:
-    """Thresholds by which chains count as diverging."""
+    """Thresholds beyond which chains count as running away from the posterior: distance from 0,
+    virial temperature, and fall of the log joint."""
 
     #: Distance from 0 in unconstrained space.
     distance: float = 1e15
@@ -114,6 +116,6 @@ WEIGHTS = Weights()
 
 
 def errors_by_chance(probability: float, count: int) -> float:
-    """The number of standard errors that the largest of `count` normal errors exceeds with at most
-    this probability (one-sided, Bonferroni)."""
+    """How many standard errors away from 0 the largest of `count` estimates has to be to count as
+    significant: chance exceeds that with at most the given probability (one-sided, Bonferroni)."""
     return -NormalDist().inv_cdf(probability / count)

@@ -19,8 +19,9 @@ from pyro_scale.tuning.policy import NOISE
 def measure(
     trajectory: Trajectory, result: PosteriorDraws, values: Mapping[str, Tensor]
 ) -> tuple[PosteriorDraws, BaseException | None]:
-    """The draws with measurements of minibatch noise and of the temperatures of draws and momenta;
-    and the error that ended the measurements, None if there was none.
+    """Measures minibatch noise and the temperatures of draws and momenta after a run. Returns (the
+    draws with these measurements; the error that ended the measurements early, None if there was
+    none).
 
     Args:
         trajectory: plan, batches and draws of the run.

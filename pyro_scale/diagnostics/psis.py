@@ -56,8 +56,10 @@ class Psis(NamedTuple):
 
     @property
     def words(self) -> str:
-        """A phrase for reports on the evidence behind the weights: numbers of draws and rows, and
-        the error."""
+        """A phrase for reports on what the weights were computed from, such as "1,000 draws, 500
+        rows, error 0.1 nats": the number of draws, the number of rows that were evaluated at each,
+        and, unless all rows were, the error of the log weights. It begins with "not known" if
+        Pareto k is NaN."""
         what = f"{len(self.log_weights):,} draws, {self.num_rows:,} rows"
         if math.isnan(self.pareto_k):
             return f"not known: {what} leave an error of {self.error:.2g} nats"
@@ -141,7 +143,7 @@ def rows_for(log_posterior: LogPosterior, size: int, draws: int, evaluations: in
 
 
 def _check_density(fit: Fit) -> None:
-    """Checks that a fit has a density that can be compared with the model's. Returns nothing.
+    """Raises unless a fit has a density that importance weights can compare with the model's.
 
     Raises:
         ArgumentError: the fit has no such density; the message says why.
@@ -176,8 +178,8 @@ def _log_density(fit: Fit, positions: Tensor) -> Tensor:
 
 
 def _smooth(log_ratios: Tensor) -> tuple[Tensor, float]:
-    """Pareto-smoothed log weights of draws, whose exponentials sum to one, `[draws]`; and Pareto k,
-    the shape of their tail, 0 if all ratios are equal up to rounding.
+    """(Pareto-smoothed log weights of the draws, whose exponentials sum to one, `[draws]`; Pareto
+    k, the shape of their tail). Pareto k is 0 if all ratios are equal up to rounding.
 
     Args:
         log_ratios: log joint minus the fit's log density at each draw, `[draws]`, in nats.
@@ -189,9 +191,9 @@ def _smooth(log_ratios: Tensor) -> tuple[Tensor, float]:
 
 
 def _spread(fit: Fit, positions: Tensor, log_ratios: Tensor) -> float:
-    """The largest ratio, among elements, of the posterior's sd to the fit's sd, from the Gaussian
-    whose log density is the fit's plus the quadratic function that is closest to the log ratios.
-    NaN with several starts or too few draws; infinite if there is no such Gaussian.
+    """The ratio (posterior's sd) / (fit's sd) of the element where it is largest, if the posterior
+    is Gaussian: from the quadratic function of the draws that is closest to the log ratios. NaN
+    with several starts or too few draws; infinite if the result is no Gaussian.
 
     Args:
         fit: the approximation.
@@ -221,8 +223,9 @@ def _spread(fit: Fit, positions: Tensor, log_ratios: Tensor) -> float:
 
 
 def sums_at(fit: Fit, drawn: PosteriorDraws, sums: Sums) -> Sums:
-    """The sums over rows that `psis` needs at a fit's draws, to be passed to it where several
-    processes compute parts of them.
+    """An object that computes the sums over rows that `psis` needs at a fit's draws (of log joints,
+    of their gradient), to be passed to `psis`; processes that share the rows compute parts of the
+    sums.
 
     Args:
         fit: the approximation, with its data.
@@ -281,8 +284,8 @@ class _Terms:
         return total
 
     def slope(self) -> Tensor:
-        """The gradient of the log likelihood of this process's rows at the mean of the draws,
-        `[D]`, in nats."""
+        """The gradient, with respect to all D unconstrained params, of the summed log likelihood of
+        this process's rows at the mean of the draws, `[D]`, in nats."""
         total = torch.zeros(len(self._center), dtype=torch.float64)
         for chunk in chunks_of(self.drawn.log_posterior, self.data, share=self.share):
             every = torch.arange(chunk.num_rows)[chunk.keep]
@@ -312,7 +315,8 @@ class _Terms:
         return log_lik
 
     def _at_draws(self, function: Callable[[Params], Tensor]) -> Tensor:
-        """Results of a function of params at every draw, `[draws]`."""
+        """The values at all draws of a function from params by site to a scalar, `[draws]`, on the
+        CPU."""
         return torch.cat(list(self.drawn.chunks(function))).cpu()
 
     def _gradient(self, function: Callable[[Params], Tensor]) -> Tensor:
@@ -328,8 +332,8 @@ class _Terms:
 def _estimate_log_joint(
     fit: Fit, drawn: PosteriorDraws, data: Data, num_rows: int, sums: Sums
 ) -> tuple[Tensor, float]:
-    """The log joint of all rows at every draw up to a constant, `[draws]`, estimated from some
-    rows; and the error of the estimate in nats.
+    """(The log joint of all rows at every draw, up to a constant, in nats, `[draws]`, estimated
+    from some rows; the error of the estimate in nats).
 
     Estimated from the differences of some rows to their linearizations at the draws' mean, and the
     linearization of all rows, which takes one pass. The error is that between two halves of the

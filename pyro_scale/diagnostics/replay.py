@@ -125,8 +125,8 @@ def _diagnose(
     steps: Sequence[Rerun],
     broken: Rerun,
 ) -> tuple[str, str]:
-    """The site that is to blame for a chain's break, and the reason in words, from the first step
-    that is not finite.
+    """(Name of the site that is to blame for a chain's break; the reason in words), from the first
+    rerun step that is not finite.
 
     Args:
         contents: contents of the crash dump.
@@ -178,9 +178,9 @@ def _diagnose(
 def _examine(
     log_posterior: LogPosterior, layout: Layout, step: Rerun
 ) -> tuple[str | None, str, str]:
-    """The first site whose log density is not finite at a step's params, None if there is none; its
-    log density in words; and the end of a sentence on another error that Pyro's validation raises,
-    empty if it raises none.
+    """(Name of the first site whose log density is not finite at a step's params, None if there is
+    none; what its log density is, in words; the end of a sentence on another error that Pyro's
+    validation raises, empty if it raises none).
 
     Args:
         log_posterior: the model.
@@ -200,9 +200,16 @@ def _examine(
 def _find_runaway(
     contents: Mapping[str, Any], layout: Layout, steps: Sequence[Rerun]
 ) -> tuple[str, str] | None:
-    """The site to blame and the reason in words, if the step size is above the stable range:
-    gradients grow from step to step, or the chain is far out. None if that is not the cause, or
-    fewer than two gradients are finite."""
+    """(Name of the site to blame; the reason in words) if a step size above the stable range
+    explains why the chain broke: gradients grow from step to step, or the chain is far out. None if
+    it does not, or fewer than two gradients are finite. The site is that of the run's error, unless
+    the gradients of other sites grow and its own does not.
+
+    Args:
+        contents: contents of the crash dump, by name.
+        layout: order of the sites' elements in the params.
+        steps: the rerun steps up to the one that broke.
+    """
     finite = [step for step in steps if bool(torch.isfinite(step.gradient).all())]
     if len(finite) < 2:
         return None
@@ -235,8 +242,12 @@ def _bad_argument(arguments: Arguments) -> str | None:
 
 
 def _first_not_finite(layout: Layout, vector: Tensor) -> str:
-    """The name of the site that holds the first NaN or infinite element of a vector `[D]`; the
-    vector must have one."""
+    """The name of the site to which the first NaN or infinite element of `vector` belongs.
+
+    Args:
+        layout: order of the sites' elements in the vector.
+        vector: an element for each unconstrained param, `[D]`, not all of them finite.
+    """
     return layout.site_at(int(torch.nonzero(~torch.isfinite(vector))[0]))
 
 

@@ -43,7 +43,8 @@ class Finding:
     severity: float = field(default=0.0, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, str]:
-        """The fields that a report's table and file have, by name: all but `severity`."""
+        """The fields of the finding by name, as a report's table and file have them: all but
+        `severity`."""
         fields = asdict(self)
         del fields["severity"]
         return fields
@@ -76,8 +77,9 @@ class Report:
 
     @classmethod
     def from_findings(cls, findings: Sequence[Finding], choices: Mapping[str, str]) -> Report:
-        """The report made of these findings, with its verdict, the findings that decide it first;
-        those of passed checks keep their order.
+        """The report made of these findings, sorted so that those which decide the verdict come
+        first, the worst of them before others. The verdict is "ensemble" if any finding says so,
+        otherwise "no", "unknown" or "yes".
 
         Args:
             findings: results of all checks, in any order.
@@ -95,7 +97,7 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report whose JSON text `to_json` returned."""
+        """The report from the JSON text that `to_json` returned, as a saved run's facts have it."""
         fields = json.loads(text)
         findings = tuple(Finding(**finding) for finding in fields["findings"])
         return cls(fields["verdict"], findings, fields["choices"])
@@ -108,18 +110,21 @@ class Report:
         )
 
     def to_frame(self) -> Any:
-        """A DataFrame with a row for each site and check."""
+        """A pandas DataFrame with a row for each finding and the columns site, check, verdict, told
+        (the result in words) and advice."""
         import pandas
 
         return pandas.DataFrame([finding.to_dict() for finding in self.findings])
 
     def of_site(self, name: str) -> Verdict:
-        """The verdict on one site; checks of the whole run count for all sites."""
+        """The verdict on one site: "ensemble" if any finding on the site or on the whole run says
+        so, otherwise "no", "unknown" or "yes", the first that any of these findings has."""
         return _decide([finding for finding in self.findings if finding.site in ("", name)])
 
     @property
     def headline(self) -> str:
-        """The verdict in one line, with the worst finding and what to try."""
+        """The report's first line: the verdict, the worst finding and what to try; for "yes", what
+        that means."""
         title, _ = _TITLES[self.verdict]
         if self.verdict == "yes":
             return (

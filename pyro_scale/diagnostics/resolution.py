@@ -93,28 +93,36 @@ def frozen_latents(result: PosteriorDraws) -> list[str]:
 
 
 def _unconstrained(result: PosteriorDraws, name: str) -> Tensor:
-    """Evenly spread draws of a latent site's unconstrained elements, `[chains, up to 1000 draws, up
-    to 200 elements]`."""
+    """Draws of a latent site in unconstrained space, for checks: `[chains, up to 1000 draws, up to
+    200 elements]`, evenly spread over draws and elements."""
     places = spread(result.positions, _CHECKED_DRAWS)
     return result.unconstrained_elements(places, _columns(result, name))
 
 
 def _columns(result: PosteriorDraws, name: str) -> Tensor:
-    """Indices, among the D unconstrained params, of up to 200 evenly spread elements of a latent
-    site."""
+    """Indices, among the D unconstrained params, of the elements of a latent site that are checked:
+    up to 200, evenly spread."""
     place = result.layout.slices()[name]
     return place.start + evenly(place.stop - place.start, MIXING.elements)
 
 
 def _is_constant(draws: Tensor) -> Tensor:
-    """Whether the draws of an element are all the same in a chain, `[chains, elements]`, from draws
-    `[chains, draws, elements]`."""
+    """Whether an element is the same number in all draws of a chain, booleans `[chains, elements]`.
+
+    Args:
+        draws: draws of a site's elements, `[chains, draws, elements]`.
+    """
     return (draws == draws[:, :1]).all(1)
 
 
 def _rounding(draws: Tensor, dtype: torch.dtype) -> Tensor:
-    """The fraction of each element's variance that is due to rounding to a dtype, `[elements]`,
-    from draws `[chains, draws, elements]`; 0 for constants."""
+    """The fraction of each element's variance that rounding to a dtype causes, `[elements]`; 0 for
+    elements that are constant.
+
+    Args:
+        draws: draws of a site's elements, `[chains, draws, elements]`.
+        dtype: dtype to which the numbers are rounded.
+    """
     wide = draws.double()
     added = spacing(wide, dtype).square().mean((0, 1)) / 12
     variance = (wide - wide.mean(1, keepdim=True)).square().mean((0, 1))
@@ -122,16 +130,16 @@ def _rounding(draws: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def spacing(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance from each number to the next larger one that the dtype can represent, of the
-    same shape."""
+    """The distance from each number to the next larger one that `dtype` can represent, float64 in
+    the shape of `values`; draws cannot differ by less."""
     exponent = values.double().abs().clamp(min=torch.finfo(dtype).tiny).frexp().exponent
     return torch.finfo(dtype).eps * torch.exp2(exponent.double() - 1)
 
 
 def _loses_moves(result: PosteriorDraws, name: str) -> bool:
-    """Whether single steps of the sampler may move some element of a latent site by so little that
-    rounding to the dtype loses the moves. False for whitened runs, or if step numbers are not
-    recorded."""
+    """Whether rounding to the dtype may lose the moves of single steps, because some element of a
+    latent site moves so little in a step. False for whitened runs, or if the draws' step numbers
+    are not recorded."""
     step = result.sample_stats.get("step")
     if step is None or result.attrs.get("whitened") or step.shape[1] < 2:
         return False

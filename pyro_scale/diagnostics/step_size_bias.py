@@ -109,7 +109,7 @@ def step_size_bias(plan: RunPlan, result: PosteriorDraws, num_samples: int | Non
 
 
 def _check_run(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -> None:
-    """Checks that a coupled run can show the step-size bias of this run. Returns nothing.
+    """Raises unless a coupled run at half the step size can show the bias of this run.
 
     Raises:
         ArgumentError: a Cyclical lr, temperature 0, chains that have exploded, draws that fall on
@@ -147,8 +147,9 @@ def _check_run(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -
 def run_coupled(
     plan: RunPlan, result: PosteriorDraws, count: int
 ) -> tuple[PosteriorDraws, PosteriorDraws]:
-    """(The first `count` draws of each chain of the run, as many draws of a coupled run at half the
-    step size that is driven by the same Brownian path), of the chains that finished in both.
+    """(The first `count` draws of each chain of the run; as many draws of a coupled run at half the
+    step size, driven by the same Brownian path), both with the chains that finished in both runs.
+    Draws with the same indices belong together.
 
     Raises:
         NonFiniteError: all chains of the coupled run became NaN or infinite.
@@ -165,8 +166,9 @@ def run_coupled(
 
 
 def _run_at_half_step(plan: RunPlan, count: int) -> Draws:
-    """Runs all chains of the plan again with half the step size and twice as many steps, driven by
-    the same Brownian path as the run, and returns `count` draws of each."""
+    """`count` draws of each chain of a coupled run: all chains of the plan are run again with half
+    the step size and twice as many steps, driven by the same Brownian path, so that differences
+    from the run's draws are due to the step size."""
     problem, kernel, positions = plan.problem, plan.kernel, plan.problem.positions
     steps = Steps(count, 2 * plan.steps.warmup_steps, 2 * plan.steps.thinning)
     columns = {
@@ -193,8 +195,9 @@ def _run_at_half_step(plan: RunPlan, count: int) -> Draws:
 def _gaussian_laws(
     plan: RunPlan, result: PosteriorDraws, short: PosteriorDraws, coupled: PosteriorDraws
 ) -> dict[str, Law]:
-    """A dict from each latent site to the law by which the variances of its unconstrained elements
-    depend on lr; empty if minibatch noise does not raise the temperature, or is not known.
+    """A dict from each latent site to the dependence on lr of the variances of its unconstrained
+    elements, by theory; empty if steps have no minibatch noise that raises the temperature, or it
+    was not measured.
 
     Args:
         plan: plan of the run.
@@ -219,8 +222,8 @@ def _gaussian_laws(
 def _bias_of_site(
     at_lr: Tensor, at_half: Tensor, weights: Tensor | None, law: Law | None, plan: RunPlan
 ) -> _SiteBias:
-    """The step-size bias of a site, of the element whose mean is furthest off and of the one whose
-    sd is.
+    """The step-size bias of a site: of the mean at the element where this is furthest off, and of
+    the sd at the element where that is.
 
     Args:
         at_lr: constrained draws at lr, `[chains, draws, ...]`.
@@ -272,8 +275,14 @@ def _bias_of_site(
 
 
 def _warn_of_bias(site: str, bias: _SiteBias, result: PosteriorDraws, plan: RunPlan) -> None:
-    """Warns that a site has a significant step-size bias, with its size and advice. The caller has
-    checked that it is significant."""
+    """Warns that the step size biases a site, with the size of the bias and advice.
+
+    Args:
+        site: name of the site.
+        bias: the site's bias, which the caller has found significant.
+        result: draws of the run.
+        plan: plan of the run.
+    """
     advice = lower_lr(result, bias.excess ** (-1 / bias.excess_order))
     if plan.problem.data.batch_size is not None:
         advice += "; where minibatches heat, raise batch_size or pass control_variates=True"

@@ -24,8 +24,9 @@ _LEVELS = 0.05, 0.5, 0.95
 
 
 def summary(result: PosteriorDraws, var_names: list[str] | None) -> Any:
-    """ArviZ's summary as a DataFrame with a row for each element: mean, sd, quantiles, R-hat, ESS;
-    and, if tuning chose settings of the run, the report's verdict on the site.
+    """The DataFrame that `summary()` returns, with a row for each element: mean, sd, quantiles,
+    R-hat, ESS as by ArviZ; and, if tuning chose settings of the run, the report's verdict on the
+    site.
 
     A large site has one row, with its worst R-hat and ESS.  If draws have weights, means and sds
     are weighted, and other columns use draws that are repeated or left out in proportion.
@@ -66,13 +67,19 @@ def summary(result: PosteriorDraws, var_names: list[str] | None) -> Any:
 
 
 def _site_of(row: object) -> str:
-    """The name of the site in a table's row label: `w` of `w[0, 1]`."""
+    """The name of the site in the label of a table's row: "w" for "w[0, 1]"."""
     return str(row).partition("[")[0].strip()
 
 
 def _summary_of_draws(result: PosteriorDraws, name: str, values: Tensor) -> Any:
-    """ArviZ's summary of one site as a DataFrame with a row for each element, from draws `[chains,
-    draws, ...]`."""
+    """ArviZ's summary of one site as a DataFrame with a row for each element; R-hat and ESS of
+    constant elements are NaN.
+
+    Args:
+        result: draws of the run.
+        name: name of the site.
+        values: draws of the site, `[chains, draws, ...]`.
+    """
     values = values.byte() if values.dtype == torch.bool else values  # which have quantiles
     data = to_inference_data(result, {"posterior": {name: values}})
     table, flat = arviz_api.summary(data), values.reshape(values.shape[:2].numel(), -1)
@@ -109,7 +116,7 @@ def _summary_of_moments(moments: Mapping[str, Moments], var_names: list[str] | N
 
 
 def _mixing_columns(table: Any) -> list[str]:
-    """The names of a table's columns that hold R-hat and ESS."""
+    """The names of those columns of a summary table that hold R-hat or an ESS."""
     return [column for column in table.columns if column.startswith(("ess", "r_hat"))]
 
 

@@ -84,8 +84,12 @@ def diagnostics(result: PosteriorDraws, predict_at: Any = None) -> Any:
 
 def chain_correlation(samples: Tensor) -> float:
     """The correlation of an element's draws between two chains, averaged over all pairs of chains,
-    for the element where it is largest. Independent chains have about 0. Draws are `[chains, draws,
-    ...]`, of two chains or more."""
+    of the element where it is largest. About 0 for independent chains; larger if chains share their
+    minibatches.
+
+    Args:
+        samples: draws of a site, `[chains, draws, ...]`, of two chains or more.
+    """
     centered = samples.reshape(*samples.shape[:2], -1).double()
     centered = centered - centered.mean(1, keepdim=True)
     unit = centered / centered.norm(dim=1, keepdim=True)
@@ -111,28 +115,30 @@ class _Temperatures(NamedTuple):
 
     @property
     def is_hot(self) -> Tensor:
-        """Booleans `[sites, 2]`: whether the temperature of a site's elements on average, and that
-        of its steepest element, is significantly too high."""
+        """Whether temperatures are significantly above 1.1 times the requested one, standard errors
+        included; booleans `[sites, 2]`, for the mean over a site's elements and for the site's
+        steepest element."""
         return self.values - self.errors * self.mcses > TEMPERATURE.hot
 
     @property
     def is_cold(self) -> Tensor:
-        """Booleans `[sites, 2]`: whether the temperature of a site's elements on average, and that
-        of its steepest element, is significantly too low."""
+        """Whether temperatures are significantly below 0.9 times the requested one, standard errors
+        included; booleans `[sites, 2]`, for the mean over a site's elements and for the site's
+        steepest element."""
         return self.values + self.errors * self.mcses < 2 - TEMPERATURE.hot
 
     @property
     def is_right(self) -> Tensor:
-        """Booleans `[sites, 2]`: whether the temperature of a site's elements on average, and that
-        of its steepest element, is surely within 10% of the requested one (3 standard errors
-        included)."""
+        """Whether temperatures are surely within 10% of the requested one, three standard errors
+        included; booleans `[sites, 2]`, for the mean over a site's elements and for the site's
+        steepest element."""
         gap = (self.values - 1).abs() + TEMPERATURE.errors * self.mcses
         return gap < TEMPERATURE.hot - 1
 
 
 def _temperatures(result: PosteriorDraws) -> _Temperatures | None:
-    """The relative virial temperatures of each latent site with their errors; None if they were not
-    measured."""
+    """The virial temperatures of all latent sites relative to the requested temperature, with
+    standard errors; None if temperatures were not measured."""
     if (virial := result.measurements.virial) is None:
         return None
     parts = (virial.parts / result.sample_stats["temperature"].mean()).double()
@@ -274,8 +280,13 @@ def _hot_momenta(table: Any) -> list[str]:
 
 
 def _warn_of_momenta(result: PosteriorDraws, table: Any, hot: list[str]) -> None:
-    """Warns of the site with the hottest momenta among `hot`, the sites whose momenta are
-    significantly too hot."""
+    """Warns of the site whose momenta are hottest, compared with what the step size alone explains.
+
+    Args:
+        result: draws of a run.
+        table: DataFrame with a row for each latent site.
+        hot: names of the sites whose momenta are significantly too hot, at least one.
+    """
     heat = table["kinetic_temperature"] - table["kinetic_temperature_expected"]
     site = heat[hot].idxmax()
     row = table.loc[site]
@@ -293,7 +304,8 @@ def _warn_of_momenta(result: PosteriorDraws, table: Any, hot: list[str]) -> None
 
 
 def _cooler(result: PosteriorDraws, factor: float) -> str:
-    """Advice for draws whose measured temperature is `factor` times too high.
+    """Advice, as a phrase for messages, on how to cool draws whose temperature was measured to be
+    `factor` times the requested one: a smaller lr, or larger batches.
 
     Heat of minibatches is proportional to lr.  A long step alone lowers the precision in
     proportion to lr instead, as SGLD's on a Gaussian.
@@ -304,16 +316,16 @@ def _cooler(result: PosteriorDraws, factor: float) -> str:
 
 
 def _cause_of_heat(result: PosteriorDraws) -> Literal["step-size", "minibatch-heat"]:
-    """The section of the documentation on symptoms that explains draws which are too hot:
-    "step-size" if gradients have no minibatch noise, otherwise "minibatch-heat"."""
+    """The likely cause of draws that are too hot, as the anchor of its section on the page of
+    symptoms: "step-size" if gradients have no minibatch noise, otherwise "minibatch-heat"."""
     noise = result.measurements.gradient_noise
     is_exact = noise is not None and not noise.variance.any()
     return "step-size" if is_exact else "minibatch-heat"
 
 
 def _lower_lr(result: PosteriorDraws, factor: float) -> str:
-    """Advice, as a phrase for messages, to lower lr so that a temperature that is `factor` times
-    too high becomes tolerable, to first order in lr."""
+    """Advice, as a phrase for messages, to lower the step size so that a temperature that is
+    `factor` times the requested one becomes tolerable, where the excess is proportional to lr."""
     return lower_lr(result, (TEMPERATURE.hot - 1) / (factor - 1))
 
 

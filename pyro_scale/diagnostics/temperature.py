@@ -59,13 +59,16 @@ _NUMBERS_AT_ONCE = 2**23
 _FLATTEST = 1e-6
 #: Least fraction of the requested temperature that draws are assumed to have.
 _COLDEST = 0.1
+#: Variance of an element's contributions to the temperature on a Gaussian.
+_GAUSSIAN = 2.0
 #: Elements whose laws are computed at a time, to stay in the processor's cache.
 _ELEMENTS_AT_ONCE = 2**13
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientWork:
-    """Limits on how many gradients of rows may be computed to measure a run's temperature."""
+    """Limits on the number of gradients that are computed after a run to measure the temperature of
+    its draws."""
 
     #: Draws at which gradients are taken: at most; and at least, whatever the work: on a Gaussian,
     #: a temperature from so few has a standard error of 0.09.
@@ -115,7 +118,9 @@ def virial(
     noise: Tensor | None = None,
     work: GradientWork = GRADIENT_WORK,
 ) -> Virial:
-    """Measures the temperature of a run's draws by the virial theorem.
+    """Measures the temperature of a run's draws by the virial theorem, from the products of
+    distance from the mean and gradient, on batches that the draws have not seen; to detect chains
+    that minibatches or long steps have heated.
 
     Args:
         problem: model and engine of the run.
@@ -230,8 +235,9 @@ def _moments(numbers: Tensor, distances: Tensor) -> Tensor:
         numbers: a number of each draw and element, `[draws, D]`.
         distances: squared distances of the draws' elements from the mean, `[draws, D]`.
     """
-    products = numbers, numbers.square(), distances, distances.square(), numbers * distances
-    return torch.stack([product.sum(0) for product in products])
+    pairs = (numbers, numbers), (distances, distances), (numbers, distances)
+    squares, distances_squares, products = (torch.einsum("nd,nd->d", *pair) for pair in pairs)
+    return torch.stack([numbers.sum(0), squares, distances.sum(0), distances_squares, products])
 
 
 class _Regression(NamedTuple):
@@ -269,14 +275,15 @@ class _Regression(NamedTuple):
 
     def explains(self, fraction: float) -> bool:
         """Whether, with gradients at this fraction of the draws, what is not explained adds no more
-        to the squared error of any element than the draws themselves."""
-        return bool((1 - self.explained <= fraction * self.explained).all())
+        to the squared error of any element than the draws themselves, or draws of a Gaussian."""
+        explained = self.explained * self.variance
+        unexplained = self.variance - explained
+        return bool((unexplained <= fraction * explained.clamp(min=_GAUSSIAN)).all())
 
     def errors(self, count: int, more: int) -> Tensor:
         """Standard errors of the temperature of each element, `[D]`, if draws are independent:
         `count` with gradients, `more` with squared distances."""
-        # on a Gaussian, contributions have variance 2; of few draws, small means have small spreads
-        variance = self.variance.clamp(min=2)
+        variance = self.variance.clamp(min=_GAUSSIAN)  # with few draws, it may be too small
         return (variance * ((1 - self.explained) / count + self.explained / more)).sqrt()
 
 
@@ -309,8 +316,8 @@ def _most_gradients(
 
 
 def _by_site(parts: Tensor, slices: Sequence[slice], steepest: Tensor) -> Tensor:
-    """The mean over each site's elements and the number of its steepest element, `[draws, sites,
-    2]`.
+    """Two columns for each site at every draw, `[draws, sites, 2]`: the mean of `parts` over the
+    site's elements, and the value of `parts` at its steepest element.
 
     Args:
         parts: a number for each element, `[draws, D]`.
@@ -323,9 +330,9 @@ def _by_site(parts: Tensor, slices: Sequence[slice], steepest: Tensor) -> Tensor
 
 
 def _along(engine: Engine, gradient: Tensor) -> Tensor:
-    """The preconditioned gradient C g divided by the diagonal of C, `[draws, D]`, where C is the
-    covariance by which the run's chains are whitened; g itself if they are not, and for
-    point-estimated sites.
+    """The gradient in the direction in which whitened chains move, C g divided by the diagonal of
+    C, `[draws, D]`, where C is the covariance by which the run's chains are whitened. The gradient
+    itself if chains are not whitened, and for point-estimated sites.
 
     Args:
         engine: engine of the run.
@@ -340,8 +347,12 @@ def _along(engine: Engine, gradient: Tensor) -> Tensor:
 
 
 def _largest(numbers: Tensor, slices: Sequence[slice]) -> Tensor:
-    """The index, among all D elements, of each site's largest number, `[sites]`; `numbers` is
-    `[D]`, `slices` has the indices of each site's elements."""
+    """The index, among all D elements, of the largest number of each site, `[sites]`.
+
+    Args:
+        numbers: a number for each element, such as a variance, `[D]`.
+        slices: indices of each site's elements among the D.
+    """
     return torch.tensor([place.start + int(numbers[place].argmax()) for place in slices])
 
 
@@ -376,8 +387,9 @@ def kinetic(
     noise: GradientNoise | None,
     virial: Virial | None,
 ) -> Kinetic | None:
-    """The kinetic temperature of the finished chains' momenta, and the one that the step size
-    implies; None for samplers without momenta, or if none were recorded.
+    """The kinetic temperature of the finished chains' momenta, relative to the requested one, with
+    the value that the step size alone implies; None for samplers without momenta, or if no momenta
+    were recorded.
 
     Args:
         problem: model and engine of the run.
@@ -426,8 +438,8 @@ def _precision(engine: Engine, temperature: Tensor, virial: Virial, noise: Tenso
 
 
 def _expected_kinetic(engine: Engine, values: Mapping[str, Tensor], precision: Tensor) -> Tensor:
-    """The kinetic temperature that the kernel's update has on a Gaussian at the run's step size, of
-    each latent element, `[latents]`.
+    """The kinetic temperature, relative to the requested one, that the sampler has at the run's
+    step size on a Gaussian posterior without minibatches, of each latent element, `[latents]`.
 
     To first order in lr^2 L it depends on L_ii alone, however elements are correlated.
 

@@ -87,8 +87,8 @@ def report_on_exact(result: PosteriorDraws, num_samples: int) -> Report:
 
 
 def _with_advice(result: PosteriorDraws, findings: list[Finding]) -> list[Finding]:
-    """The same findings, where each that has not passed has the advice to non-center a latent site,
-    if the model has a centered one; unchanged otherwise."""
+    """The findings for the report; if the model has a latent site that is better written
+    non-centered, those which have not passed get the advice to do so."""
     if result.data is None or all(finding.verdict == "yes" for finding in findings):
         return findings
     params = result.layout.unflatten(result.positions[0, -1])
@@ -110,8 +110,8 @@ def _with_advice(result: PosteriorDraws, findings: list[Finding]) -> list[Findin
 
 
 def _check_length(result: PosteriorDraws, num_samples: int) -> list[Finding]:
-    """A finding (the result of a check, for the report) if the run ended before `num_samples` draws
-    of each chain; empty if it reached its end."""
+    """A list with one finding (the result of a check, for the report) if the run ended before
+    `num_samples` draws of each chain; empty if it did not."""
     kept = result.sample_stats["lp"].shape[1]
     if kept == num_samples:
         return []
@@ -123,7 +123,8 @@ def _check_length(result: PosteriorDraws, num_samples: int) -> list[Finding]:
 def _check_mixing(
     result: PosteriorDraws, enough: float, too_few: float, more: str
 ) -> list[Finding]:
-    """Findings on each site: whether chains agree, and whether enough draws are effective.
+    """Findings for the report on each latent site: whether chains agree (R-hat), and whether enough
+    draws are effective. A single one, "unknown", if draws are too few for a check.
 
     Args:
         result: draws of a run.
@@ -163,8 +164,8 @@ def _check_mixing(
 
 
 def _check_tails(name: str, draws: Tensor) -> list[Finding]:
-    """A finding if a site's tails are so heavy that the draws do not determine an sd; otherwise
-    empty.
+    """A list with one finding for the report if a site's tails are so heavy that its draws do not
+    determine an sd; empty otherwise.
 
     Args:
         name: name of the site.
@@ -185,8 +186,8 @@ def _check_tails(name: str, draws: Tensor) -> list[Finding]:
 
 
 def _check_divergences(result: PosteriorDraws) -> list[Finding]:
-    """A finding on whether NUTS trajectories diverged, so that draws leave out where the posterior
-    is narrow."""
+    """A list with one finding for the report of NUTS: whether trajectories diverged, as draws then
+    miss regions where the posterior is narrow."""
     diverging = result.sample_stats["diverging"]
     count, where = int(diverging.sum()), result.attrs.get("diverged_where", "")
     advice = WITHIN if where else "target_accept=0.95, or another parametrization"
@@ -195,8 +196,8 @@ def _check_divergences(result: PosteriorDraws) -> list[Finding]:
 
 
 def _check_predictions(result: PosteriorDraws) -> list[Finding]:
-    """Findings on whether a network's chains agree in their predictions for some training rows; its
-    weights cannot be compared, as they have equivalent modes."""
+    """A list with one finding for a network's report: whether chains agree in their predictions for
+    some training rows. Weights cannot be compared, as networks have equivalent modes."""
     advice = (
         "nothing, if an ensemble is enough; for a posterior, larger warmup_steps= and thinning="
     )
@@ -218,8 +219,8 @@ def _check_predictions(result: PosteriorDraws) -> list[Finding]:
 
 
 def _check_temperatures(result: PosteriorDraws) -> list[Finding]:
-    """A finding for each latent site: whether the virial temperature of every element is right.
-    Empty if temperatures were not measured."""
+    """A finding for the report on each latent site: whether the virial temperature of every element
+    is the requested one. An empty list if temperatures were not measured by element."""
     virial = result.measurements.virial
     if virial is None or virial.elements is None:
         return []
@@ -253,9 +254,9 @@ def _check_temperatures(result: PosteriorDraws) -> list[Finding]:
 
 
 def _check_heating(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
-    """Findings on the predicted factor by which minibatches multiply the temperature, to first
-    order in the step size: from gradients of all rows if tuning took them, otherwise by site from
-    some batches. Empty if every step takes all rows."""
+    """Findings for the report on how much minibatches are predicted to heat the chains, to first
+    order in the step size: one on the run if tuning measured it on gradients of all rows, otherwise
+    one on each site, from some batches. Empty if every step takes all rows."""
     if int(result.attrs.get("batch_size", 0)) >= int(result.attrs["num_data"]):
         return []
     check, limit = "minibatch heat", TEMPERATURE.hot - 1
@@ -281,8 +282,8 @@ def _check_heating(result: PosteriorDraws, choice: Choice | None) -> list[Findin
 
 
 def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
-    """Findings on the bias of means and sds due to the step size, as tuning measured it by a
-    coupled run."""
+    """Findings for the report on the bias of means and sds that the step size causes, as tuning
+    measured it by a coupled run; "unknown" if it was not measured."""
     if "acceptance_rate" in result.attrs:
         rate = float(result.attrs["acceptance_rate"])
         text = f"no step size biases the draws: {rate:.0%} of proposals were accepted"
@@ -321,9 +322,9 @@ def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
 
 
 def _check_warm_up(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
-    """Findings on whether warm-up settled (chains agreed and the whitened coordinates no longer
-    changed), and whether draws cover all modes that the searches found; empty without such a
-    warm-up."""
+    """Findings for the report on a warm-up in windows: whether it settled (chains agreed and the
+    whitened coordinates no longer changed), and whether draws are in all modes that the searches
+    found. An empty list for a run without such a warm-up."""
     if choice is None or choice.window is None:
         return []
     window = choice.window

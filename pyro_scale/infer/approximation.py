@@ -61,8 +61,13 @@ class Approximation(Method):
 
     @classmethod
     def load(cls, path: FilePath, model: Any) -> Self:
-        """A method of this class that holds the fit that `save` wrote to the file `path`, with the
-        file's `structure`. It cannot be run; see `Method.load`."""
+        """A method of this class that holds the fit which `save` wrote to a file, with the file's
+        `structure`. It has results but cannot be run; see `Method.load`.
+
+        Args:
+            path: path of the file.
+            model: the model of the run, as for the constructor.
+        """
         loaded = super().load(path, model)
         loaded.structure = loaded.fit.attrs["structure"]
         return loaded
@@ -78,8 +83,9 @@ class Approximation(Method):
 
 
 def fit_of(value: Any) -> Fit | None:
-    """The fit (Gaussians in unconstrained space) of an approximation that has been run, or of its
-    posterior; None for values of other types.
+    """The `Fit` (Gaussians in unconstrained space, one a start, with the run's settings) inside
+    `value`, if that is an approximation such as `Laplace` that has been run, or its posterior; None
+    for any other value, so that a caller can tell a fit from a dict or a sampler.
 
     Raises:
         NotRunError: the approximation has not been run.

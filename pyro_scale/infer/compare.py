@@ -199,9 +199,9 @@ def _shapes(result: PosteriorDraws) -> dict[str, list[int]]:
 
 
 def _costs(posterior: Posterior) -> dict[str, float]:
-    """The columns of the comparison's table about one run, by column's name: `seconds` (tuning,
-    compilation and steps), the smallest `ess` and the largest `r_hat` among up to 200 elements of
-    each latent site, and `ess_per_second`. ESS and R-hat are NaN for Gaussian fits and particles.
+    """Costs of one run, by column of the comparison's table: `seconds` (tuning, compilation and
+    steps together); the smallest bulk `ess` and the largest `r_hat` among up to 200 elements of
+    each latent site; and `ess_per_second`. ESS and R-hat are NaN for Gaussian fits and particles.
     """
     result = posterior.draws
     times = ("tuning_time", "compile_time", "sampling_time", "fitting_time")
@@ -318,8 +318,14 @@ def _in_short(value: float) -> str:
 
 
 def _plot_densities(ax: Axes, table: Any, colors: list[Any]) -> None:
-    """Draws each method's held-out log predictive density, with its standard error, on a line of
-    its own; the first method is on top."""
+    """Draws the left panel of a comparison's plot: each method's held-out log predictive density in
+    nats a row, with its standard error, on a line of its own; the first method is on top.
+
+    Args:
+        ax: axes to draw into.
+        table: DataFrame of the comparison, one row a method.
+        colors: a color for each method.
+    """
     for place, (name, color) in enumerate(zip(table.index, colors, strict=True)):
         row = table.loc[name]
         ax.errorbar(row.lpd, place, xerr=row.lpd_se, fmt="o", color=color, capsize=3)
@@ -335,8 +341,17 @@ def _plot_densities(ax: Axes, table: Any, colors: list[Any]) -> None:
 def _plot_distances(
     figure: Figure, ax: Axes, table: Any, reference: str, colors: list[Any]
 ) -> None:
-    """Draws, for every method at its seconds, its distances from the reference in mean (filled) and
-    in log sd (open); the reference is a vertical line. Zero and infinite distances are left out."""
+    """Draws the panel of distances of a comparison's plot: for every method, at the seconds that it
+    took, its distances from the reference in mean (filled) and in log sd (open). The reference is a
+    vertical line. Zero and infinite distances are left out.
+
+    Args:
+        figure: the figure, for the legend.
+        ax: axes to draw into.
+        table: DataFrame of the comparison, one row a method.
+        reference: name of the reference.
+        colors: a color for each method.
+    """
     from matplotlib.ticker import LogLocator, NullFormatter
 
     for name, color in zip(table.index, colors, strict=True):

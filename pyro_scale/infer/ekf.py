@@ -245,8 +245,9 @@ class EKF(Stepwise, Approximation):
     def _prior(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[GaussianPosterior, Arguments]:
-        """(The posterior object of the prior's Gaussian; the model's arguments to predict at: those
-        that the user passed, completed by observations that are drawn from the prior).
+        """Two things for a prediction before the first step: (a posterior whose Gaussian is the
+        prior's, in unconstrained space; the model's arguments to predict at, that is the user's
+        own, completed by observations drawn from the prior where the model needs some).
 
         Args:
             args, kwargs: rows to predict, as the model's own arguments, without observations.
@@ -260,7 +261,8 @@ class EKF(Stepwise, Approximation):
     def _filter(
         self, log_posterior: LogPosterior, data: Data, arguments: Arguments, seed: int
     ) -> Filter:
-        """A filter on an analyzed model, before its first batch.
+        """A filter before its first batch, with the prior's Gaussian or the user's start. The model
+        is analyzed here.
 
         Args:
             log_posterior: the density, which is analyzed here.
@@ -375,8 +377,8 @@ def _check_transition_sd(transition_sd: Any) -> None:
 
 
 def _drift(transition_sd: TransitionSd, layout: Layout) -> Tensor:
-    """The variance of the random walk of each of the D unconstrained elements before a batch,
-    `[D]`; 0 for sites that a dict leaves out.
+    """The variance that the random walk adds to each of the D unconstrained elements before a
+    batch, `[D]`: `transition_sd` squared, and 0 for sites that a dict leaves out.
 
     Raises:
         ArgumentError: the model has no site of that name, or a tensor has another shape than its

@@ -241,7 +241,8 @@ class Filter:
         return mean, sd
 
     def fit(self, times: Mapping[str, float]) -> Fit:
-        """The Gaussian after the latest step, as a fit.
+        """The Gaussian after the latest step as a `Fit`, like those of other approximations, with
+        the settings of the filter and the batches' log likelihoods.
 
         Args:
             times: seconds that parts of the run took, by name, for the fit's `attrs`.
@@ -272,8 +273,8 @@ class Filter:
         )
 
     def finish(self, times: Mapping[str, float]) -> Fit:
-        """The fit at the end of a run over all data. Unlike after single steps, `posterior` then
-        keeps the data, until the next step.
+        """The Gaussian at the end of a run over all data, as a fit. It also becomes `posterior`,
+        which then keeps the run's data; after single steps, `posterior` keeps only a batch.
 
         Args:
             times: seconds that parts of the run took, by name, for the fit's `attrs`.
@@ -344,8 +345,9 @@ class Step:
         return absorb(state, gradient, total, rates.lr), log_lik
 
     def on_rows(self, state: EKFState, rates: Rates, batch: Arguments) -> tuple[EKFState, Tensor]:
-        """The same result as of calling the step, for a batch that is given as the model's
-        arguments instead of as a chunk."""
+        """(The filter's state after a batch; the batch's log likelihood at the mean before the
+        step, in nats, 0-d), as calling the step returns them, but for a batch that is the model's
+        arguments instead of a `Chunk`. This is the function that is compiled."""
         return self(state, rates, Chunk(batch, None, slice(None), rows.count(batch) or 0))
 
     def check_is_traceable(self, state: EKFState, batch: Arguments) -> None:
@@ -408,7 +410,9 @@ class Program:
         return type(None), ()  # None in copies, which compile their own
 
     def takes(self, batch: Arguments) -> bool:
-        """Whether a batch has the shapes that the loop was compiled for."""
+        """Whether the tensors of a batch (the model's arguments) have the shapes and dtypes, and
+        its other arguments the values, for which the loop was compiled; otherwise the step must run
+        eagerly."""
         return rows.are_alike(self.example, batch)
 
     def run(
@@ -444,14 +448,18 @@ class Program:
         tolerance: float,
         roundings: float,
     ) -> bool:
-        """Whether the compiled loop computes the same as an eager step.
+        """Whether the compiled loop computes the same as an eager step of the filter does, up to
+        rounding; checked before the loop is used.
 
         Compares the two on the last batch, at another state than the one at which the loop was
         traced. A part of the model outside torch (NumPy, lists) is constant in the loop, which
         shows as a difference.
 
         Args:
-            step, state, rates, batches: as for `LastProgram.compile`.
+            step: step of the filter, which runs eagerly.
+            state: state of the filter before the first batch.
+            rates: likelihood power and random-walk variances.
+            batches: batches, as the model's arguments, whose rows are `[steps, B, ...]`.
             tolerance: largest difference, relative to the change that a step makes.
             roundings: largest difference, in units of the state's rounding.
         """
@@ -540,7 +548,12 @@ def _leaves(state: EKFState) -> list[Tensor]:
 
 
 def _state(mean_and_sd: Tensor, precision: Tensor, shape: torch.Size) -> EKFState:
-    """The filter's state from the compiled loop's tensors; the inverse of `_leaves`. `shape` is the
-    precision's: `[D]` if diagonal, `[D, D]` if dense."""
+    """The filter's state from the tensors of the compiled loop; the inverse of `_leaves`.
+
+    Args:
+        mean_and_sd: means and sds in one row, `[1, 2 D]`.
+        precision: elements of the precision in one row, `[1, ...]`.
+        shape: shape of the precision: `[D]` if diagonal, `[D, D]` if dense.
+    """
     mean, sd = mean_and_sd[0].chunk(2)
     return EKFState(mean, sd, precision.reshape(shape))

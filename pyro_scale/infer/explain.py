@@ -99,8 +99,9 @@ class Explanation:
 
 
 def _fold(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
-    """The table's rows, with one row in place of five or more that are equal but for the numbers in
-    the site's name (such as sites of a loop over time); its site reads "first ... last (count)"."""
+    """The rows of the table (one dict a site) with every group of five or more that differ only in
+    the numbers in the site's name, such as the sites of a loop over time, merged to one row. The
+    merged row's site reads "first ... last (count)"."""
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         cells = tuple(row[c] for c in _COLUMNS if c != "site")
@@ -132,7 +133,7 @@ def _without_numbers(name: str) -> str:
 
 
 def _span(names: Sequence[str]) -> str:
-    """A short form of many names: "first ... last (count)"."""
+    """A short form of many sites' names, "first ... last (count)", such as "x_0 ... x_99 (100)"."""
     return f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
@@ -181,7 +182,8 @@ def explain(
 
 
 def _table(log_posterior: LogPosterior) -> list[dict[str, str]]:
-    """The rows of `Explanation`: one dict a sample site, then one a point-estimated param."""
+    """The rows of `Explanation`, each a dict from column to text: one for each sample site except
+    subsamples, in the model's order, then one for each point-estimated param."""
     info = log_posterior.model_info
     ratio = log_posterior.num_data / info.batch_size
     rules = {part: rule for name, rule in info.scaling.rules.items() for part in name.split("+")}
@@ -238,7 +240,13 @@ def _point_row(point: Point) -> dict[str, str]:
 
 
 def _factor(words: str, ratio: float) -> str:
-    """The factor of a scaling rule as text; "N/B" is followed by its number, `ratio`."""
+    """A scaling factor for a cell of the table: "N/B" becomes "N/B = 5" with its number, other
+    words stay.
+
+    Args:
+        words: factor of a scaling rule in words, such as "1" or "N/B".
+        ratio: N/B, number of rows of data over rows in a batch.
+    """
     return f"N/B = {ratio:.6g}" if words == "N/B" else words
 
 
@@ -247,22 +255,24 @@ def _is_one(scale: float | Tensor) -> bool:
 
 
 def _number(scale: float | Tensor) -> str:
-    """The user's `poutine.scale` as text; for a tensor of several elements, its shape."""
+    """The user's `poutine.scale` of a site as text, such as "0.5"; for a tensor of several
+    elements, a phrase with its shape."""
     if isinstance(scale, Tensor) and scale.numel() > 1:
         return f"of shape {list(scale.shape)}"
     return f"{float(scale):.6g}"
 
 
 def _plate(frame: Any) -> str:
-    """A plate as text: its name and size, such as "data [20 of 100]" for a subsample of 20."""
+    """A plate (the frame that Pyro records of it) as text, its name and size: "data [100]", or
+    "data [20 of 100]" for a subsample of 20."""
     if frame.full_size in (None, frame.size):
         return f"{frame.name} [{frame.size}]"
     return f"{frame.name} [{frame.size} of {frame.full_size}]"
 
 
 def _support(constraint: Any) -> str:
-    """A support as short text, such as "positive" or "interval(0, 1)"; without event-dimension
-    wrappers."""
+    """A distribution's support (a constraint of torch's) as short text, such as "positive" or
+    "interval(0, 1)", for a cell of the table; event dimensions are left out."""
     while hasattr(constraint, "base_constraint"):
         constraint = constraint.base_constraint
     text = str(constraint)
@@ -275,7 +285,8 @@ def _support(constraint: Any) -> str:
 
 
 def _transform(transform: Any) -> str:
-    """A transform to the support as text, such as "Exp", "Affine then Exp" or "identity"."""
+    """The transform from unconstrained space to a site's support as text, such as "Exp", "Affine
+    then Exp" or "identity", for a cell of the table."""
     if isinstance(transform, IndependentTransform):
         return _transform(transform.base_transform)
     if isinstance(transform, ComposeTransform):
@@ -284,8 +295,8 @@ def _transform(transform: Any) -> str:
 
 
 def _warnings(info: ModelInfo) -> list[str]:
-    """Sentences about possible mistakes in the model, or what restricts its use; empty if there are
-    none."""
+    """Sentences for `Explanation.warnings` about possible mistakes in the analyzed model, or what
+    restricts its use; an empty list if there are none."""
     warnings = model_warnings(info)
     rules = info.scaling.rules
     by_hand = [name for name, rule in rules.items() if not rule.keeps_scale]

@@ -351,7 +351,8 @@ class Laplace(Approximation):
         return search
 
     def _check_same(self, problem: Problem, workers: Workers) -> None:
-        """Raises unless all processes have the same data, model and arguments.
+        """Raises, on all processes of a run, if they do not have the same data, model and
+        arguments; does nothing in a run of one process.
 
         Raises:
             RankError: a process has others.
@@ -420,17 +421,18 @@ class Laplace(Approximation):
         workers: Workers,
         is_passed: bool,
     ) -> None:
-        """Stores the result of a run in this method, as a posterior, and warns if the Gaussians fit
-        badly.
+        """Stores the result of a run in this method, as a posterior, and warns if the Gaussians do
+        not fit the posterior.
 
         Args:
             problem: the analyzed model on the data.
             search: the search that found the Gaussians.
-            candidates: the center, Gaussian and evidence for each start.
+            candidates: what the search found from each start: the center, the Gaussian there, the
+                log evidence and the distance from the mode.
             seconds: seconds that the search took.
             workers: processes of the run.
-            is_passed: whether the user passed the mode; then its distance from the density's is
-                checked.
+            is_passed: whether the user passed the mode; then its distance from the density's mode
+                is checked.
         """
         gaussians = [candidate.gaussian.temper(self.temperature) for candidate in candidates]
         attrs = {
@@ -482,9 +484,9 @@ def _why_far(square: float, size: int) -> str | None:
 
 
 def _factors_of(gaussian: Gaussian, sites: Sequence[str], layout: Layout) -> dict[str, str]:
-    """Entries of `Fit.attrs` for a Gaussian of Kronecker factors: comma-separated names of the
-    sites with factors (`factors`) and of those with independent elements (`independent`); empty for
-    other Gaussians."""
+    """Two entries of `Fit.attrs` for a Gaussian of Kronecker factors, each a text of site names
+    separated by commas: `factors`, the sites that have Kronecker factors, and `independent`, the
+    sites of independent elements. An empty dict for other Gaussians."""
     if not isinstance(gaussian, Kronecker):
         return {}
     places = layout.places(sites)[gaussian.others.cpu()].tolist()
@@ -522,20 +524,22 @@ def _fixed_center(problem: Problem, mode: Mode, start: int) -> Tensor | None:
 
 
 def _candidate_from(start: Tensor, fixed: Tensor | None) -> Callable[[Search], Candidate]:
-    """A function of the search that returns the center with its Gaussian and evidence: the mode
-    nearest to `start`, or the point `fixed` (both `[D]`) if that is not None."""
+    """A function of the search, which returns the Gaussian's center with the Gaussian and its log
+    evidence: at the mode that is found from `start`, or at the point `fixed` (both `[D]`) if that
+    is not None. A process calls the function for each start that it is to do."""
     return lambda search: search.best(start) if fixed is None else search.at(fixed)
 
 
 def _type_of(mode: object) -> str | None:
-    """Name of the type of the user's `mode`, None if the mode is searched for. Processes compare
-    only this, since the mode that rank 0 was given is used by all."""
+    """The name of the type of the user's `mode`, or None if there is none and the mode is searched
+    for. Processes compare this name only, to detect different calls: the values that rank 0 was
+    passed are used by all."""
     return None if mode is None else type(mode).__name__
 
 
 def _tuned_places(problem: Problem, names: Sequence[str]) -> Tensor | None:
-    """Indices, among the D unconstrained elements, of the `pyro.param` sites that maximize the
-    evidence; None if there are none.
+    """Indices, among the D unconstrained elements, of the `pyro.param` sites that the user named in
+    `tune`, which maximize the evidence; None if no names were passed.
 
     Raises:
         ArgumentError: the model has no `pyro.param` of that name.

@@ -67,7 +67,8 @@ def asks(question: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any
 
 @dataclass(frozen=True)
 class NotRun:
-    """The state of an inference method that has no posterior.
+    """Stands in for a posterior in a method that has none: its `posterior` raises an error that
+    says why.
 
     Attributes:
         name: name of the inference class, such as "BAOA".
@@ -101,7 +102,8 @@ class Finished(NamedTuple):
 
 
 class Chain(Protocol):
-    """What `begin` returns: a chain, optimizer or filter that the caller moves step by step."""
+    """What `Stepwise.begin` returns: a sampler's chain, an optimizer or a filter that the caller
+    moves step by step in a loop of their own."""
 
     def step(self, *args: Any, **kwargs: Any) -> float:
         """Takes one step on a batch, given as the model's own arguments; returns the batch's
@@ -110,18 +112,24 @@ class Chain(Protocol):
 
     @property
     def posterior(self) -> Posterior:
-        """The posterior that the state after the latest step gives, such as a single draw of a
-        sampler."""
+        """The posterior made of the state after the latest step: a single draw for a sampler, all
+        particles for `SVGD`, a Gaussian for an approximation."""
         ...
 
 
 @runtime_checkable
 class Starts(Protocol):
-    """A fit or run from which chains of another run can start."""
+    """A fit or run from which the chains of another run can start; users pass it as
+    `init_strategy`."""
 
     def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
-        """Starting points for `num_chains` chains: constrained values by latent site, `[num_chains,
-        ...]`."""
+        """Starting points for the chains of another run: constrained tensors `[num_chains, ...]` by
+        latent site.
+
+        Args:
+            num_chains: number of chains.
+            seed: seed of the draws from which chains start.
+        """
         ...
 
 
@@ -189,7 +197,8 @@ class Method:
         return f"<{type(self).__name__}({settings}), {size}>"
 
     def _settings_in_words(self, facts: Mapping[str, Any]) -> str:
-        """Hyperparameters that are numbers or words, as text "name=value, ...", for `repr`.
+        """The method's structure and its hyperparameters that are numbers or words, as a text
+        "name=value, ..." for `repr`; schedules and tensors are left out.
 
         Args:
             facts: the posterior's `attrs`, whose values have precedence over those that the user
@@ -234,8 +243,8 @@ class Method:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """Constrained values of `pyro.param` sites and unfrozen weights after the last step, by
-        name."""
+        """Point-estimated params after the last step, by name: constrained values of `pyro.param`
+        sites and of weights that are not latents but are trained."""
         return self.posterior.params
 
     @classmethod
@@ -273,7 +282,8 @@ class Method:
     # ------------------------------------------------------------------ inside
 
     def _forget(self) -> None:
-        """Drops the results of earlier runs and steps; called at the start of a run."""
+        """Drops the posterior and the chain of earlier runs and steps, at the start of a run, so
+        that old results cannot be read if the run fails."""
         self._last = NotRun(type(self).__name__, self._not_run)
 
     def _open(self, data: Any, batch_size: int | None) -> Data:
@@ -286,8 +296,9 @@ class Method:
         return open_data(data, batch_size, self._num_data, module_device(self.model))
 
     def _target(self, log_posterior: LogPosterior) -> LogPosterior:
-        """The density that the method works on: by default the posterior in unconstrained space
-        itself; `MAP` drops the Jacobians."""
+        """The density that the method samples or maximizes, from the model's: by default the same,
+        the posterior in unconstrained space; `MAP` returns one without the Jacobians of transforms.
+        """
         return log_posterior
 
     def _analyze(
@@ -321,8 +332,9 @@ class Method:
         return problem
 
     def _starts(self, num_chains: int, seed: int) -> Any:
-        """The init strategy that the user passed; if that is a fit, `num_chains` starts drawn from
-        it, as constrained values by site."""
+        """Where chains start, for `prepare`: constrained tensors `[num_chains, ...]` by site, drawn
+        from the fit if the user's init strategy is one; otherwise the init strategy as the user
+        passed it."""
         if isinstance(self._init_strategy, Starts):
             return self._init_strategy.starts(num_chains, seed)
         return self._init_strategy
@@ -433,8 +445,8 @@ class SteppedChain:
 
 
 class Loaded:
-    """Base class, besides the method's own class, of what `load` returns: results without the
-    ability to run."""
+    """Base class of what `Method.load` returns, in front of the method's own class: it has the
+    results of a run from a file, and its `run` raises an error."""
 
     def run(self, *args: Any, **kwargs: Any) -> Never:
         """Raises an error: the file has no hyperparameters to run with.

@@ -294,8 +294,8 @@ class NUTS(Method):
 
 
 def _program_of(density: LogDensity) -> str:
-    """A phrase for titles and reports: how nutpie evaluates the log density, such as compiled to C
-    or called from Python."""
+    """How nutpie evaluates the log density, as a phrase for titles and reports, such as "compiled
+    to C"; with a note if nutpie has to call the compiled function from Python."""
     if density.native is None or takes_pointers():
         return density.program
     return (

@@ -205,8 +205,9 @@ def _draws_of(
 
 
 def _share_findings(result: PosteriorDraws | None, workers: Workers) -> PosteriorDraws | None:
-    """This process's draws, with the tables (summary, diagnostics) and report about the chains of
-    all processes, which rank 0 computed. Has to be called on every rank.
+    """The draws of this process, with the report and the tables of `summary()` and `diagnostics()`
+    about the chains of all processes, which rank 0 computes and sends; None if `result` is None.
+    Has to be called on every rank.
 
     Args:
         result: draws of this process; None if it has none.
@@ -232,8 +233,8 @@ def _share_findings(result: PosteriorDraws | None, workers: Workers) -> Posterio
 def _broken_chains(
     name: str, trajectory: Trajectory, result: PosteriorDraws | None, journal: Journal
 ) -> str:
-    """The error message for chains whose state became NaN or infinite. Also writes a file for
-    `ps.replay`, which the message names.
+    """The error message for chains whose state became NaN or infinite: chain, step, site, and the
+    file that is written here for `ps.replay`, which finds the cause.
 
     Args:
         name: name of the method.
@@ -274,8 +275,8 @@ def _warn_of_run(trajectory: Trajectory, result: PosteriorDraws, choice: Choice 
 def _end_early(
     name: str, draws: Draws, result: PosteriorDraws | None, error: BaseException, hint: str
 ) -> None:
-    """Raises the error that ended a run early, with a note on the draws until then; only warns if
-    that was the user's Control-C and there are draws.
+    """Raises the exception that ended a run early, with a note on how many draws were kept; only
+    warns if the user pressed Control-C and there are draws.
 
     Args:
         name: name of the method.
@@ -296,8 +297,8 @@ def _end_early(
 
 
 def _held_by(result: PosteriorDraws | None) -> str:
-    """The method that the user can call on the draws, as text for messages: "get_samples()", or
-    "moments()" if only moments were kept."""
+    """The call with which the user reads the draws, as text for messages: "moments()" if a run kept
+    only moments, else "get_samples()" (also if there is no result)."""
     return "moments()" if result is not None and result.online else "get_samples()"
 
 
@@ -342,8 +343,9 @@ def posterior_of_step(
 
 
 def _method_facts(name: str, kernel: Kernel) -> dict[str, Any]:
-    """The method's name and hyperparameters as plain numbers and words, by name, for the
-    posterior's `attrs`."""
+    """The method's name (`method`) and its hyperparameters by name, as floats, for the posterior's
+    `attrs`; a schedule is the word "schedule", a tensor the word "tensor", and a hyperparameter by
+    site a dict."""
     hyperparameters = {
         label: {site: _as_fact(value) for site, value in hyper.items()}
         if isinstance(hyper, Mapping)
@@ -360,7 +362,7 @@ def _as_fact(hyper: Any) -> float | str:
 
 
 def _mean_values(trajectory: Trajectory) -> dict[str, Tensor]:
-    """Hyperparameters of the run by name, as tensors, averaged over the steps that were kept as
-    draws."""
+    """The sampler's hyperparameters by name, tensors averaged over the steps after which draws were
+    kept, for measurements of a run whose schedules change them."""
     kept = trajectory.draws.kept_steps
     return {name: column[kept].mean(0) for name, column in trajectory.plan.columns.items()}

@@ -157,7 +157,8 @@ def _check_constant(kernel: Kernel) -> None:
 
 
 def checked_sampling(sampler: Sampler, sampling: Sampling | None, in_batches: bool) -> Sampling:
-    """How rows are drawn: "shuffle", "replacement" or "symmetric".
+    """How the run draws rows, "shuffle", "replacement" or "symmetric", after checks: what the user
+    passed, or the sampler's default.
 
     Args:
         sampler: the sampler that is run.
@@ -225,9 +226,9 @@ def asked_hyperparameters(sampler: Sampler) -> dict[str, Any]:
 
 
 def _numbers_of_fit(fit: Any) -> dict[str, float]:
-    """A fingerprint of a fit that was passed as preconditioner: two weighted sums over its
-    elements, by name, which `resume` compares with those of the interrupted run; empty without a
-    fit."""
+    """A fingerprint of the Gaussian that was passed as `precondition`, to detect on `resume` that
+    another one was passed: two weighted sums, over its means and over its log variances, by name.
+    An empty dict if `fit` is not a Gaussian."""
     if not isinstance(fit, Gaussian):
         return {}
     factors = torch.arange(1, len(fit.mean) + 1).to(fit.mean).sin()
@@ -247,7 +248,8 @@ def _norms_of_starts(problem: Problem, fit: Any) -> dict[str, str]:
 
 
 def check_superchains(superchains: Any, num_chains: int, init_strategy: Any) -> int:
-    """The number of superchains (groups of chains that share a start), as an int, checked.
+    """The number of superchains as an int, after checks; a superchain is a group of chains that
+    share a start.
 
     Args:
         superchains: what the user passed.

@@ -286,8 +286,9 @@ def _stack(
     settings: Mapping[str, Any],
     seed: int,
 ) -> Stack:
-    """A stack of data sets that holds only the first one so far, with everything that all data sets
-    share (model, covariates, batch size, compiled program).
+    """The simulated data sets as one `Stack`, which so far holds only the first: a stack is fitted
+    by one program, one chain a data set, and has what these share (model, covariates, batch size,
+    compiled program).
 
     Args:
         fitted: model under test with its covariates.
@@ -328,7 +329,8 @@ def _stack(
 
 
 def _check_batches(truth: Truth, stack: Stack) -> None:
-    """Raises if a batch size is set and the model cannot be run on batches.
+    """Runs the model under test once on batches, if a batch size is set, so that its errors come
+    before the simulations start; does nothing if steps take all rows.
 
     Raises:
         PlateError, SiteError: the model cannot be run on batches.
@@ -414,7 +416,8 @@ def _seed_of(resume: Any, count: int) -> int:
 
 
 def _in_words(inference: Method) -> str:
-    """The method under test with its settings as text, such as "BAOA(lr=auto, ...)"."""
+    """The method under test with the settings that the user asked for, as text for the progress bar
+    and the result, such as "BAOA(lr=auto, ...)"."""
     if isinstance(inference, Sampler):
         settings = asked_hyperparameters(inference)
         return f"{type(inference).__name__}({', '.join(f'{n}={v}' for n, v in settings.items())})"

@@ -77,8 +77,9 @@ def fitter_for(
 
 
 def _trains(sampler: Sampler, problem: Problem, settings: Mapping[str, Any]) -> bool:
-    """Whether the sampler's runs start with training by an optimizer (as for networks), whose
-    length differs between data sets, so that the runs cannot be stacked."""
+    """Whether a run of the sampler under test would begin with training by an optimizer, as for
+    networks. The length of training differs between data sets, so such runs are done one by one
+    rather than in one program."""
     lengths = [settings.get("warmup_steps", AUTO), settings.get("thinning", AUTO)]
     chooses_length = any(is_auto(length) for length in lengths)
     problem = problem.with_engine(kernel=sampler.kernel)
@@ -88,10 +89,14 @@ def _trains(sampler: Sampler, problem: Problem, settings: Mapping[str, Any]) -> 
 def _stacked_fit(
     inference: VI | IVON, problem: Problem, stack: Stack, settings: Mapping[str, Any]
 ) -> StackedFit | None:
-    """A fitter that fits VI or IVON to all data sets by one program; None if fits stop early, or
-    the optimizer is stateful (torch.optim's), so that they must be run one by one.
+    """A fitter that fits VI or IVON to all data sets by one program. None if fits stop early, or if
+    the optimizer is stateful (torch.optim's): then data sets must be fitted one by one.
 
-    Arguments as for `fitter_for`.
+    Args:
+        inference: the method under test, with its settings.
+        problem: the analyzed model on the first data set.
+        stack: stack of the first data set, with what all data sets share.
+        settings: arguments of the method's `run`.
 
     Raises:
         ArgumentError: the number of steps is missing or out of range.

@@ -38,7 +38,8 @@ def settings_of(
     starts: bool,
     compile: bool | Literal["auto"],
 ) -> tuple[Kernel, Settings]:
-    """Checks the arguments of a sampler's constructor.
+    """Checks the arguments of a sampler's constructor, and returns them as a sampler's kernel and
+    settings.
 
     Args:
         sampler: the sampler, for its name and kernel class.
@@ -98,8 +99,9 @@ def settings_of(
 
 
 def needs_all_rows(settings: Settings) -> bool:
-    """Whether the sampler's settings make a run choose or measure something from all rows before
-    the first step, so that steps on single batches are impossible."""
+    """Whether a run has to choose or measure something on all rows before its first step
+    (lr="auto", a preconditioner, control variates or subtracted noise); then a sampler cannot be
+    moved by single batches with `step`."""
     return bool(
         "lr" in settings.chosen
         or settings.precondition is not None
@@ -109,11 +111,12 @@ def needs_all_rows(settings: Settings) -> bool:
 
 
 def _chosen_of(kernel_class: type[Kernel], hyperparameters: Mapping[str, Any]) -> set[str]:
-    """Names of the hyperparameters that the user passed as `"auto"`, for a run to choose.
+    """Names of the hyperparameters whose value is `"auto"`, which a run is to choose; an empty set
+    if the user set all.
 
     Raises:
-        ArgumentError: a hyperparameter is a text that it cannot be, or lr cannot be chosen for this
-            kernel class.
+        ArgumentError: a hyperparameter is a text other than `"auto"`, or cannot be chosen; or lr is
+            `"auto"` and the kernel class has no theory by which it could be chosen.
     """
     for name, value in hyperparameters.items():
         also = " or 'auto'" if name in _CHOSEN else ""

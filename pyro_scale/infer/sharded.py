@@ -60,9 +60,9 @@ _MAY_DIFFER = {"self", "data", "progress", "memory_budget"}
 
 
 def or_sharded(run: F) -> F:
-    """Decorates a method's `run`, so that it runs the steps of sharded networks (`run_sharded`) if
-    the model calls a network whose weights are sharded over processes, and the original `run`
-    otherwise."""
+    """Decorates a method's `run`: if the model calls a network whose weights are sharded over
+    processes, the call goes to `run_sharded` with the same arguments, otherwise to the original
+    `run`."""
     signature = inspect.signature(run)
 
     @functools.wraps(run)
@@ -172,7 +172,8 @@ class ShardedSteps:
 
     @property
     def posterior(self) -> ShardedPosterior:
-        """The posterior of the state after the latest step: one draw of a sampler, or a fit."""
+        """The posterior of the state after the latest step, of which this rank has its part: one
+        draw of a sampler, or the fit of an approximation."""
         problem = self._chain.problem
         draws = Draws.allocate(problem.positions, Steps(0, positions=False))
         draws.state, draws.num_steps = self._chain.state, self._chain.count

@@ -77,8 +77,9 @@ class Stochastic(Stepwise):
 
     @property
     def _is_pure(self) -> bool:
-        """Whether the optimizer's steps can be compiled and vmapped; those of torch.optim, and of
-        optimizers that branch on their state's numbers, cannot."""
+        """Whether the optimizer is a pure function of tensors, so that its steps can be compiled
+        and vmapped over starts. Optimizers of torch.optim, and those that branch on numbers of
+        their state, are not."""
         return is_pure(self.kernel.optimizer)
 
     def _simulate(
@@ -140,7 +141,8 @@ class Stochastic(Stepwise):
         return draws
 
     def _begin(self, problem: Problem) -> SteppedChain:
-        """The optimizer at the problem's starts, as an object whose `step` the caller calls."""
+        """The chain that `begin` returns: the optimizer at the problem's starts, whose `step` the
+        caller calls for each batch."""
 
         def check(problem: Problem, draws: Draws, _: Any, batch: Arguments) -> None:
             self._check_draws(problem, draws, batch)
@@ -322,7 +324,8 @@ class Optimized(Stochastic, Approximation):
     # ------------------------------------------------------------------ inside
 
     def _check(self, problem: Problem) -> None:
-        """Raises if the method's matrices do not fit into memory; by default there are none."""
+        """Raises if the method's matrices do not fit into memory, before the first step; does
+        nothing here, for subclasses with matrices to implement."""
 
     def _finish(self, fit: Fit, problem: Problem, num_gradients: int) -> Fit:
         """The fit after the final steps of a method, which use all rows; by default there are none,
@@ -352,16 +355,17 @@ class Optimized(Stochastic, Approximation):
         return problem if self._is_pure else problem.with_engine(vectorized=False)
 
     def _stopping(self, problem: Problem) -> EarlyStopping | None:
-        """The rule of early stopping, which compares windows of at least an epoch; None if the user
-        does not want early stopping."""
+        """The rule that ends a run early, which compares windows of at least an epoch of steps;
+        None if the user did not pass `early_stopping=True`."""
         if not self._early_stopping:
             return None
         window = max(count_steps(problem, None, 1), _WINDOW)
         return EarlyStopping(window, problem.engine.layout.size)
 
     def _on_workers(self, problem: Problem, workers: Workers) -> Problem:
-        """The problem with the processes that share it, after checks that all have the same; if a
-        part of the model is frozen, features computed by that part replace the rows."""
+        """The problem for a run that `workers` share, after checks that all processes have the same
+        model, data and arguments. If a part of the model is frozen, the rows are replaced by the
+        features which that part computes, so that it need not run at every step."""
         problem = dataclasses.replace(problem, workers=workers)
         check_rows_can_be_shared(problem)
         warn_of_reading(problem)
@@ -412,8 +416,8 @@ class Optimized(Stochastic, Approximation):
         raise NotImplementedError
 
     def _attrs(self) -> dict[str, Any]:
-        """The method's name, structure and hyperparameters, by name, for `Fit.attrs`; schedules are
-        the word "schedule"."""
+        """The method's name, structure and hyperparameters (floats; a schedule is the word
+        "schedule"), by name, for `Fit.attrs`."""
         hyperparameters = {
             name: "schedule" if callable(value) else float(value)
             for name, value in self.kernel.hyperparameters().items()
@@ -489,8 +493,9 @@ def count_steps(problem: Problem, num_steps: int | None, num_epochs: int | None)
 
 
 def times_of(draws: Draws) -> dict[str, Any]:
-    """Number of steps, seconds of steps and of compilation, and program (how steps were run), by
-    name, for the posterior's `attrs`."""
+    """Facts about a run by name, for the posterior's `attrs`: the number of steps (`num_steps`),
+    seconds of the steps (`sampling_time`) and of compilation (`compile_time`), and how the steps
+    ran (`program`, such as "eager")."""
     return {
         "num_steps": draws.num_steps,
         "sampling_time": draws.seconds,

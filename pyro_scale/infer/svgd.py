@@ -187,8 +187,8 @@ class SVGD(Stochastic):
         return problem if self._is_pure else problem.with_engine(vectorized=False)
 
     def _collect(self, problem: Problem, draws: Draws) -> PosteriorDraws:
-        """The particles' last states as draws of one chain, `[1, particles, D]`, with the run's
-        facts."""
+        """The particles' last states as the draws of a single chain, unconstrained, `[1, particles,
+        D]`, with each particle's log joint and the facts of the run."""
         last = draws.log_joint[:, -1]
         return PosteriorDraws(
             log_posterior=problem.log_posterior,

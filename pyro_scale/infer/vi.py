@@ -35,8 +35,10 @@ _FEWEST, _CHEAP = 400, 2**22
 
 
 class Variational(Optimized):
-    """Base class of `VI` and `IVON`, which maximize the evidence lower bound (ELBO); if that is
-    cheap, the run ends at the bound's optimum, or measures the distance from it."""
+    """Base class of `VI` and `IVON`, which maximize the evidence lower bound (ELBO). In few
+    dimensions, a run with the default optimizer and lr ends with steps to the bound's optimum, by
+    gradients of all rows; any other run ends with a measurement of how far its fit is from this
+    optimum."""
 
     objective = "ELBO"
     #: Whether the run ends with steps to the bound's optimum: only if the user set no step size.

@@ -110,15 +110,24 @@ def central(draws: Tensor, levels: Tensor) -> Interval:
 
 
 def _position(levels: Tensor, count: int) -> Tensor:
-    """Ranks of the lower ends of central intervals among `count` sorted draws, counted from 1 and
-    with fractions for interpolation, in the shape of `levels`."""
+    """The ranks, among `count` sorted draws, of the lower ends of central intervals, float64 in the
+    shape of `levels`: counted from 1, with fractions between two draws.
+
+    Args:
+        levels: probabilities of the intervals, float64.
+        count: number of draws.
+    """
     levels = levels.round(decimals=6)  # the digits of a float32, so that 0.9 is 0.9
     return ((1 - levels) / 2 * (count + 1)).round(decimals=9)
 
 
 def _at(ordered: Tensor, position: Tensor) -> Tensor:
-    """Sorted draws `[draws, ...]`, interpolated linearly at fractional ranks `[levels]` that count
-    from 1: a tensor `[levels, ...]`."""
+    """The values at fractional ranks among sorted draws, interpolated linearly, `[levels, ...]`.
+
+    Args:
+        ordered: draws in ascending or descending order, `[draws, ...]`.
+        position: ranks counted from 1, float64 `[levels]`.
+    """
     before = position.long()
     weight = (position - before).to(ordered.dtype).reshape(-1, *[1] * (ordered.dim() - 1))
     return torch.lerp(ordered[before - 1], ordered[before.clamp(max=len(ordered) - 1)], weight)

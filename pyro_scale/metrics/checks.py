@@ -35,8 +35,8 @@ def finite(**tensors: Tensor) -> None:
 
 
 def distributions(probs: Tensor) -> None:
-    """Raises an ArgumentError unless the last dimension contains probabilities of classes: at least
-    0, with sum 1."""
+    """Raises an ArgumentError unless `probs` are probabilities of classes, `[..., classes]`: float,
+    at least 0, with sum 1 over the last dimension."""
     floating(probs=probs)
     totals = probs.sum(-1)
     if not ((totals - 1).abs() <= _SUM_TOLERANCE).all() or (probs < 0).any():

@@ -11,7 +11,8 @@ from pyro_scale.metrics import checks
 
 
 class Variances(NamedTuple):
-    """The variance of draws, split into three parts, tensors of one shape `[...]`.
+    """The variance of draws, split into parts between superchains, between chains and within
+    chains, for nested R-hat: tensors `[...]`, a number for each element of a draw.
 
     Attributes:
         superchains: variance between the means of superchains (groups of chains with the same

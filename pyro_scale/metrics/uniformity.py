@@ -207,8 +207,9 @@ def rank_coverage(ranks: Tensor, num_draws: int, level: float) -> Tensor:
 
 
 def _pointwise_levels(num_simulations: int, num_draws: int) -> Tensor:
-    """2 min(P(R <= r), P(R >= r)) for every i = 1 to L and every r = 0 to S, `[L, S + 1]`, where R
-    is the number of S uniform ranks that are below i."""
+    """How unlikely each value of the ECDF is by itself, as a two-sided tail probability, float64
+    `[L, S + 1]`: 2 min(P(R <= r), P(R >= r)) for i = 1 to L and r = 0 to S, where R is the number
+    of S uniform ranks that are below i. The values may exceed 1."""
     size = num_simulations
     counts = torch.arange(size + 1, dtype=torch.float64)
     z = torch.arange(1, num_draws + 1, dtype=torch.float64)[:, None] / (num_draws + 1)
@@ -220,8 +221,8 @@ def _pointwise_levels(num_simulations: int, num_draws: int) -> Tensor:
 
 
 def _probability_of(statistics: Tensor, levels: Tensor) -> Tensor:
-    """The probability, for each statistic, that the smallest pointwise level of uniform ranks is at
-    most the statistic, `[n]`.
+    """The p-value of each statistic, `[n]`: the probability that the smallest pointwise level of S
+    uniform ranks is at most the statistic.
 
     The increments of the counts are independent Poisson numbers, given that their sum is S.  So the
     same matrix of Poisson probabilities leads from each i to the next.

@@ -22,7 +22,8 @@ from pyro_scale.core.exclusive import exclusive
 
 
 def psis(log_ratios: Tensor, relative_ess: float) -> tuple[Tensor, Tensor]:
-    """Pareto-smoothed importance sampling (Vehtari et al. 2024).
+    """Smooths importance weights of draws by a Pareto distribution (Vehtari et al. 2024), for each
+    row by itself.
 
     Args:
         log_ratios: log of target over proposal, up to a constant, `[rows, draws]`.
@@ -52,8 +53,8 @@ def psis(log_ratios: Tensor, relative_ess: float) -> tuple[Tensor, Tensor]:
 
 
 def summary(tree: Any) -> Any:
-    """ArviZ's summary of a posterior (InferenceData or DataTree): a DataFrame with one row for each
-    element."""
+    """ArviZ's summary of the posterior in `tree` (InferenceData or DataTree): a DataFrame with a
+    row for each element and the columns mean, sd, quantiles, R-hat, ESS and their errors."""
     with _quiet_arviz() as arviz:
         return arviz.summary(tree)
 
@@ -76,7 +77,7 @@ def tree_of(datasets: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
 
 
 def _is_1() -> bool:
-    """Whether ArviZ has version 1 or later."""
+    """Whether the installed ArviZ has version 1 or later, whose functions differ from 0.23."""
     return int(importlib.metadata.version("arviz").partition(".")[0]) >= 1
 
 

@@ -61,9 +61,8 @@ def vmap_in_chunks(
 
 
 def _split_evenly(size: int, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yields the vectors of the blocks in order, in chunks of `size`; the last chunk may be
-    smaller.
-    """
+    """Yields all vectors in order in chunks `[size, D]`, however they are divided into `blocks`
+    `[n, D]`; the last chunk may be smaller."""
     waiting: list[Tensor] = []
     for block in blocks:
         waiting.append(block)
@@ -75,20 +74,23 @@ def _split_evenly(size: int, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _concatenate(blocks: list[Tensor]) -> Tensor:
-    """The blocks as one tensor `[n, D]`; a single block is returned without a copy."""
+    """The blocks `[n_i, D]` joined along their first dimension, one tensor `[n, D]`; a single block
+    is returned without a copy."""
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
 def _largest_tensor(function: Callable[[Tensor], Any], vector: Tensor) -> int:
-    """The size in bytes of the largest tensor that a call of the function at this vector makes."""
+    """The bytes of the largest tensor that a call of the function at this vector, `[D]`, makes: an
+    estimate of the memory that a vmapped call takes for each vector."""
     with own_generator(), _LargestTensor() as sizes:
         function(vector)
     return sizes.nbytes
 
 
 class _RandnNormals(TorchFunctionMode):
-    """Context in which normal numbers are drawn by `torch.randn`, out of place: vmap supports this,
-    but neither `torch.normal` of tensors nor `Tensor.normal_`."""
+    """Context in which `torch.normal` of two tensors and `Tensor.normal_` draw by `torch.randn`
+    instead, which `torch.vmap` supports; for models whose distributions draw normal numbers under
+    vmap."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.normal and len(args) == 2 and all(isinstance(a, Tensor) for a in args):
@@ -100,7 +102,8 @@ class _RandnNormals(TorchFunctionMode):
 
 
 class _LargestTensor(TorchDispatchMode):
-    """Context that records, in `nbytes`, the size of the largest storage that operations return."""
+    """Context that records, in the attribute `nbytes`, the size in bytes of the largest memory that
+    a torch operation inside of it returns; to choose how many vectors are vmapped together."""
 
     nbytes = 1
 

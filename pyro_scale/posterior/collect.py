@@ -92,7 +92,8 @@ def collect(
 
 
 def facts_of(log_posterior: LogPosterior, seed: int) -> dict[str, Any]:
-    """Facts that every run has, by name: N, B, seed and versions of the packages."""
+    """Facts that every run has, by name, for the posterior's `attrs`: N (`num_data`), B
+    (`batch_size`), the seed, and the versions of this library, Pyro, torch and Python."""
     return {
         "num_data": log_posterior.num_data,
         "batch_size": log_posterior.model_info.batch_size,

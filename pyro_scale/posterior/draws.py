@@ -61,8 +61,9 @@ class PosteriorDraws:
 
     @property
     def every_draw(self) -> PosteriorDraws:
-        """All draws, for computations that ignore chains. If some chains are unfinished, the result
-        has one chain with all draws, those of unfinished chains last."""
+        """The draws of all chains, for computations that do not need to know which chain a draw is
+        of. The result is this object itself; if some chains are unfinished, a copy with a single
+        chain that has all draws, those of unfinished chains last."""
         if self.unfinished is None:
             return self
         draws = torch.cat([*self.blocks(), self.unfinished])
@@ -94,9 +95,9 @@ class PosteriorDraws:
 
     @cached_property
     def _values(self) -> Mapping[str, Tensor]:
-        """The draws of `samples`, which share memory with `positions` where no site has a
-        transform.
-        """
+        """Constrained draws by site, `[chains, draws, ...]`, as in `samples`, but without a copy:
+        they share memory with `positions` if no site has a transform, so callers must not change
+        them."""
         if isinstance(self.positions, StoredPositions):
             return self.positions.samples
         log_posterior = self.log_posterior
@@ -114,8 +115,8 @@ class PosteriorDraws:
         return {name: value.unflatten(0, shape) for name, value in self.over_draws(sites).items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes to pickle, without cached draws: pickle would write the memory of
-        `positions` again for each view."""
+        """The attributes to pickle, by name, without the cached `samples`, which are views of
+        `positions` and would be written to the file again."""
         return {name: v for name, v in vars(self).items() if name not in ("samples", "_values")}
 
     @property
@@ -146,7 +147,7 @@ class PosteriorDraws:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """The shape of one constrained draw of every site in `samples`."""
+        """The shape of a single constrained draw of every site in `samples`, by site."""
         if isinstance(self._values, StoredSamples):
             return self._values.shapes
         return {name: value.shape[2:] for name, value in self._values.items()}
@@ -163,7 +164,7 @@ class PosteriorDraws:
         return self._values[name].reshape(*self.positions.shape[:2], -1)[..., places]
 
     def unconstrained_elements(self, draws: Tensor, columns: Tensor) -> Tensor:
-        """Unconstrained draws of some parameters, of every chain, `[chains, len(draws),
+        """Unconstrained draws of some params at some draws of every chain, `[chains, len(draws),
         len(columns)]`.
 
         Args:
@@ -223,8 +224,13 @@ class PosteriorDraws:
     def chunks(
         self, function: Callable[[dict[str, Tensor]], Any], random: bool = False
     ) -> Iterator[Any]:
-        """Yields a function's values at every draw, in chunks of draws that fit into memory:
-        pytrees of tensors `[n, ...]`. Arguments as for `over_draws`."""
+        """Yields a function's values at every draw, in the draws' order, for as many draws at a
+        time as fit into memory: pytrees of tensors `[n, ...]`.
+
+        Args:
+            function: function from one draw's unconstrained values by site to a pytree of tensors.
+            random: whether the function draws from torch's generator.
+        """
 
         def at_position(position: Tensor) -> Any:
             return function(self.layout.unflatten(position))
@@ -240,7 +246,8 @@ class PosteriorDraws:
 
 
 def _at_least_single(value: Tensor) -> Tensor:
-    """The tensor in float32 if it is in half precision; otherwise the tensor itself."""
+    """The tensor in float32 if it is in half precision (float16 or bfloat16), which NumPy and
+    statistics cannot use well; otherwise the tensor itself."""
     if not value.is_floating_point():
         return value
     return value.to(torch.promote_types(value.dtype, torch.float32))
@@ -313,7 +320,11 @@ class OnlineSamples:
         return cls(OnlineMoments(num_chains, layout.size, num_draws), layout)
 
     def add(self, samples: Mapping[str, Tensor]) -> None:
-        """Adds the next n draws of every chain, `[chains, n, ...]` by site."""
+        """Adds the next n draws of every chain to the moments.
+
+        Args:
+            samples: constrained draws by site, `[chains, n, ...]`.
+        """
         self.online.add(torch.vmap(torch.vmap(self.layout.flatten))(dict(samples)))
 
 

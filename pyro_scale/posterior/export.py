@@ -41,7 +41,8 @@ def to_inference_data(result: PosteriorDraws, groups: Mapping[str, Mapping[str, 
 
 
 def _array(result: PosteriorDraws, group: str, name: str, value: Tensor) -> Any:
-    """A variable as an `xarray.DataArray`, with named dims and coords.
+    """A variable as an `xarray.DataArray` with names of dims and their coordinates, as ArviZ wants
+    it.
 
     Args:
         result: draws and facts of the run.
@@ -92,8 +93,8 @@ def dims_of(result: PosteriorDraws, group: str, name: str, count: int) -> list[s
 
 
 def numbered_dims(result: PosteriorDraws, name: str, count: int) -> list[str]:
-    """`count` names of dims made from a site's name, `<site>_dim_0`, ..., distinct from all sites'
-    names."""
+    """`count` names for the dims of a site's value: "<site>_dim_0", "<site>_dim_1", ...; with "_"
+    at the end if the model has a site of such a name."""
     sites = result.log_posterior.model_info.sites
     suffix = "_" if any(f"{name}_dim_{i}" in sites for i in range(count)) else ""
     return [f"{name}_dim_{i}{suffix}" for i in range(count)]
@@ -117,9 +118,8 @@ def _rows_dim(result: PosteriorDraws, name: str) -> str:
 
 
 def attributes(attrs: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """The attributes as strings and numbers, which netCDF can store; others are converted to
-    JSON.
-    """
+    """The attributes by name as strings and numbers, which netCDF can store; any other value, such
+    as a list, becomes a JSON text."""
     return {
         key: value if isinstance(value, str | int | float) else json.dumps(value)
         for key, value in attrs.items()
@@ -127,14 +127,15 @@ def attributes(attrs: Mapping[str, Any]) -> dict[str, str | int | float]:
 
 
 def grouped(result: PosteriorDraws, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors reshaped to `[chains, draws, ...]`, from `[chains * draws, ...]`, by name."""
+    """The tensors with a dimension of chains, `[chains, draws, ...]` by name, from tensors in which
+    all chains' draws follow one another, `[chains * draws, ...]`; `result` gives the two sizes."""
     chains, draws = result.positions.shape[:2]
     return {k: v.reshape(chains, draws, *v.shape[1:]) for k, v in values.items()}
 
 
 def log_likelihood_bytes(result: PosteriorDraws, num_sites: int) -> int:
-    """The size in bytes of the log likelihood of every row at every draw, for so many sites: for a
-    check before it is computed."""
+    """The bytes of memory that the log likelihood of every row at every draw would take, for
+    `num_sites` data sites; to decide before it is computed whether it fits."""
     chains, draws = result.positions.shape[:2]
     size = torch.finfo(result.layout.dtype).bits // 8
     return chains * draws * result.log_posterior.num_data * num_sites * size

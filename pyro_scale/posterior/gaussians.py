@@ -69,8 +69,9 @@ class Fit:
 
     @cached_property
     def result(self) -> PosteriorDraws:
-        """1,000 draws of each start's Gaussian, by the run's seed, one chain for each start; for
-        MAP, the modes."""
+        """Draws of the fit, unconstrained, `[starts, 1000, D]` with one chain for each start, from
+        the seed of the run, so that they are the same at each call; for a MAP, the modes, `[starts,
+        1, D]`."""
         indices = torch.arange(self.num_draws)
         return self._as_draws(
             torch.stack([self.drawn(start, indices) for start in range(self.num_starts)])
@@ -87,7 +88,8 @@ class Fit:
         return _NUM_DRAWS if self.gaussians else 1
 
     def drawn(self, start: int, chosen: Tensor) -> Tensor:
-        """Some of the draws of one start in `result`, `[n, D]`, without the other draws in memory.
+        """Some of the draws of one start in `result`, unconstrained, `[n, D]`; for fits whose draws
+        in all do not fit into memory.
 
         Args:
             start: index of the start.
@@ -104,17 +106,19 @@ class Fit:
         return self.at(start, torch.cat(noise))
 
     def by_start(self, chosen: Tensor) -> list[Tensor]:
-        """Some of the draws in `result`: a tensor `[n, D]` for each start.
+        """Some of the draws in `result`, unconstrained: a list with a tensor `[n, D]` for each
+        start, which may have no draws.
 
         Args:
-            chosen: indices into the draws of all starts, one start after another, in ascending
-                order.
+            chosen: indices of the draws, ascending, where the draws of all starts are numbered one
+                start after another.
         """
         starts, draws = chosen // self.num_draws, chosen % self.num_draws
         return [self.drawn(start, draws[starts == start]) for start in range(self.num_starts)]
 
     def thin(self, chosen: Tensor) -> PosteriorDraws:
-        """Some of the draws in `result` as one chain, `[1, n, D]`, with the facts of the fit.
+        """Some of the draws in `result`, of all starts, joined to one chain `[1, n, D]`, with the
+        facts of the fit.
 
         Args:
             chosen: indices into the draws of all starts, one start after another, in ascending
@@ -155,12 +159,13 @@ class Fit:
 
     @property
     def temperature(self) -> float:
-        """The temperature of the fit: the factor of the Gaussians' covariances relative to those of
-        an approximation of the posterior."""
+        """The temperature at which the fit approximates the posterior, by which its Gaussians'
+        covariances are multiplied: 1 for the posterior itself, 0 for modes."""
         return float(self.attrs.get("temperature", 1.0))
 
     def at_temperature_1(self, start: int) -> Gaussian:
-        """The Gaussian of one start, with its covariance divided by the temperature of the fit.
+        """The Gaussian of one start with its covariance divided by the fit's temperature, so that
+        it approximates the posterior itself.
 
         Raises:
             ArgumentError: the temperature is 0, at which the covariance is 0.
@@ -191,8 +196,11 @@ class Fit:
         return positions
 
     def _as_draws(self, positions: Tensor) -> PosteriorDraws:
-        """Unconstrained draws `[chains, n, D]`, together with the model, data and facts of the
-        fit.
+        """Unconstrained draws as a `PosteriorDraws`, which has the model, the data and the facts of
+        the fit.
+
+        Args:
+            positions: the draws, `[chains, n, D]`.
         """
         return PosteriorDraws(
             self.log_posterior,
@@ -269,8 +277,8 @@ class Guide(PyroModule):
         return values
 
     def _read_params(self) -> tuple[Any, Any]:
-        """(The mean `[d]`; the scale, a matrix `[d, d]` or sds `[d]`, None for a mode), read so
-        that Pyro registers them as params.
+        """(Mean `[d]`; scale: a lower triangular matrix `[d, d]` or sds `[d]`, None for a mode).
+        Reading them as attributes makes Pyro register them as params, so that `SVI` optimizes them.
         """
         return self.loc, self.scale if self._fit.gaussians else None
 

@@ -80,7 +80,8 @@ def _check_columns(name: str, names: list[Any], expected: list[Any]) -> None:
 
 
 def _listed(names: list[Any], first: int) -> str:
-    """The column names as a list in words; of more than 20 names, three from index `first` on."""
+    """The column names as a list in words, for an error message; of more than 20 names, three of
+    them, from index `first` on."""
     if len(names) <= _MAX_LISTED:
         return str(names)
     return f"[..., {str(names[first : first + 3])[1:-1]}, ...]"

@@ -226,8 +226,9 @@ class _Softmax:
 
 
 def _scales(site: Site) -> dict[str, Any]:
-    """The maps from unconstrained values to a site's distribution arguments, by argument name, for
-    those that depend on the params.
+    """A dict from the name of each argument of the site's distribution that depends on the params
+    to the bijection between the argument and an unconstrained value, on whose scale the model is
+    linearized.
 
     Raises:
         ArgumentError: the site has no such arguments.
@@ -270,7 +271,9 @@ def _with_arguments(site: Site, replaced: Mapping[str, Tensor]) -> Site:
 
 
 def _transforms(fn: Any) -> Iterator[Any]:
-    """Yields the transforms of a wrapped distribution, innermost first."""
+    """Yields the transforms that a distribution applies to draws of its base distribution, in the
+    order in which they are applied, also through wrappers such as `Independent`; none for a plain
+    distribution."""
     if hasattr(fn, "base_dist"):
         yield from _transforms(fn.base_dist)
     if isinstance(fn, TransformedDistribution):
@@ -321,9 +324,14 @@ def _probit_logits(outputs: Outputs, fit: Fit, start: int) -> Any:
 
 
 def _variances(outputs: Outputs, fit: Fit, start: int) -> Any:
-    """Variances of the linearized outputs under one of the Gaussians, a pytree of the outputs'
-    shapes: the sum of the squares of the changes along the Gaussian's axes. Arguments as for
-    `_probit_logits`."""
+    """Variances of the linearized outputs under one of the Gaussians: a pytree like that of the
+    outputs.
+
+    Args:
+        outputs: function from a vector `[D]` to the model's logits.
+        fit: the Gaussians.
+        start: index of the start whose Gaussian is used.
+    """
     center, size, total = fit.centers[start], len(fit.places), None
 
     def change(away: Tensor) -> Any:
@@ -366,9 +374,8 @@ class _OriginalLogits(TorchFunctionMode):
         return out
 
     def arguments(self, site: Site) -> dict[str, Tensor]:
-        """The arguments of a site's distribution by name, with the logits as the model passed
-        them.
-        """
+        """The arguments of a site's distribution by name, where `logits` of a categorical one are
+        those that the model passed, not the normalized ones that torch keeps."""
         base = fisher.base_of(site.fn)
         arguments = dict(fisher.own_arguments(base))
         if isinstance(base, Categorical | OneHotCategorical) and "logits" in arguments:

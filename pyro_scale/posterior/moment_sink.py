@@ -29,8 +29,8 @@ _KEPT_DRAWS, _KEPT_BYTES = 1000, 2**25
 
 
 class ToMoments:
-    """Accumulates moments of the draws of a run in place of the draws. Keeps a few draws, from
-    which temperatures are measured.
+    """Takes the draws of a run when they are not to be kept (`store=False`): adds them up to
+    moments. A few of the draws are kept, from which temperatures are measured.
 
     Args:
         starts: model and facts of the run, with the chains' starts as draws.
@@ -60,7 +60,8 @@ class ToMoments:
         self._kept: dict[int, Tensor] = {}
 
     def begin(self, parts: Sequence[Part]) -> list[PartToMoments]:
-        """The sinks of the run's parts (groups of chains) on this process, one for each part."""
+        """A new sink for each of this process's groups of chains (`Part`), in the order of `parts`,
+        to which the run adds the group's draws."""
         self._parts = [PartToMoments(self, list(part.chains)) for part in parts]
         return self._parts
 
@@ -105,11 +106,17 @@ class PartToMoments:
 
     @property
     def count(self) -> int:
-        """The number of draws of each chain that were added, pending ones included."""
+        """The number of draws of each chain that were passed to `add` so far, those that wait for a
+        full block included."""
         return self.moments.online.count + self._waiting.shape[1]
 
     def add(self, positions: Tensor) -> None:
-        """Adds the next n draws, unconstrained, `[chains, n, D]`."""
+        """Adds the next n draws of these chains to the moments, or to the draws that wait for a
+        full block.
+
+        Args:
+            positions: unconstrained draws, `[chains, n, D]`.
+        """
         places = self._run.kept_places - self.count
         in_block = places[(places >= 0) & (places < positions.shape[1])]
         self.kept = torch.cat([self.kept, positions[:, in_block]], 1)
@@ -118,17 +125,18 @@ class PartToMoments:
             self._accumulate(self._run.chunk)
 
     def close(self) -> None:
-        """Accumulates the pending draws, after the last ones were added."""
+        """Adds the draws that wait for a full block to the moments; called after the last draw."""
         if self._waiting.shape[1]:
             self._accumulate(self._waiting.shape[1])
 
     def state(self) -> dict[str, Any]:
-        """The sums and pending draws with which another sink continues, as tensors and plain values
-        by name."""
+        """All that another sink needs to continue after a checkpoint, tensors and plain values by
+        name: the sums, the pending draws and the draws that are kept."""
         return {"sums": self.moments.online.state(), "waiting": self._waiting, "seen": self.kept}
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
-        """Continues from what `state` of another sink returned; None starts without draws."""
+        """Sets this sink to the state that another sink's `state` returned, when a run resumes from
+        a checkpoint; None sets it back to no draws."""
         state = state or self._begun
         self._waiting, self.kept = state["waiting"], state["seen"]
         self.moments.online.go_on_from(state["sums"])
@@ -140,8 +148,13 @@ class PartToMoments:
 
 
 def _merge(by_process: list[list[_OfPart]]) -> tuple[SampleTotals | None, dict[int, Tensor]]:
-    """(The moments of the finished chains of all processes, None without any; the kept draws of
-    each of these chains, by its number)."""
+    """(Moments of the finished chains of all processes, None if no chain finished; a dict from each
+    finished chain's number to its kept draws, `[n, D]`).
+
+    Args:
+        by_process: for every process, its groups of chains as (numbers of the chains, their
+            moments, their kept draws, indices in the group of the chains that finished).
+    """
     parts = [part for of_process in by_process for part in of_process]
     chains: dict[int, tuple[int, int]] = {}  # number -> (part, index in it)
     for i, (numbers, _, _, places) in enumerate(parts):

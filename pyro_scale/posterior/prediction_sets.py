@@ -117,19 +117,22 @@ def predict_sets(
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Prediction intervals of a site whose values are numbers, not classes."""
+    """Computes prediction intervals of a site whose values are numbers, from intervals of the
+    posterior alone or conformal. `_Classes` has the same methods for classes."""
 
     site: Site
 
     def uncalibrated(self, predicted: Interval, level: float) -> Interval:
-        """The posterior's intervals; for a site of integers, their ends are rounded outwards."""
+        """The intervals `predicted`, from the posterior's predictive draws, as `predict` returns
+        them without held-out rows; for a site of integers, the ends are rounded outwards. `level`
+        is not used."""
         if self._is_discrete:
             return Interval(predicted.lower.floor(), predicted.upper.ceil())
         return predicted
 
     def scores(self, predicted: Interval, values: Tensor) -> Tensor:
-        """Conformal scores: the distance of each observation from its interval, divided by the
-        interval's width; negative inside the interval.
+        """Conformal scores of observations, in their shape: an observation's distance from its
+        interval, divided by the interval's width; negative inside the interval.
 
         Args:
             predicted: the posterior's intervals.
@@ -139,8 +142,13 @@ class _Numbers:
         return torch.maximum(predicted.lower - values, values - predicted.upper) / width
 
     def conformal(self, predicted: Interval, threshold: Tensor) -> Interval:
-        """The calibrated intervals: all values whose score is at most the threshold, within the
-        support."""
+        """The calibrated intervals: all values within the site's support whose score is at most the
+        threshold. For integers, the ends are whole numbers and an interval is never empty.
+
+        Args:
+            predicted: the posterior's intervals.
+            threshold: largest score inside, from `_threshold`.
+        """
         margin = threshold * self._width(predicted)
         lower, upper = predicted.lower - margin, predicted.upper + margin
         if self._is_discrete:  # the integers in the interval, or else the one in the middle
@@ -149,12 +157,13 @@ class _Numbers:
         return Interval(*(end.clamp(*self._bounds) for end in (lower, upper)))
 
     def axis(self, axis: int) -> int:
-        """The axis of the rows in the scores, from that in the site's value; both negative, from
-        the right."""
+        """The axis of the rows in the scores, which for numbers is the same as the one in the
+        site's value. Axes are negative, counted from the right."""
         return axis
 
     def _width(self, predicted: Interval) -> Tensor:
-        """The width of each interval; for integers, how many an interval contains.
+        """The width of each interval, upper minus lower end; for integers, how many of them the
+        interval contains. Scores are divided by it.
 
         Raises:
             ArgumentError: a width is 0.
@@ -170,7 +179,8 @@ class _Numbers:
 
     @property
     def _support(self) -> Any:
-        """The constraint on a single element of the site's values; None if it is not known."""
+        """The support of a single element of the site's values, as one of torch's constraints
+        without event dimensions; None if the distribution does not say."""
         try:
             support = self.site.fn.support
         except NotImplementedError:
@@ -198,7 +208,8 @@ class _Numbers:
 
 @dataclass(frozen=True)
 class _Classes:
-    """Prediction sets of a site whose values are classes."""
+    """Computes prediction sets of a site whose values are classes, from probabilities of the
+    posterior alone or conformal. `_Numbers` has the same methods for numbers."""
 
     site: Site
 
@@ -233,20 +244,27 @@ class _Classes:
         return predicted.gather(-1, labels[..., None])[..., 0]
 
     def conformal(self, predicted: Tensor, threshold: Tensor) -> Tensor:
-        """The calibrated sets, as booleans `[..., classes]`: classes whose score is at most the
-        threshold."""
+        """The calibrated prediction sets, as booleans `[..., classes]`: the classes whose score is
+        at most the threshold.
+
+        Args:
+            predicted: the score of every class, `[..., classes]`.
+            threshold: largest score in a set, from `_threshold`.
+        """
         return predicted <= threshold
 
     def axis(self, axis: int) -> int:
-        """The axis of the rows in the scores, from that in the site's value; both negative, from
-        the right."""
+        """The axis of the rows in the scores, from the one in the site's value: scores have no
+        dimension of classes, which one-hot values have. Axes are negative, counted from the right.
+        """
         return axis + 1 if is_one_hot(self.site) else axis
 
 
 def _observations(
     result: PosteriorDraws, arguments: Arguments, names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The observed values of some sites in held-out rows, by name, in the rows' order.
+    """The observed values of the sites with these names, by name, in the rows of `arguments` (the
+    model's arguments with held-out rows, observations included), in the rows' order.
 
     Raises:
         DataError: a site is not observed, or not for all rows.
@@ -297,10 +315,15 @@ def _is_masked(site: Site) -> bool:
 
 
 def _check_rows_apart(result: PosteriorDraws, names: Sequence[str]) -> None:
-    """Raises for sites that lack a value for each row that does not depend on other rows.
+    """Raises unless every site has one value for each row and rows are predicted independently of
+    each other, which conformal prediction needs.
+
+    Args:
+        result: draws of the run, with the model.
+        names: names of the sites for which intervals or sets are to be calibrated.
 
     Raises:
-        ArgumentError: there is such a site.
+        ArgumentError: a site has no such values; the message names it.
     """
     by_row = data_sites(result)
     for name in names:
@@ -313,11 +336,11 @@ def _check_rows_apart(result: PosteriorDraws, names: Sequence[str]) -> None:
 
 
 def _check_unseen(result: PosteriorDraws, held_out: Data) -> None:
-    """Raises if the held-out rows are the same tensors in memory as the rows of the run. Equal
-    copies are not recognized.
+    """Raises if the rows that were passed to calibrate intervals are the same tensors in memory as
+    those of the run; equal copies are not recognized.
 
     Raises:
-        ArgumentError: they are.
+        ArgumentError: the fit has seen these rows.
     """
     if result.data is None:
         return

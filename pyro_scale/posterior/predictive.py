@@ -45,7 +45,8 @@ Terms = Callable[[Mapping[str, Site]], dict[str, tuple[Tensor, ...]]]
 
 
 def check_model(log_posterior: LogPosterior, argument: str) -> None:
-    """Raises if there is no model with sites, only a log density.
+    """Raises if the run was on a log density that a user's function computes, which has no sites to
+    predict.
 
     Args:
         log_posterior: model of the run.
@@ -105,15 +106,16 @@ def log_likelihood_of_rows(result: PosteriorDraws, params: Params, chunk: Chunk)
 
 
 def row_log_likelihood(result: PosteriorDraws, chunk: Chunk) -> Tensor:
-    """Log likelihood of the rows of one chunk at every draw, in nats, summed over data sites,
-    `[chains * draws, rows]`."""
+    """The log likelihood of each row of one chunk at every draw, `[chains * draws, rows]` in nats,
+    summed over the data sites; rows that earlier chunks had are left out."""
     return result.over_draws(
         lambda params: {"rows": log_likelihood_of_rows(result, params, chunk)}
     )["rows"]
 
 
 def observed_data(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
-    """The observed values of each observed site, by name; rows are in the data's order."""
+    """The observed values of the observed sites, by name, in the rows' order, for ArviZ's group
+    `observed_data`; tensors of the sites' shapes for all rows of the data."""
     params = result.layout.unflatten(result.positions[0, 0])
     parts = []
     for chunk in chunks_of(result.log_posterior, data):
@@ -185,7 +187,8 @@ def reduce_batches(
     readers: Readers,
     terms_by_block: Callable[[Chunk, Terms], Iterable[dict[str, tuple[Tensor, ...]]]],
 ) -> dict[str, Any]:
-    """Reduced predictions for batches of rows, by site, joined along the rows.
+    """Predictions for batches of rows, by site and joined along the rows: all draws or a summary of
+    them, as `reduction` says.
 
     Args:
         result: draws and facts of the run.
@@ -249,8 +252,13 @@ def _terms_by_block(
 def explain_failures(
     result: PosteriorDraws, arguments: Arguments, batch_size: int | None
 ) -> Iterator[None]:
-    """Context in which an error that the model raises on new rows is replaced by one that says why,
-    or gets a note about the rows.
+    """Context for running the model on new rows: an error that the model raises because of the rows
+    is replaced by one that says why, or gets a note that describes the rows.
+
+    Args:
+        result: draws and facts of the run.
+        arguments: the model's arguments, with the new rows.
+        batch_size: the user's `batch_size=`; None if it was not passed.
 
     Raises:
         ArgumentError: the rows have other shapes than those of the run.
@@ -281,8 +289,9 @@ def explain_failures(
 
 
 def predictive_means(result: PosteriorDraws, arguments: Arguments) -> dict[str, Tensor]:
-    """Each draw's predictive mean of every data site, `[chains * draws, elements]` by name; for
-    classes, their probabilities. Rows that the model takes twice are returned twice."""
+    """The mean of the predictive distribution of every data site at each posterior draw, `[chains *
+    draws, elements]` by name; for classes, their probabilities. For R-hat of predictions. Rows that
+    the model takes twice are returned twice."""
     mean, parts = Mean(), []
     for chunk in row_batches(result, arguments, None).chunks:
 
@@ -295,8 +304,9 @@ def predictive_means(result: PosteriorDraws, arguments: Arguments) -> dict[str, 
 
 
 def _undrawable_values(result: PosteriorDraws, chunk: Chunk) -> dict[str, Tensor]:
-    """NaN in place of draws for the sites whose distributions cannot be sampled, by name; empty if
-    all can be. Means and variances need no draws."""
+    """A dict from each site whose distribution cannot be sampled to a tensor of NaN in the shape of
+    its value, with which the model runs on; means and variances need no draws. Empty if all sites
+    can be sampled."""
     run = run_at_first_draw(result, chunk.arguments, chunk.indices)
     values = {name: run.sites[name].value for name in run.drawn}
     return {name: value for name, value in values.items() if bool(value.isnan().all())}
@@ -331,9 +341,9 @@ def _sites(
 
 
 def resample_equally(result: PosteriorDraws, num_samples: int | None) -> PosteriorDraws:
-    """A copy of the result with `num_samples` equally weighted draws in one chain, evenly spaced
-    over chains and draws; for None, as many as there are, and the result itself if draws have no
-    weights.
+    """Draws that all count alike, for functions that know no weights: a copy of the result with
+    `num_samples` draws in one chain, evenly spaced over chains and draws. For None, as many as
+    there are; then the result itself is returned if its draws have no weights.
 
     Draws with weights are repeated or left out in proportion (systematic resampling).
     """
@@ -350,8 +360,8 @@ def resample_equally(result: PosteriorDraws, num_samples: int | None) -> Posteri
 
 
 def in_proportion(weights: Tensor, count: int) -> Tensor:
-    """`count` indices into the weights, in ascending order; each index occurs in proportion to its
-    weight, up to rounding."""
+    """`count` indices into `weights`, ascending, each repeated in proportion to its weight (up to
+    rounding to whole numbers, without random numbers: systematic resampling)."""
     shares = weights.cumsum(0) / weights.sum()
     places = (torch.arange(count, dtype=shares.dtype) + 0.5) / count
     return torch.searchsorted(shares, places).clamp(max=len(weights) - 1)
@@ -371,8 +381,8 @@ def spread_evenly(total: int, num_samples: int) -> Tensor:
 
 
 def join(parts: Sequence[tuple[Mapping[str, Any], Chunk]], axes: Mapping[str, int]) -> Any:
-    """The values of all chunks by site, tensors or tuples of tensors, joined along each site's axis
-    of rows. Of sites without rows, the first chunk's value.
+    """The values of all chunks of rows by site, joined along each site's axis of rows: tensors, or
+    tuples of tensors. A site without rows has the value from the first chunk.
 
     Args:
         parts: (values by site, chunk) of all chunks, in the data's order; rows of a chunk that

@@ -41,7 +41,8 @@ class Readers:
 
     @property
     def share(self) -> Share:
-        """Which chunks of rows of the data this process reads, in a pass that processes divide."""
+        """The rule by which this process picks its chunks when the processes divide the rows of the
+        data among them."""
         return self.workers.share
 
     def map(self, function: Callable[[Chunk], T], chunks: Iterable[Chunk]) -> list[tuple[T, Chunk]]:

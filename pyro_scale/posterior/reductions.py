@@ -42,7 +42,11 @@ class Means:
         self.means: list[Tensor] = []
 
     def add(self, terms: Sequence[Tensor]) -> None:
-        """Adds a block of draws of every term, `[draws, ...]` each."""
+        """Adds a block of draws to the means.
+
+        Args:
+            terms: the block's draws of every term, `[draws, ...]` each.
+        """
         means = [term.mean(0, dtype=torch.float64) for term in terms]
         self.count += len(terms[0])
         share = len(terms[0]) / self.count
@@ -72,13 +76,18 @@ class Moments(Means):
 
 
 class Values:
-    """Keeps all draws of one term, for quantiles and intervals."""
+    """Accumulator that keeps all draws of one term, `[draws, ...]`, for summaries that need them at
+    once: quantiles and intervals."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []
 
     def add(self, terms: Sequence[Tensor]) -> None:
-        """Adds a block of draws, `[draws, ...]`; only the first term is kept."""
+        """Keeps a block of draws.
+
+        Args:
+            terms: tensors `[draws, ...]`, of which only the first is kept.
+        """
         self.values.append(terms[0])
 
     @property
@@ -103,18 +112,27 @@ class Reduction:
     accumulator: ClassVar[type[Means | Values]] = Means
 
     def terms(self, site: Site) -> tuple[Tensor, ...]:
-        """The tensors of a site that are accumulated over draws, from the site at one draw of the
-        posterior, or at several draws in leading dimensions."""
+        """The tensors of a site whose average over posterior draws the summary needs, such as mean
+        and variance of its distribution.
+
+        Args:
+            site: the site in a run of the model at one posterior draw, or at several in leading
+                dimensions.
+        """
         raise NotImplementedError
 
     def total(self, draws: Any) -> Any:
-        """The summary, a tensor or a tuple of tensors, from the accumulator to which all draws were
-        added."""
+        """The summary of a site, a tensor or a tuple of tensors, as `predict` returns it.
+
+        Args:
+            draws: accumulator of the class `accumulator`, to which the terms of all draws were
+                added.
+        """
         raise NotImplementedError
 
     def axis(self, site: Site, axis: int) -> int:
-        """The axis of the rows in the summary, from the axis of the rows in the site's value; both
-        negative and from the right."""
+        """The axis of the rows in the summary, for joining chunks of rows, from the axis of the
+        rows in the site's value. Axes are negative, counted from the right."""
         return axis
 
 
@@ -309,8 +327,8 @@ def _is_level(level: object) -> bool:
 
 
 def _base(site: Site) -> Any:
-    """A site's distribution without `to_event` and masks; the distribution itself where it has
-    transforms."""
+    """A site's distribution without the wrappers of `to_event` and masks; the distribution itself
+    if its base cannot be found, as with transforms."""
     try:
         return base_of(site.fn)
     except NoInformation:

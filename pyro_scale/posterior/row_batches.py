@@ -56,8 +56,9 @@ def data_axes(info: ModelInfo, apart: bool = False) -> dict[str, int]:
 
 
 def row_axes(result: PosteriorDraws) -> dict[str, int]:
-    """The observed and deterministic sites that have a value for each row: a dict from their names
-    to the axis of the rows in the value, negative and from the right."""
+    """A dict from each observed or deterministic site that has a value for each row to the axis of
+    the rows in this value, negative and from the right; along it, predictions of batches are
+    joined."""
     return {**result.log_posterior.model_info.row_axes, **data_sites(result)}
 
 
@@ -201,7 +202,8 @@ def _is_row_wise_draw(result: PosteriorDraws) -> bool:
 
 
 class _RowsDepend(Exception):
-    """Raised with the name of a site whose rows depend on each other."""
+    """Raised, with the name of a site, if the site's values for some rows depend on which other
+    rows are passed, so that rows cannot be predicted in batches."""
 
 
 def _axes_of_batches(
@@ -264,7 +266,8 @@ def run_at_first_draw(
     drawn: Params | None = None,
     seed: int = 0,
 ) -> Recorder:
-    """Runs the model at the first posterior draw, with observations drawn from their distributions.
+    """Runs the model once at the first posterior draw, with observations drawn from their
+    distributions, to see which sites it has and how they depend on the rows.
 
     Args:
         result: draws and facts of the run.
@@ -350,7 +353,6 @@ def _compared(site: Site) -> tuple[Tensor, int]:
 
 
 def _rows(values: Tensor, axis: int | None, part: slice) -> Tensor:
-    """A part of the rows of a tensor whose rows are along `axis`; the whole tensor if `axis` is
-    None.
-    """
+    """The rows `part` of a tensor whose rows are along `axis`; the tensor unchanged if `axis` is
+    None, which is for sites without rows."""
     return values if axis is None else values.movedim(axis, 0)[part].movedim(0, axis)

@@ -34,7 +34,8 @@ _LOG_DENSITY_TOL = 1e-3
 
 
 def contents_of(result: PosteriorDraws, arguments: Arguments) -> dict[str, Any]:
-    """What a run's file contains: tensors and plain values by name.
+    """What the file of a run contains, tensors and plain values by name: the model's sites and a
+    batch to check it by, the draws with their statistics, measurements and facts.
 
     Args:
         result: draws and facts of the run.
@@ -80,7 +81,8 @@ def model_contents(
 
 
 def layout_of(contents: Mapping[str, Any]) -> Layout:
-    """The indices of each site's elements in an unconstrained draw `[D]`, from a file's contents.
+    """Names, shapes and dtypes of the sites in an unconstrained draw `[D]`, in order, from a file's
+    contents.
 
     Raises:
         ValueError: the contents have unknown dtypes.
@@ -93,7 +95,8 @@ def layout_of(contents: Mapping[str, Any]) -> Layout:
 
 
 def draws_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> PosteriorDraws:
-    """The draws and facts of a run, from a file's contents; `data` is None.
+    """The draws, measurements and facts of a run from a file's contents. The result has no data of
+    the run (`data` is None).
 
     Args:
         contents: contents of the file, by name.
@@ -126,10 +129,11 @@ def draws_of(contents: Mapping[str, Any], log_posterior: LogPosterior) -> Poster
 
 
 def _check_shapes(result: PosteriorDraws) -> None:
-    """Raises if the shapes of a file's tensors do not fit together.
+    """Raises if tensors read from a file contradict each other: draws without D columns, a number
+    of chains other than that of their numbers, statistics of other draws.
 
     Raises:
-        ValueError: they do not.
+        ValueError: the message says which tensor.
     """
     shape, size = tuple(result.positions.shape), result.layout.size
     if len(shape) != 3 or shape[2] != size:
@@ -188,7 +192,8 @@ def _positions(contents: Mapping[str, Any], layout: Layout) -> Positions:
 
 
 def _totals(contents: Mapping[str, Any] | None) -> SampleTotals | None:
-    """The moments of draws that were not kept, from their plain values; None if draws were kept."""
+    """The moments of a run that kept no draws, from their plain values in a file; None (also as the
+    argument) for a run that kept draws."""
     if contents is None:
         return None
     return SampleTotals(Totals.from_state(contents["totals"]), layout_of(contents))
@@ -259,7 +264,8 @@ def _init_at(values: Mapping[str, Tensor], default: InitFunction) -> InitFunctio
 
 
 def _start(log_posterior: LogPosterior) -> dict[str, Tensor]:
-    """The unconstrained latents and params at which the model was analyzed, by site."""
+    """The unconstrained values at which the model was analyzed, by site: latents and
+    point-estimated params."""
     sites = log_posterior.model_info.sites
     latents = {name: sites[name].unconstrained for name in log_posterior.latents}
     points = {name: point.unconstrained for name, point in log_posterior.points.items()}
@@ -267,8 +273,13 @@ def _start(log_posterior: LogPosterior) -> dict[str, Tensor]:
 
 
 def _differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
-    """Phrases that say what differs between the model and that of the file (sites, shapes, dtypes,
-    N, densities); empty if nothing does."""
+    """What differs between the model that the user passed and that of a file, as phrases for an
+    error message: sites, shapes, dtypes, N or log densities. An empty list if nothing does.
+
+    Args:
+        contents: contents of the file, by name.
+        log_posterior: the user's model, analyzed on the batch in the file.
+    """
     values = log_posterior.constrain(_start(log_posterior))
     then = _describe(contents["start_values"], contents["latents"])
     now = _describe(values, log_posterior.latents)
@@ -283,7 +294,8 @@ def _differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> li
 
 
 def _describe(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
-    """A phrase with kind, shape and dtype of every latent and param, by site."""
+    """A dict from each site to a phrase such as "a latent [3] of float32": kind, shape and dtype of
+    its value, to compare the model of a file with another one."""
     return {
         name: f"a {'latent' if name in latents else 'param'} {list(value.shape)} "
         f"of {dtype_name(value.dtype)}"
@@ -292,9 +304,15 @@ def _describe(values: Mapping[str, Tensor], latents: Any) -> dict[str, str]:
 
 
 def _value_differences(contents: Mapping[str, Any], log_posterior: LogPosterior) -> list[str]:
-    """Phrases about sites that have another constrained value at the same unconstrained one; if
-    there are none, about the first site with another log density on the batch in the file. Empty if
-    nothing differs."""
+    """What differs in numbers between the model that the user passed and that of a file, as phrases
+    for an error message: sites whose constrained value at the same unconstrained one differs; if
+    there are none, the first site whose log density on the file's batch differs. An empty list if
+    nothing does.
+
+    Args:
+        contents: contents of the file, by name.
+        log_posterior: the user's model, analyzed on the batch in the file.
+    """
     device = device_of(contents, log_posterior)
     start = {name: value.to(device) for name, value in contents["start"].items()}
     values = log_posterior.constrain(start)
@@ -327,7 +345,7 @@ def _log_densities(
 
 
 def _close(now: Tensor, then: Tensor) -> bool:
-    """Whether two tensors are equal up to rounding, which may differ between machines: to half of
-    the dtype's digits, relative to the norm of `then`."""
+    """Whether two tensors agree up to what rounding on different machines explains: the norm of
+    their difference is at most the square root of the dtype's epsilon, times the norm of `then`."""
     tolerance: float = torch.finfo(then.dtype).eps ** 0.5
     return bool((now - then).double().norm() <= tolerance * then.double().norm())

@@ -31,7 +31,10 @@ _LONGEST_NAME = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Buffering:
-    """How many draws wait in memory, and for how long, before they are written or added up."""
+    """Limits on the draws that wait in memory before they are written to a store or added up to
+    moments: bytes in all (`waiting_bytes`); bytes and draws of a file of one chain (`file_bytes`,
+    `file_draws`); seconds between two writes, at least `wait_seconds` and `wait_times` the time
+    that a write takes."""
 
     #: Most bytes of all chains' draws that are pending.
     waiting_bytes: int = 2**25
@@ -44,7 +47,11 @@ class Buffering:
     wait_times: float = 20.0
 
     def draws_of_file(self, width: int) -> int:
-        """Draws of a chain in a file, of which each takes `width` bytes."""
+        """The number of draws of a chain that one file holds; at least 1.
+
+        Args:
+            width: bytes of one draw.
+        """
         return max(1, min(self.file_draws, self.file_bytes // width))
 
 
@@ -126,8 +133,9 @@ class ToDisk:
         self.store = DrawStore.open(path)
 
     def begin(self, parts: Sequence[Part]) -> list[PartToDisk]:
-        """The sinks of the run's parts (groups of chains) on this process, one for each part, each
-        positioned where its part continues.
+        """A new sink for each of this process's groups of chains (`Part`), in the order of `parts`,
+        set to continue after the draws of the group's checkpoint. Draws in the store beyond these
+        are removed.
 
         Raises:
             FileError: the store is of another run, or lacks draws that its parts have written.
@@ -182,7 +190,8 @@ class ToDisk:
         return error
 
     def positions(self, draws: Draws) -> StoredPositions:
-        """The stored draws of the finished chains, unconstrained, read when they are used."""
+        """The unconstrained draws of the finished chains in the store, `[chains, n, D]`, which are
+        read from disk only when they are indexed."""
         numbers = self._problem.numbers(len(draws.log_joint))
         chains = torch.tensor([numbers[chain] for chain in draws.finished], dtype=torch.long)
         count = min(self.store.count, len(draws.kept_steps))
@@ -223,7 +232,8 @@ class ToDisk:
             self.store.drop(chains, count)
 
     def show(self) -> None:
-        """Makes those draws visible to readers that are written for all chains of all processes.
+        """Makes the draws visible to readers of the store that by now are written for the chains of
+        all processes. Has to be called on every rank.
 
         Raises:
             FileError: the store cannot be written.
@@ -234,7 +244,8 @@ class ToDisk:
 
     @property
     def _written_by_all(self) -> int:
-        """The number of draws that are written of every chain of this process."""
+        """The number of draws that are in the store for every chain of this process: the least over
+        its groups of chains."""
         return min(part.written for part in self._parts)
 
     def _check_holds(self, chains: Sequence[int], alive: Tensor, state: Mapping[str, Any]) -> None:
@@ -258,8 +269,12 @@ class ToDisk:
             )
 
     def _values(self, positions: Tensor) -> dict[str, Tensor]:
-        """The arrays to store for unconstrained draws `[chains, n, D]`, by `<group>/<site>`:
-        constrained draws, and unconstrained ones of sites with a transform."""
+        """The arrays to store for some draws, `[chains, n, ...]` by `<group>/<site>`: constrained
+        draws, and also unconstrained ones of sites with a transform.
+
+        Args:
+            positions: unconstrained draws, `[chains, n, D]`.
+        """
         unconstrained = self._starts.layout.unflatten(positions)
         if not self._transformed and not self._starts.log_posterior.model_info.steady:
             return {f"{POSTERIOR}/{name}": value for name, value in unconstrained.items()}
@@ -294,13 +309,14 @@ class PartToDisk:
 
     @property
     def count(self) -> int:
-        """The number of draws of each chain that were added, written or not."""
+        """The number of draws of each chain that were passed to `add` so far, written to the store
+        or not."""
         begin, held = self._held
         return begin + held.shape[1]
 
     def add(self, positions: Tensor) -> None:
-        """Adds the next n draws, unconstrained, `[chains, n, D]`. Writes full files, and from time
-        to time one that is not full.
+        """Adds the next n draws of these chains, `positions`, unconstrained, `[chains, n, D]`. Full
+        files are written, and from time to time one that is not full.
 
         Raises:
             FileError: the disk cannot be written.
@@ -320,7 +336,8 @@ class PartToDisk:
         self._write_rest()
 
     def end_at(self, count: int) -> None:
-        """Pads the chains with NaN up to `count` draws, or removes files with draws after these.
+        """Gives these chains exactly `count` draws in the store: missing ones are NaN, files with
+        later draws only are removed.
 
         Raises:
             FileError: the store cannot be written.
@@ -334,12 +351,13 @@ class PartToDisk:
         self._run.drop(self.chains, count)
 
     def state(self) -> dict[str, Any]:
-        """The run's identifier, number of stored draws and draws in memory, by name, with which
-        another sink continues."""
+        """All that another sink needs to continue after a checkpoint, by name: the store's run
+        (`run`), the number of draws in full files (`stored`) and the draws after these (`held`)."""
         return {"run": self._run.store.run, "stored": self._in_full_files, "held": self._waiting}
 
     def go_on_from(self, state: Mapping[str, Any] | None) -> None:
-        """Continues from what `state` of another sink returned; None starts without draws."""
+        """Sets this sink to the state that another sink's `state` returned, when a run resumes from
+        a checkpoint; None sets it back to no draws."""
         state = state or {"stored": 0, "held": self._held[1][:, :0]}
         stop = state["stored"] + state["held"].shape[1]
         self.written = max(state["stored"], min(stop, self.written))
@@ -347,12 +365,14 @@ class PartToDisk:
 
     @property
     def _in_full_files(self) -> int:
-        """The number of draws of each chain that are in full files."""
+        """The number of draws of each chain that are in files of the store which are full and thus
+        not written again."""
         return self.written - self.written % self._run.store.chunk
 
     @property
     def _waiting(self) -> Tensor:
-        """Draws in memory after those in full files, `[chains, n, D]`."""
+        """The draws that are in memory because no full file has them yet, unconstrained, `[chains,
+        n, D]`."""
         begin, held = self._held
         return held[:, self._in_full_files - begin :]
 

@@ -70,8 +70,9 @@ OF_METHOD = OF_POSTERIOR | {
 
 
 def missing_attribute(owner: Any, name: str, hints: Mapping[str, str]) -> AttributeError:
-    """An AttributeError, to raise, for an attribute that an object does not have; its message is a
-    hint if there is one.
+    """An AttributeError (returned, for the caller to raise) for an attribute that an object does
+    not have. Its message is the hint on this name, such as what the attribute is called here,
+    otherwise Python's own text.
 
     Args:
         owner: the object.
@@ -175,8 +176,8 @@ def _title(function: Callable[..., Any], owner: Any) -> str:
 def _check_rows(
     function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...]
 ) -> None:
-    """Raises if tensors or tables were passed by position for another argument than `data`, such as
-    in `run(x, y)`.
+    """Raises if tensors or tables stand where another argument than `data` belongs, such as `y` in
+    `run(x, y)`; does nothing for a function without an argument `data`.
 
     Raises:
         CallError: the message says how to pass several tensors.

@@ -56,8 +56,9 @@ def load(path: files.FilePath, model: Any) -> Posterior:
 
 
 def read(path: files.FilePath) -> dict[str, Any]:
-    """The contents of a file that `save` wrote, by name. If the draws are in a store, its path is
-    brought up to date.
+    """The contents of a file that `save` wrote: tensors and plain values, by name. If the draws are
+    in a store that has been moved together with the file, the store's path in the contents is the
+    new one.
 
     Args:
         path: path of the file.

@@ -83,7 +83,8 @@ class GaussianPosterior(Posterior):
 
     @property
     def fit(self) -> Fit:
-        """The Gaussians in unconstrained space, one a start, with their centers and settings."""
+        """The `Fit` that this posterior is made of: the Gaussians in unconstrained space, one a
+        start (none for a `MAP`), their centers, and the run's settings."""
         return self._fit
 
     @property
@@ -99,7 +100,7 @@ class GaussianPosterior(Posterior):
 
     @property
     def size(self) -> str:
-        """A text with N and the number of starts, for `repr`."""
+        """A text for `repr` such as "N = 1,000, starts: 2": the number of rows and of Gaussians."""
         return f"N = {self.fit.log_posterior.num_data:,}, starts: {self.fit.num_starts}"
 
     @check_calls
@@ -387,8 +388,8 @@ class GaussianPosterior(Posterior):
         return table
 
     def drawn(self, count: int, seed: int | None) -> PosteriorDraws:
-        """New draws of the fit in unconstrained space, as one chain, `[1, count, D]`, from each
-        start in turn.
+        """New draws of the fit, `[1, count, D]` in unconstrained space as one chain, from the
+        Gaussians of all starts in turn; for a `MAP`, copies of its modes.
 
         Args:
             count: number of draws.
@@ -402,7 +403,8 @@ class GaussianPosterior(Posterior):
         return fit.draws(noise)
 
     def contents(self) -> dict[str, Any]:
-        """Contents of the file that `save` writes: tensors and plain values, by name."""
+        """What `save` writes to a file, tensors and plain values by name: the run's facts, and the
+        Gaussians with their centers and the objective at every step. `from_contents` reads it."""
         fit = self.fit
         return {
             **super().contents(),

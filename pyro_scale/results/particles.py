@@ -90,7 +90,7 @@ class ParticlePosterior(Posterior):
 
     @check_calls
     def diagnostics(self, predict_at: Any = None) -> Never:
-        """Never returns: R-hat and ESS are about chains, and particles are none.
+        """Always raises an error: R-hat and ESS are about chains, and particles are not chains.
 
         Raises:
             ArgumentError: always.
@@ -98,6 +98,6 @@ class ParticlePosterior(Posterior):
         raise ArgumentError(_COUPLED)
 
     def contents(self) -> dict[str, Any]:
-        """Contents of the file that `save` writes: tensors and plain values, by name, with the
-        trace."""
+        """What `save` writes to a file, tensors and plain values by name: the particles, the run's
+        facts, and the mean log joint at every step."""
         return {**super().contents(), "trace": self.trace}

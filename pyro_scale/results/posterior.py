@@ -74,8 +74,8 @@ class Posterior:
 
     @property
     def draws(self) -> PosteriorDraws:
-        """The draws in unconstrained space, with the model, the data and the measurements of the
-        run."""
+        """The draws in unconstrained space, `[chains, draws, D]` in the attribute `positions`, with
+        the model, the data and the measurements of the run."""
         return self._draws
 
     @property
@@ -85,7 +85,8 @@ class Posterior:
 
     @property
     def size(self) -> str:
-        """A text with N and the number of chains and draws, for `repr`."""
+        """A text such as "N = 1,000, 4 x 1,000 draws", for `repr`: the number of rows, of chains
+        and of draws of a chain."""
         chains, draws = self.draws.positions.shape[:2]
         return f"N = {self.draws.log_posterior.num_data:,}, {chains} x {draws:,} draws"
 
@@ -468,7 +469,8 @@ class Posterior:
 
     @check_calls
     def write_params(self) -> None:
-        """Writes the values in `params` into Pyro's param store, and weights into their modules."""
+        """Writes the values in `params` to where the model reads them: those of `pyro.param` sites
+        into Pyro's param store, those of weights into their modules."""
         self.draws.log_posterior.write_points(self.params)
 
     @check_calls
@@ -503,7 +505,8 @@ class Posterior:
         files.write(path, self.contents() if self._file is None else dict(self._file))
 
     def contents(self) -> dict[str, Any]:
-        """Contents of the file that `save` writes: tensors and plain values, by name."""
+        """What `save` writes to a file, tensors and plain values by name: the draws with their
+        statistics, the run's facts, and a batch of the data, by which `load` checks the model."""
         batch = self._batch if self.draws.data is None else self.draws.data.first()
         assert batch is not None
         return {"method": self.attrs["method"], **contents_of(self.draws, batch)}
@@ -512,7 +515,8 @@ class Posterior:
 
     @property
     def kept_draws(self) -> PosteriorDraws:
-        """The same as `draws`, for methods that need the draws themselves and not only moments.
+        """The same object as `draws`, after a check that the run kept its draws; for results that
+        cannot be computed from means and quantiles alone.
 
         Raises:
             ArgumentError: the run kept no draws (`store=False`).
@@ -543,8 +547,11 @@ class Posterior:
         return self.draws.data
 
     def _open(self, data: Any) -> Data:
-        """A data source on the model's device from which to read `data`, checked to have the same
-        columns and dimensions as the run's."""
+        """The rows that the user passed, as a data source on the model's device.
+
+        Raises:
+            CallError: the rows have other columns or dimensions than those of the run.
+        """
         log_posterior = self.draws.log_posterior
         check_like_run(log_posterior, self.draws.data, data)
         opened = open_data(data, None, None, module_device(log_posterior))
@@ -572,8 +579,8 @@ def _is_small_enough(result: PosteriorDraws, num_sites: int) -> bool:
 
 
 def starts_at(result: PosteriorDraws, chains: Tensor, draws: Tensor) -> dict[str, Tensor]:
-    """Starting points for chains, from some of the draws: constrained values `[starts, ...]` by
-    site, of the latent sites and of the point-estimated params.
+    """Starting points for chains of another run, taken from draws of this one: constrained values
+    `[starts, ...]` by site, of the latent sites and of the point-estimated params.
 
     Args:
         result: draws of a run.

@@ -54,13 +54,13 @@ class ShardedPosterior(Posterior):
 
     @property
     def layout(self) -> Layout:
-        """Order and shapes of the sites' parts that this rank holds in a vector of unconstrained
-        params."""
+        """Order and shapes of the sites in this rank's part of an unconstrained draw, `[D]`; a
+        sharded weight has the shape of this rank's part."""
         return self.problem.engine.layout
 
     @property
     def draws(self) -> Never:
-        """Never returns: no process has whole draws.
+        """Always raises an error: no process has whole draws of a sharded network.
 
         Raises:
             ArgumentError: always.
@@ -74,7 +74,8 @@ class ShardedPosterior(Posterior):
 
     @property
     def size(self) -> str:
-        """A text for `repr`: that the network is sharded. Others show N and the number of draws."""
+        """The text "on a sharded network", for `repr`, in place of N and the number of draws that
+        other posteriors show."""
         return "on a sharded network"
 
     @property

@@ -63,7 +63,8 @@ class Watched:
         return self._target.num_data
 
     def grad(self, position: Tensor) -> tuple[Tensor, Any]:
-        """The gradient of the wrapped log posterior. Position and gradient are recorded.
+        """The gradient of the wrapped log posterior, unchanged. As long as gradients have been
+        finite, the position and the gradient are also stored as attributes.
 
         Returns:
             (Gradient [D], at a position [D], of the log joint divided by N, the number of rows of

@@ -43,8 +43,9 @@ class Budget:
 
     @classmethod
     def from_arguments(cls, max_rows: Any, num_samples: int, max_seconds: Any) -> Budget:
-        """The budget of a run with these arguments, as the user passed them. The time begins with
-        this call.
+        """The budget of a run, from the arguments `max_rows`, `num_samples` and `max_seconds` of
+        `Sampler.run` as the user passed them (None for a default, or no limit). The seconds count
+        from this call.
 
         Raises:
             ArgumentError: `max_rows` is not a count, or `max_seconds` is not a positive number.
@@ -61,15 +62,13 @@ class Budget:
 
     @property
     def is_over(self) -> bool:
-        """True if the seconds that the run may take are over, by this process's clock. The rows
-        that are left are not considered.
-        """
+        """Whether the seconds that the run may take have passed, by this process's clock; always
+        False if there is no limit. The number of row gradients that are left is not considered."""
         return time.monotonic() > self.deadline
 
     def is_over_for(self, problem: Problem) -> bool:
-        """True if the seconds that the run may take are over, by rank 0's clock. All processes of
-        the problem must call this together, and get the same answer.
-        """
+        """Whether the seconds that the run may take have passed, by rank 0's clock, so that all
+        processes get the same answer; all processes of the problem must call this together."""
         return self.max_seconds is not None and problem.broadcast(self.is_over, "the clock")
 
     def check(self, passes: float) -> None:
@@ -97,26 +96,25 @@ class Budget:
         return dataclasses.replace(self, spent=self.spent + math.ceil(passes * num_data))
 
     def steps(self, problem: Problem) -> int:
-        """The number of steps that each chain of the problem may still take, from the number of row
-        gradients that are left; the time is not considered.
-        """
+        """The number of steps that each chain may still take before the budget of row gradients is
+        used up; 0 if it is. The limit in seconds is not considered."""
         left = self.most_rows(problem) - self.spent
         return max(0, left) // (rows_a_step(problem) * len(problem.positions))
 
     @property
     def of_tuning(self) -> Budget:
-        """The budget for tuning (choosing step size, warm-up, thinning, ...) before a run.
-
-        If the user has set no number of rows, this is the budget of a run of 1,000 draws, so that a
-        run that is extended to more draws makes the same choices.
+        """The budget from which tuning (the choice of step size, warm-up, thinning, ...) derives
+        its limits: if the user set no number of rows, that of a run of 1,000 draws, whatever the
+        number of draws is. A run that is later extended to more draws then makes the same choices.
         """
         if self.max_rows is not None:
             return self
         return dataclasses.replace(self, num_samples=_FEWEST_DRAWS)
 
     def most_rows(self, problem: Problem) -> int:
-        """The number of gradients of single rows that all chains of the problem may take together,
-        those spent already included."""
+        """The number of gradients of single rows that all chains of the problem together may
+        compute in the whole run, those that are spent already included: the user's `max_rows`, or a
+        default."""
         if self.max_rows is not None:
             return self.max_rows
         passes = _PASSES_A_DRAW * max(_FEWEST_DRAWS, self.num_samples)
@@ -125,14 +123,20 @@ class Budget:
 
 
 def passes_of(problem: Problem, steps: int) -> float:
-    """The number of passes through the data that `steps` steps take, of all chains together."""
+    """How many passes through all rows of the data the gradients of a run take, of all chains
+    together; for reports of a run's cost.
+
+    Args:
+        problem: model, data and chains, which determine the rows of a step.
+        steps: number of steps of each chain.
+    """
     rows = len(problem.positions) * steps * rows_a_step(problem)
     return rows / problem.log_posterior.num_data
 
 
 def rows_a_step(problem: Problem) -> int:
-    """The number of gradients of single rows that one step of one chain takes; more than a
-    minibatch has with control variates."""
+    """The number of gradients of single rows that one step of one chain computes, by which its cost
+    is counted: the rows of a batch, times 2 or more with control variates."""
     density = problem.engine.density
     gradients = density.gradients_a_row if isinstance(density, ControlVariates) else 1
     return gradients * max(1, problem.data.batch_size or problem.log_posterior.num_data)

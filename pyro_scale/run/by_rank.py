@@ -25,7 +25,8 @@ from pyro_scale.run.run import Trajectory, on_own_rows
 
 
 def gather(draws: Draws, problem: Problem) -> Draws:
-    """The draws of all chains of a run, on every rank.
+    """The draws of all chains of a run, sent by the processes that moved the chains, on every rank;
+    unchanged if every process moved all chains.
 
     Args:
         draws: the draws of this rank's chains.
@@ -38,8 +39,9 @@ def gather(draws: Draws, problem: Problem) -> Draws:
 
 
 def gather_trajectory(trajectory: Trajectory) -> Trajectory:
-    """The trajectory with the draws of all chains, on ranks that keep all draws; on the other
-    ranks, the trajectory of their own chains."""
+    """The result of a run (trajectory) with the draws of all chains, on ranks that keep all draws:
+    rank 0, or every rank with `distributed="all"`. On other ranks the argument itself, which has
+    the draws of their own chains."""
     plan, problem, _, draws = trajectory
     if not problem.is_split:
         return trajectory
@@ -53,8 +55,8 @@ def gather_trajectory(trajectory: Trajectory) -> Trajectory:
 
 
 def join_parts(trajectories: Sequence[Trajectory], parts: Sequence[Part]) -> Trajectory:
-    """The trajectory of this process's chains, joined from the trajectories of its groups of
-    chains.
+    """The result of a run (trajectory) for all chains of this process, joined from the results of
+    its groups of chains, each of which ran and wrote checkpoints by itself.
 
     Args:
         trajectories: one trajectory for each group.
@@ -70,9 +72,8 @@ def join_parts(trajectories: Sequence[Trajectory], parts: Sequence[Part]) -> Tra
 
 
 def _batches_after(trajectory: Trajectory, chains: range) -> Batches:
-    """The minibatches of the chains with these numbers, set to continue at the step where the run
-    ended, for measurements after the run.
-    """
+    """The minibatches of these chains from the step on at which the run ended, so that measurements
+    after the run see rows which the draws have not."""
     plan, problem, batches, draws = trajectory
     sampling, share = plan.sampling, plan.share_batches
     after = problem.batches(len(problem.positions), sampling, share, chains)
@@ -83,10 +84,10 @@ def _batches_after(trajectory: Trajectory, chains: range) -> Batches:
 
 
 def align(trajectory: Trajectory) -> Trajectory:
-    """The trajectory with its number of steps reduced to the last step that all ranks have reached.
-    If an error ended the run on one rank, the draws of all ranks have that error as their attribute
-    `error`. A rank whose chains have all stopped does not limit the others.
-    """
+    """Makes the ranks of a run agree on where it ended, and returns the trajectory, changed in
+    place: the number of steps is that of the rank which came least far, and if an error ended the
+    run on one rank, the draws of every rank have an error as their attribute `error`. A rank whose
+    chains have all stopped does not limit the others."""
     draws, workers = trajectory.draws, trajectory.problem.workers
     if workers.is_alone:
         return trajectory
@@ -106,7 +107,8 @@ def align(trajectory: Trajectory) -> Trajectory:
 def check_same_call(
     workers: Workers, arguments: Mapping[str, Any], what: str = "the beginning of a run"
 ) -> None:
-    """Raises if ranks have called a method with different arguments.
+    """Raises unless all ranks have called a method with the same arguments; all of them have to
+    call this.
 
     Args:
         workers: the processes.
@@ -128,7 +130,8 @@ def check_same_call(
 
 
 def check_same(workers: Workers, facts: Mapping[str, Any]) -> None:
-    """Raises if ranks have different models, data or arguments.
+    """Raises unless all ranks of a run have the same model, data and arguments, judged by facts
+    that identify the run.
 
     Args:
         workers: the processes.
@@ -167,12 +170,12 @@ def warn_of_reading(problem: Problem) -> None:
 
 
 def join(parts: Sequence[tuple[Sequence[int], Draws]], chains: Sequence[int]) -> Draws:
-    """The draws of several groups of chains, joined as the draws of one run. If groups have
-    different numbers of draws, each is cut to the smallest.
+    """The draws of all groups of chains as one `Draws`; the chains are in the order of `chains`.
+    Groups with different numbers of draws are cut to the smallest.
 
     Args:
-        parts: (numbers of the chains, their draws) of each group.
-        chains: the numbers of all chains, in the order of the result.
+        parts: for each group, (numbers of its chains, their draws).
+        chains: numbers of all chains, in the order of the result.
     """
     place = {chain: i for i, chain in enumerate(chains)}
     kept = min(draws.log_joint.shape[1] for _, draws in parts)

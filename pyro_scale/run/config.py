@@ -70,8 +70,8 @@ class RunConfig:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The arguments, by name, that must be the same in a run and in the run that resumes it.
-        Checkpoints store them."""
+        """Those arguments of a run, by name, that have to be the same in a run that resumes it,
+        such as the thinning; checkpoints store them for comparison."""
         facts: dict[str, Any] = {
             "warmup_steps": AUTO if self.warmup_steps is None else self.warmup_steps,
             "thinning": AUTO if self.thinning is None else self.thinning,

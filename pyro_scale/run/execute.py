@@ -100,8 +100,14 @@ def execute(
 
 
 def _extend_while_dependent(trajectory: Trajectory, title: str, budget: Budget) -> Trajectory:
-    """The trajectory of a longer run: the thinning is doubled, and the run continued, until draws
-    are independent enough (see `is_enough`), or the budget is spent, or an error ended the run.
+    """The trajectory of a run that is continued, with twice the thinning each time, until its draws
+    are independent enough (`is_enough`), the budget is spent, or an error ends it; the number of
+    draws stays. Unchanged if the draws are independent enough already.
+
+    Args:
+        trajectory: the finished run.
+        title: name of what runs, for the progress bar.
+        budget: rows and seconds that the run may take.
     """
     problem = trajectory.problem
     most_steps = budget.steps(problem)

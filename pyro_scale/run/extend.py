@@ -27,12 +27,10 @@ _MOST_ELEMENTS = 1000
 
 
 def is_enough(trajectory: Trajectory) -> bool:
-    """True if a run need not be extended, because draws are independent enough and chains agree,
-    both for the draws and for their squared deviations from the mean. Also True with fewer than 4
-    draws, or if no chain reached the end.
-
-    "Enough" means at least 0.5 effective draws per draw, and R-hat of at most 1.01.
-    """
+    """Whether a finished run need not be continued at a larger thinning: for every element and its
+    squared deviation from the mean there are at least 0.5 effective draws per draw, and for every
+    element R-hat is at most 1.01. Also True with fewer than 4 draws, or if no chain reached the
+    end."""
     draws, finished = trajectory.draws, trajectory.draws.finished
     latents = trajectory.problem.engine.num_latents
     if draws.positions.shape[1] < 4 or not (finished or trajectory.problem.is_split):
@@ -60,10 +58,9 @@ def _are_enough(of_processes: list[Tensor]) -> bool:
 
 
 def cut_short(trajectory: Trajectory) -> Trajectory:
-    """The trajectory with its draws cut to those that were made, if the run ended early: the
-    tensors of draws have room for all that were planned. Unchanged if the run reached its end, or
-    if draws went into a sink.
-    """
+    """The result of a run (trajectory) without the unused room for draws that were planned but not
+    made, if the run ended early. Unchanged if it reached its end, or if draws went into a store or
+    moments."""
     draws = trajectory.draws
     kept = trajectory.plan.steps.kept_before(draws.num_steps)
     if draws.num_steps >= trajectory.plan.steps.total or not draws.positions.shape[2]:
@@ -74,8 +71,8 @@ def cut_short(trajectory: Trajectory) -> Trajectory:
 def extended(
     trajectory: Trajectory, title: str, stop: Callable[[Draws], bool] | None = None
 ) -> Trajectory:
-    """A trajectory that continues a finished one to twice the thinning and twice the steps after
-    warm-up, with the same number of draws.
+    """Continues a finished run to twice its steps after warm-up, and returns the trajectory with as
+    many draws as before, at twice the thinning.
 
     Args:
         trajectory: a finished run.

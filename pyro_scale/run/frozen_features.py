@@ -61,8 +61,8 @@ def with_frozen_features(problem: Problem) -> Problem:
 def _compute_features(
     data: Data, base: FrozenBase, first: tuple[Tensor, ...]
 ) -> tuple[TensorData | FeatureData, str]:
-    """(Features: the outputs of the frozen base for all rows, as data that replace the rows; a
-    phrase for reports that says when the features are computed: once, or for each minibatch).
+    """(Features of all rows, the outputs of the network's frozen base, as data that replace the
+    rows in steps; a phrase for reports on when features are computed: once, or for each minibatch).
 
     Args:
         data: the data of the run.

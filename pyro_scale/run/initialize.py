@@ -91,8 +91,8 @@ def initialize(
 def init_of(
     log_posterior: LogPosterior, init_strategy: Any, chain: int, num_chains: int
 ) -> InitFunction:
-    """The init function of one chain: a function from a Pyro site to the constrained value of the
-    site where the chain starts.
+    """The init function of one chain, as Pyro's strategies are: it takes a site of a Pyro trace and
+    returns the constrained value at which the chain starts there.
 
     Args:
         log_posterior: the model, which gives the default start.
@@ -145,10 +145,9 @@ def check_sites(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> No
 
 
 def _params_of(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Unconstrained values, by site, of those starts that are of point-estimated parameters
-    (`pyro.param` sites, which are optimized, not sampled). Chain 0's values are taken, as all
-    chains share these parameters.
-    """
+    """Unconstrained starts of the point-estimated parameters (`pyro.param` sites, which are
+    optimized, not sampled), by site, from the user's dict of starts; sites that the dict leaves out
+    are left out. Of the chains' values those of chain 0, as all chains share these parameters."""
     params = {}
     for name, point in log_posterior.points.items():
         if name in starts:
@@ -158,8 +157,8 @@ def _params_of(log_posterior: LogPosterior, starts: Mapping[str, Tensor]) -> dic
 
 
 def with_all_sites(kernel: Hyperparameters, layout: Layout) -> Hyperparameters:
-    """The sampler's kernel, in which every hyperparameter that is a dict by site has an entry for
-    each latent site: missing entries are the hyperparameter's default.
+    """The sampler's kernel with completed hyperparameters: those that the user passed as dicts by
+    site get the default for sites that are missing.
 
     Raises:
         ArgumentError: a site that the model does not have, a missing site without a default, or a
@@ -251,7 +250,8 @@ def first_evaluation(
     per_chain: bool,
     indices: Tensor | None = None,
 ) -> tuple[Engine, tuple[Tensor, Tensor]]:
-    """Evaluates the model at the starts of all chains on one minibatch.
+    """Evaluates the model at the starts of all chains on one minibatch, to see whether it can be
+    vectorized over chains and whether the starts are usable.
 
     Args:
         engine: the engine to try first; if it fails, the same engine chain by chain is used.

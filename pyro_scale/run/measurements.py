@@ -31,8 +31,8 @@ class GradientNoise:
 
 @dataclass(frozen=True)
 class Kinetic:
-    """The kinetic temperature of the momenta (mean of p^2 / mass), relative to the temperature of
-    the run: 1 for small steps without minibatch noise.
+    """The kinetic temperature of the momenta, N p^2 / (mass T) on average: 1 for small steps
+    without minibatch noise, more if noise heats the chains.
 
     Attributes:
         measured: kinetic temperature averaged over each site's elements, at several times of the

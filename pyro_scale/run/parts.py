@@ -45,12 +45,16 @@ class Part(NamedTuple):
 
 
 class Sinks(Protocol):
-    """Storage for the draws of all groups of chains of this process, if draws do not stay in
-    memory."""
+    """Where the draws of this process's chains are written during a run, if they do not stay in
+    memory: a store on disk, or moments."""
 
     def begin(self, parts: Sequence[Part]) -> Sequence[Sink]:
-        """A sink (storage for draws) for each group of chains, in order. Each is set to continue
-        after the draws of the group's checkpoint. All processes have to call this.
+        """New sinks (storage for draws), one for each of this process's groups of chains, in their
+        order. A sink is set to continue after the draws of its group's checkpoint. All processes
+        have to call this.
+
+        Args:
+            parts: the groups of chains, with the checkpoints that they continue from.
         """
         ...
 
@@ -68,16 +72,15 @@ class Sinks(Protocol):
 
 
 def progress(part: Part) -> tuple[int, int]:
-    """A group's progress, to sort saved groups of chains by: (number of halvings of the step size,
-    number of steps taken). The larger pair is further.
-    """
+    """How far a saved group of chains has come, as a key to sort by: (halvings of the step size,
+    steps taken). The group with the larger pair is further; the group must have a checkpoint."""
     assert part.last is not None
     return int(part.last.facts["halvings"]), part.last.run_state.step
 
 
 def read_parts(path: FilePath) -> list[Part]:
-    """All groups of chains with an intact checkpoint in a run's directory, with their latest
-    checkpoints. Damaged checkpoints are left out if others are intact.
+    """The groups of chains that a run's directory has an intact checkpoint of, each with its latest
+    checkpoint, to resume the run. Damaged checkpoints are left out if others are intact.
 
     Raises:
         FileError: there is no intact checkpoint.
@@ -111,17 +114,17 @@ def holds_parts(path: FilePath) -> bool:
 
 
 def generation(path: Path) -> int:
-    """The number `<generation>` for the names of new subdirectories for groups of chains: one more
-    than the largest in the run's directory; 0 if there is none.
-    """
+    """A number that no subdirectory for groups of chains has in its name yet: one more than the
+    largest `<generation>` in the run's directory, 0 if there is no subdirectory. New subdirectories
+    get this number."""
     return 1 + max((int(_NAME.fullmatch(f.name)[1]) for f in _folders(path)), default=-1)  # type: ignore[index]
 
 
 def parts_of(
     chains: Sequence[int], saved: Sequence[Part], path: Path, process: int, number: int
 ) -> list[Part]:
-    """The groups into which a process's chains are divided for checkpoints. Each chain continues
-    from its furthest saved state.
+    """The groups into which a process's chains are divided for checkpoints when a run begins or
+    resumes. Each chain continues from the furthest saved state that there is of it.
 
     A saved group that has exactly the same chains continues in its own directory; otherwise its
     checkpoint is split, and written to a new directory.
@@ -165,7 +168,8 @@ def drop_others(path: Path, used: Sequence[str]) -> None:
 
 
 def _select(last: Checkpoint, places: list[int]) -> Checkpoint:
-    """A checkpoint with some of the chains of another checkpoint.
+    """A checkpoint with only some of the chains of another checkpoint, when a resumed run divides
+    chains among processes in another way.
 
     Args:
         last: the checkpoint of a group of chains.

@@ -101,8 +101,9 @@ class Problem:
         return len(self.chains) < len(self.positions)
 
     def numbers(self, count: int) -> Sequence[int]:
-        """The numbers of `count` chains: 0, 1, ... if `count` is the number of all chains of the
-        run, otherwise those of this process's chains."""
+        """The chain numbers that belong to `count` chains, for tensors whose first dimension is
+        chains: 0, 1, ... if `count` is the number of all chains of the run, otherwise the numbers
+        of the chains that this process moves."""
         return range(count) if count == len(self.positions) else self.chains
 
     @property
@@ -122,14 +123,14 @@ class Problem:
 
     @property
     def part(self) -> slice:
-        """The slice of every minibatch's rows that this process computes; all rows if rows are not
-        shared out."""
+        """The slice of every minibatch's rows whose gradient this process computes; `slice(None)`,
+        all rows, if processes do not share minibatches."""
         shared = self.workers.rows
         return slice(None) if shared is None else shared.of(self.batch_size)
 
     def map(self, function: Callable[[Item], T], items: Iterable[Item], what: str) -> list[T]:
-        """A list of function(item) for all items, in their order, on every process. Each process
-        computes some of them.
+        """The results function(item) for all items, in their order, on every process; each process
+        computes some of them and all exchange the results.
 
         Args:
             function: function of an item that returns a pytree of tensors.
@@ -139,30 +140,41 @@ class Problem:
         return self.workers.map(function, items, what, self.positions.device)
 
     def agree(self, holds: bool, what: str) -> bool:
-        """True if `holds` is True on all processes; all of them must call this. `what` is the
-        condition's name in error messages.
+        """Whether `holds` is True on all processes, the same on each; all of them must call this.
+        Used to end loops together.
+
+        Args:
+            holds: this process's condition.
+            what: name of the condition in error messages.
         """
         return self.workers.agree(holds, what)
 
     def broadcast(self, value: T, what: str) -> T:
-        """Rank 0's value, on all processes. `what` is the value's name in error messages."""
+        """Rank 0's value, on all processes; all of them must call this. `what` is the value's name
+        in error messages."""
         return self.workers.broadcast(value, what)
 
     def reduce(self, function: Callable[[list[Item]], T], value: Item, what: str) -> T:
-        """The result of a function of the list of all processes' values. Rank 0 computes it, all
-        processes get it. `what` is the values' name in error messages."""
+        """The value of `function` at the list of all processes' values, such as their sum. Rank 0
+        computes it and sends it to all; all processes have to call this.
+
+        Args:
+            function: function of a list with one value for each process.
+            value: this process's value.
+            what: name of the values in error messages.
+        """
         return self.workers.reduce(function, value, what)
 
     @property
     def batch_size(self) -> int:
-        """Number of rows of a batch: B, or N for full-data steps."""
+        """The number of rows whose gradient a step takes: B, or N if steps take all rows."""
         if self.data.batch_size is None and isinstance(self.data, TensorData):
             return rows.count(self.data.arguments) or self.log_posterior.model_info.batch_size
         return self.data.batch_size or self.log_posterior.model_info.batch_size
 
     def in_batches_of(self, size: int | None) -> Problem:
-        """The problem with minibatches of `size` rows, for data in tensors; None for all rows at
-        every step."""
+        """A copy of the problem whose steps take minibatches of `size` rows; None for all rows.
+        Only for data that are tensors."""
         assert isinstance(self.data, TensorData)
         return dataclasses.replace(self, data=dataclasses.replace(self.data, batch_size=size))
 
@@ -173,7 +185,8 @@ class Problem:
         share: bool = False,
         chains: Sequence[int] | None = None,
     ) -> Batches:
-        """The minibatches of chains, with features in place of rows if a frozen base was run.
+        """An endless source of the minibatches that the steps of these chains take; rows are
+        replaced by features if a frozen base was run.
 
         Args:
             num_chains: number of chains of the run.
@@ -191,24 +204,33 @@ class Problem:
         return source.batches(seed, num_chains, sampling, chains)
 
     def with_engine(self, **changes: Any) -> Problem:
-        """A copy of the problem with some attributes of its engine replaced."""
+        """A copy of the problem whose engine has some attributes replaced, such as `kernel=` or
+        `vectorized=`."""
         return dataclasses.replace(self, engine=dataclasses.replace(self.engine, **changes))
 
     def with_lr(self, lr: float) -> Problem:
-        """A copy of the problem with step size `lr`."""
+        """A copy of the problem whose sampler's kernel has the step size `lr`."""
         return self.with_engine(kernel=dataclasses.replace(self.engine.kernel, lr=lr))
 
     def moved_to(self, draws: Draws, chains: list[int]) -> Problem:
-        """A copy of the problem in which the chains with these indices start at the last of their
-        draws; the other chains' starts are unchanged.
+        """A copy of the problem in which some chains start at the last of their draws, to go on
+        from there; the other chains' starts are unchanged.
+
+        Args:
+            draws: draws of all chains.
+            chains: indices of the chains that are moved.
         """
         positions = self.positions.clone()
         positions[chains] = draws.positions[chains, -1].to(positions)
         return dataclasses.replace(self, positions=positions)
 
     def epoch(self, sampling: Sampling) -> int | None:
-        """Number of minibatches in an epoch; None if rows are drawn with replacement, or every step
-        has all rows."""
+        """The number of minibatches that pass through all rows once; None if there are no such
+        epochs, because rows are drawn with replacement or every step has all rows.
+
+        Args:
+            sampling: how the rows of minibatches are drawn, such as "shuffle" or "replacement".
+        """
         size = self.data.batch_size
         if size is None or sampling == "replacement":
             return None
@@ -291,9 +313,8 @@ def prepare(
 def _arithmetic(
     log_posterior: LogPosterior, params: Mapping[str, Tensor], arguments: Arguments
 ) -> float:
-    """The approximate number of arithmetic operations of one evaluation of the log posterior on a
-    batch. The run's number of threads is chosen by this number.
-    """
+    """The approximate number of arithmetic operations (additions and multiplications) of one
+    evaluation of the log posterior on a batch, by which the run's number of threads is chosen."""
     with own_generator(), torch.no_grad(), Arithmetic() as counted:
         log_posterior(params, arguments, log_posterior.first_indices())
     return counted.total
@@ -449,7 +470,8 @@ def as_log_posterior(
 
 
 def module_device(model: Callable[..., Any] | LogPosterior) -> torch.device | None:
-    """The device of the model's parameters; None for a model without parameters."""
+    """The device of a model's first parameter, to which data are moved; None for a model without
+    parameters, such as a plain function."""
     module = model.model if isinstance(model, LogPosterior) else model
     if isinstance(module, nn.Module):
         parameter = next(module.parameters(), None)

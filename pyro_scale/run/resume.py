@@ -94,8 +94,9 @@ class Journal:
         return max(self.saved, key=progress).last if self.saved else None
 
     def parts(self, problem: Problem) -> list[Part]:
-        """The groups of this process's chains that have checkpoints of their own: for each, the
-        directory where they are written, and the checkpoint to continue from."""
+        """The groups of this process's chains that have checkpoints of their own, as `Part`s: for
+        each, its chains, the directory to write to (None on a process that does not write), and the
+        checkpoint to continue from (None for a new run)."""
         chains, num_chains = tuple(problem.chains), len(problem.positions)
         workers = problem.workers
         if self.path is None:
@@ -123,8 +124,8 @@ class Journal:
             drop_others(self.path, [name for names in by_rank for name in names])
 
     def seed(self, seed: int | None) -> int | None:
-        """The seed that the user passed; if it is None, that of the run that is resumed; None if
-        there is neither."""
+        """The seed that the run is to use: the user's `seed`, or, if that is None, the seed of the
+        run that is resumed; None for a new run without one, which draws a seed."""
         return self.last.facts["seed"] if seed is None and self.last is not None else seed
 
     @property
@@ -135,8 +136,17 @@ class Journal:
         return 0 if self.last is None else int(self.last.facts["halvings"])
 
     def check_same_run(self, facts: Mapping[str, Any], num_samples: int) -> None:
-        """Raises if the checkpoint to continue from is of another run, or has more than
-        `num_samples` draws; see the function `check_same_run`. Does nothing for a new run."""
+        """Raises if the checkpoint to continue from is of another run, or has too many draws; does
+        nothing for a new run.
+
+        Args:
+            facts: settings, data and model of this run, by name, from `identity_of`.
+            num_samples: number of draws of each chain of this run.
+
+        Raises:
+            FileError: the checkpoint is of another run; the message lists what differs.
+            ArgumentError: the checkpoint has more than `num_samples` draws.
+        """
         if self.last is None:
             return
         kept = self.last.positions.shape[1]
@@ -177,8 +187,13 @@ class Journal:
             yield writer
 
     def goes_on_from(self, part: Part, halvings: int) -> Checkpoint | None:
-        """The checkpoint that a group of chains continues from; None if there is none, or if it was
-        written after another number of halvings of the step size."""
+        """The checkpoint from which a group of chains continues; None if the group has none, or if
+        it was written at another step size, after another number of halvings.
+
+        Args:
+            part: the group of chains, with its saved checkpoint.
+            halvings: how many times the run has halved its step size.
+        """
         last = part.last
         return last if last is not None and last.facts["halvings"] == halvings else None
 
@@ -222,7 +237,8 @@ def check_same_run(
     kept: int,
     num_samples: int,
 ) -> None:
-    """Raises if a checkpoint is of another run than the one that is to continue from it.
+    """Raises if a checkpoint was written by another run than the one that is to continue from the
+    checkpoint.
 
     Args:
         path: the checkpoint's directory, for messages.
@@ -313,9 +329,8 @@ def identity_of(
 
 
 def _facts_of_rows(problem: Problem) -> dict[str, Any]:
-    """The part of `identity_of` that depends on rows: a digest of the data, the batch size, and log
-    densities of some rows at the parameters at which chain 0 starts.
-    """
+    """The entries of `identity_of` that depend on rows, by name: a digest of the data, the batch
+    size, and log densities of some rows at the parameters where chain 0 starts."""
     return {
         "data": fingerprint(problem.data),
         "batch_size": "auto" if problem.chooses_batches else problem.data.batch_size,
@@ -375,8 +390,9 @@ def digest_of(arguments: Arguments) -> str:
 
 
 def _plain(hyper: Any) -> Any:
-    """A hyperparameter as plain numbers, text and dicts, which can be compared and written to a
-    file. All functions become the same text."""
+    """A hyperparameter (number, tensor, schedule or dict by site) as plain numbers, text and dicts,
+    which can be compared and written to a file. Every plain function becomes the text "a function",
+    as functions cannot be compared."""
     if isinstance(hyper, Mapping):
         return {site: _plain(value) for site, value in hyper.items()}
     if dataclasses.is_dataclass(hyper) and not isinstance(hyper, type):

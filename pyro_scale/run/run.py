@@ -184,8 +184,9 @@ class RunPlan:
 
 
 def on_own_rows(problem: Problem, batches: Batches) -> tuple[Engine, Batches]:
-    """(The engine that moves the chains; their minibatches), limited to this process's rows of
-    every minibatch if rows are shared out; both unchanged otherwise."""
+    """(The engine that moves the chains; the chains' minibatches), for the part of every
+    minibatch's rows that this process computes: the engine then adds up gradients over processes.
+    Both are unchanged if processes do not share rows."""
     rows, engine = problem.workers.rows, problem.engine
     if rows is None:
         return engine, batches
@@ -196,8 +197,9 @@ def on_own_rows(problem: Problem, batches: Batches) -> tuple[Engine, Batches]:
 
 
 def _inspection(problem: Problem) -> Callable[[Tensor, Batch], None] | None:
-    """A function of params `[chains, D]` and a minibatch that raises if the minibatch breaks the
-    rules of minibatch scaling at the first chain's params; None if there is nothing to check.
+    """A function of the chains' unconstrained params `[chains, D]` and a minibatch that raises if
+    the minibatch breaks the rules of minibatch scaling at the first chain's params; None if there
+    is nothing to check.
 
     The function skips its first call if an earlier run of the same model has checked the first
     minibatch.

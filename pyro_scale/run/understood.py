@@ -45,8 +45,9 @@ class Understood:
 
     @classmethod
     def from_preflight(cls, log_posterior: LogPosterior, data: Data) -> Self | None:
-        """The preflight in the form in which it is kept for the next run; None if later changes of
-        the data would not be detected, or the model fails.
+        """The checked log posterior with what is needed to tell later whether model and data are
+        still the same, to be kept for the next run; None if changes of the data could not be
+        detected (loaders), or the model fails.
 
         Args:
             log_posterior: the model, after its preflight and checks.
@@ -73,8 +74,9 @@ class Understood:
 
 
 def _describe_call(num_data: int | None, data: Data) -> Any:
-    """The arguments and settings that a preflight depends on, to compare two calls by `==`; None
-    for data whose changes would not be noticed, such as loaders."""
+    """All that the result of a preflight depends on besides the model, as values to compare by
+    `==`: N, the batch size, validation settings, and marks of the data's tensors. None for data
+    whose changes would not be noticed, such as loaders."""
     if not isinstance(data, TensorData):
         return None
     leaves, structure = pytree.tree_flatten(data.arguments)
@@ -116,7 +118,8 @@ def _facts_of_point(point: Point) -> Any:
 
 
 def _are_same(one: Any, other: Any) -> bool:
-    """True if two nested lists are equal, and their tensors equal bit for bit."""
+    """Whether two nested lists or tuples are equal, where tensors are equal if dtype, device and
+    all numbers are the same."""
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_are_same, one, other))
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):

@@ -81,8 +81,8 @@ def adjust(groups: G, stable: Tensor, limit: Limit, policy: Acceptance) -> tuple
 
 
 def _acceptance_rates(draws: Draws, sound: Tensor) -> Tensor:
-    """The fraction of proposals that each group's sound chains accepted, `[groups]`; 0 for a group
-    without sound chains.
+    """The fraction of proposals that were accepted in each group of chains, `[groups]`, averaged
+    over the group's sound chains; 0 for a group without sound chains.
 
     Args:
         draws: a run of all chains.
@@ -101,26 +101,32 @@ def acceptance_rate(draws: Draws) -> float:
 
 
 def first_lr(size: int) -> float:
-    """The step size that has the target acceptance rate on a standard normal of `size` dimensions,
-    by theory; to three digits."""
+    """The step size at which the target fraction of proposals (`ACCEPTANCE.target`) is accepted on
+    a standard normal of `size` dimensions, by theory, rounded to three digits; where the search for
+    a step size begins."""
     return _round((4 * _energy_sd(ACCEPTANCE.target) / size**0.5) ** (1 / 3))
 
 
 def next_lr(lr: float, rate: float) -> float:
-    """The step size to try next after a pilot at step size `lr` had the acceptance rate `rate`; to
-    three digits, and at most a bounded factor from `lr`."""
+    """The step size for the next pilot (a short run that measures the acceptance rate), to three
+    digits; at most a bounded factor from the last one.
+
+    Args:
+        lr: step size of the last pilot.
+        rate: fraction of proposals that were accepted.
+    """
     return _round(lr * min(max(_factor(rate), ACCEPTANCE.shorter), ACCEPTANCE.longer))
 
 
 def _factor(rate: float) -> float:
-    """The factor by which to multiply a step size with the acceptance rate `rate`, to reach the
-    target rate."""
+    """The factor by which to multiply a step size at which the fraction `rate` of proposals was
+    accepted, to reach the target fraction: above 1 if too many were accepted."""
     return float((_energy_sd(ACCEPTANCE.target) / _energy_sd(rate)) ** (1 / 3))
 
 
 def _energy_sd(rate: float) -> float:
-    """The sd, in nats, of a proposal's change of energy that leads to the acceptance rate `rate`,
-    by the normal approximation."""
+    """The sd, in nats, of the change of energy over a proposal at which the fraction `rate` of
+    proposals is accepted, by the normal approximation; larger changes are rejected more often."""
     return -2 * NormalDist().inv_cdf(min(max(rate, 1e-6), 1 - 1e-6) / 2)
 
 

@@ -100,8 +100,9 @@ class Choice:
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """Facts about tuning for the `attrs` of the run's results: thinning, the reason of lr,
-        lengths of warm-up and training, passes by stage."""
+        """Facts about tuning by name, for the `attrs` of the run's results: thinning, the reason of
+        the step size, lengths of warm-up and training in steps, and passes through the data of each
+        stage (`passes_<stage>`)."""
         attrs: dict[str, Any] = {"thinning": self.steps.thinning}
         if self.chooses_lr:
             attrs["lr_choice"] = self.reasons["step size"]
@@ -112,8 +113,9 @@ class Choice:
         return attrs | {f"passes_{stage}": round(n, 2) for stage, n in self.passes.items()}
 
     def reasons_at(self, thinning: int) -> dict[str, str]:
-        """The reasons of the choices, by setting, of a run that ended with the given thinning: if
-        that is not the one that tuning chose, its reason says that draws were too dependent."""
+        """The reasons of the choices, in words by setting, for the report of a run that ended with
+        this thinning: if the run had to double the thinning that tuning chose, the reason says so.
+        """
         reasons = dict(self.reasons)
         if thinning != self.steps.thinning:
             reasons["thinning"] = (

@@ -166,9 +166,9 @@ def _cool_again(
     sampling: Sampling,
     full_data: FullDataDensity,
 ) -> Cooled:
-    """Limits the effect of minibatches a second time, after warm-up, as the new geometry changes
-    the noise of minibatches. If a bound shows that the effect is still small, only the problem is
-    replaced.
+    """Limits the heating by minibatches a second time, after warm-up, as minibatch noise differs in
+    the new whitened coordinates. If a bound shows that the heating is still small, the result is
+    the first one with the new problem.
 
     Args:
         cooled: result of the first time, before warm-up.
@@ -197,13 +197,13 @@ def _for_whitened(problem: Problem, settings: Settings) -> Problem:
 
 
 def _steps_of_pilots(chooses_lr: bool) -> int:
-    """The least number of steps that each chain takes in pilots (short runs that measure the step
-    size's error); 0 if the step size is not chosen."""
+    """The least number of steps of each chain that must be left for pilots (short runs that measure
+    the bias of a step size); 0 if the user set the step size, so that there are no pilots."""
     return 3 * PILOTS.least if chooses_lr else 0
 
 
 def _check_budget(budget: Budget, problem: Problem, num_samples: int, chooses_lr: bool) -> None:
-    """Checks that a budget allows the shortest warm-up and the draws. Returns nothing.
+    """Raises unless a budget allows the shortest warm-up and the draws.
 
     Args:
         budget: gradients of rows that are left.
@@ -272,8 +272,8 @@ def _no_warm_up(
 def _explain(
     problem: Problem, modes: Modes | None, window: Window, tried: Pilot | None, thinning: int
 ) -> dict[str, str]:
-    """The reason of each choice, in words for the user, by setting ("start", "geometry", "step
-    size", "thinning", ...).
+    """The reasons of the choices for the report, a dict from the setting ("start", "geometry",
+    "step size", "thinning", ...) to a sentence for the user.
 
     Args:
         problem: the tuned problem.

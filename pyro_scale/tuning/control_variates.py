@@ -17,9 +17,9 @@ from pyro_scale.run.problem import Problem
 
 
 def with_anchor(problem: Problem, anchor: bool | Tensor, full_data: FullDataDensity) -> Problem:
-    """The problem with control variates at an anchor: minibatch gradients are corrected by the
-    gradient of all rows there. Unchanged if there are no minibatches. If the problem's control
-    variates are of second order, so are the new ones, where that is possible.
+    """The problem with control variates, which correct minibatch gradients by the gradient of all
+    rows at an anchor; unchanged if steps take all rows, or `anchor` is False. If the problem had
+    control variates of second order, so have the new ones, where that is possible.
 
     Args:
         problem: model and chains, in whitened coordinates.

@@ -24,8 +24,12 @@ class EarlyStopping:
         self.window, self._size = window, size
 
     def reached(self, draws: Draws) -> bool:
-        """Whether the log joint of every chain that finished has stopped rising; False before
-        4 * `window` steps."""
+        """Whether training is to end: the log joint of every chain that has not broken no longer
+        rises. False before 4 * `window` steps.
+
+        Args:
+            draws: the chains' steps so far.
+        """
         if draws.num_steps < 4 * self.window:
             return False
         traces = draws.log_joint[draws.finished, : draws.num_steps]
@@ -33,9 +37,9 @@ class EarlyStopping:
 
 
 def has_converged(trace: Tensor, size: int) -> Tensor:
-    """Whether each trace of an objective has stopped rising, a boolean for each trace: its change
-    from the third to the last quarter is surely negligible, and it has not become worse since the
-    first.
+    """Whether each trace of an objective has stopped rising, booleans `[...]`: its mean changes
+    from the third to the last quarter by less than a negligible amount, even allowing for noise,
+    and has not fallen since the first quarter. False for traces of less than 8 steps.
 
     Args:
         trace: log joint at each step, in nats, `[..., steps]`.
@@ -48,23 +52,38 @@ def has_converged(trace: Tensor, size: int) -> Tensor:
 
 
 def still_rises(trace: Tensor, size: int) -> Tensor:
-    """Whether each trace of an objective `[..., steps]` surely rises from its third to its last
-    quarter, by more than is negligible in `size` dimensions; a boolean for each trace."""
+    """Whether the mean of each trace rises significantly from its third to its last quarter,
+    booleans `[...]`: by more than noise explains, and more than is negligible.
+
+    Args:
+        trace: an objective at each step, in nats, `[..., steps]`.
+        size: number of the model's dimensions, with whose square root the negligible change grows.
+    """
     rise, error = _rise(trace, 2)
     return rise - TRAINING.errors * error > TRAINING.small_change * size**0.5
 
 
 def got_worse(trace: Tensor, size: int) -> Tensor:
-    """Whether each trace of an objective `[..., steps]` surely falls from its first to its last
-    quarter, by more than is negligible in `size` dimensions; a boolean for each trace."""
+    """Whether the mean of each trace falls significantly from its first to its last quarter,
+    booleans `[...]`: by more than noise explains, and more than is negligible.
+
+    Args:
+        trace: an objective at each step, in nats, `[..., steps]`.
+        size: number of the model's dimensions, with whose square root the negligible change grows.
+    """
     rise, error = _rise(trace, 0)
     return rise + TRAINING.errors * error < -TRAINING.small_change * size**0.5
 
 
 def _rise(trace: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """The rise of a trace's mean from quarter number `first` (0 to 2) to the last quarter, and the
-    standard error of the rise; both `[...]` for a trace `[..., steps]`. A trace of less than 8
-    steps has a rise of 0 with an infinite error."""
+    """(Rise of each trace's mean from one quarter of its steps to the last quarter, in nats;
+    standard error of the rise), `[...]` each. A trace of less than 8 steps has a rise of 0 with an
+    infinite error.
+
+    Args:
+        trace: an objective at each step, `[..., steps]`.
+        first: number of the earlier quarter, 0 to 2.
+    """
     quarter = trace.shape[-1] // 4
     if quarter < 2:
         return torch.zeros(trace.shape[:-1]), torch.full(trace.shape[:-1], torch.inf)
@@ -75,8 +94,8 @@ def _rise(trace: Tensor, first: int) -> tuple[Tensor, Tensor]:
 
 
 def _square_error(values: Tensor) -> Tensor:
-    """The squared standard error `[...]` of the mean of dependent numbers `[..., steps]`, by batch
-    means."""
+    """The squared standard error, `[...]`, of the mean of the autocorrelated numbers `values`,
+    `[..., steps]`, from the variance of the means of successive batches of steps."""
     parts = min(TRAINING.parts, values.shape[-1])
     length = values.shape[-1] // parts
     means = values[..., : parts * length].unflatten(-1, (parts, length)).mean(-1)

@@ -126,8 +126,8 @@ def _find_modes(
 
 
 def whitened_by(problem: Problem, gaussian: Gaussian) -> Problem:
-    """The problem in coordinates in which a Gaussian over its latents is isotropic, with variance
-    1/N.
+    """The problem in coordinates z, params = center + S z, in which the Gaussian over the latents
+    has the covariance 1/N times the identity: steps of one length then suit all directions.
 
     Raises:
         ArgumentError: the Gaussian has another number of elements than the model's latents.
@@ -143,9 +143,15 @@ def whitened_by(problem: Problem, gaussian: Gaussian) -> Problem:
 
 
 def _form(precondition: Precondition, size: int) -> _Form:
-    """How the chains' coordinates are whitened: by a matrix ("dense"), by Kronecker factors, by
-    elements and a few directions ("low_rank"), by elements ("diag"), or as the Gaussian that the
-    user passed ("fit"). "auto" is resolved by the number of dimensions, `size`."""
+    """The structure of the chains' whitened coordinates: "dense" (a matrix), "kron" (Kronecker
+    factors), "low_rank" (elements and a few directions), "diag" (elements), or "fit", that of the
+    Gaussian that the user passed.
+
+    Args:
+        precondition: what the user asked for, or the Gaussian of a fit; "auto" and a dense Gaussian
+            are resolved by the number of dimensions.
+        size: number of dimensions.
+    """
     if precondition == "auto":
         return "dense" if size <= GEOMETRY.dense else "low_rank"
     if isinstance(precondition, str):
@@ -183,15 +189,15 @@ def _starts(
 
 
 def standard_normal(seed: int, chain: int, size: int) -> Tensor:
-    """The `size` standard normal numbers from which a chain's start is drawn, float64; the same for
-    the same seed and chain."""
+    """Standard normal numbers `[size]` in float64 from which a chain's start is drawn: the same for
+    the same seed and number of the chain, on any process."""
     source = generator(seed, chain, Purpose.INIT, 1)
     return torch.randn(size, generator=source, dtype=torch.float64)
 
 
 def disperse(draws: Tensor, is_deep: Callable[[Tensor], Tensor]) -> Tensor:
-    """Overdispersed starts, relative to each chain's mode, `[chains, D]`: twice as far away as the
-    draws, halved until the log joint is not too far below the mode.
+    """Starts of the chains relative to their modes, `[chains, D]`, more spread out than the
+    posterior: twice the draws, halved until the log joint is not too far below that at the mode.
 
     Args:
         draws: draws of the Gaussian at each chain's mode, relative to the mode, `[chains, D]`.

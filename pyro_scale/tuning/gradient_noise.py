@@ -39,8 +39,9 @@ ChainBatch = tuple[Arguments, Tensor | None]
 
 
 def first_batches(problem: Problem, num_rows: int, sampling: Sampling) -> list[ChainBatch]:
-    """The first batches of a run with a single chain, as many as are needed for `num_rows` rows: a
-    list of (the model's arguments, indices of rows or None)."""
+    """The first batches that a run with a single chain would take, together at least `num_rows`
+    rows, for measurements before the run: a list of (the model's arguments, indices of the rows for
+    a model that subsamples by itself, otherwise None)."""
     count = -(-num_rows // problem.batch_size)
     batches = batches_from(problem.batches(1, sampling), 0, count)
     return [batch.of_chain(0) for batch in batches]
@@ -125,7 +126,8 @@ def takes_single_rows(problem: Problem, position: Tensor, arguments: Arguments) 
 
 
 def _vmap_rows(function: Callable[[Arguments], Tensor], arguments: Arguments) -> Tensor:
-    """Results `[B, ...]` of a function of one-row batches, for each of the B rows of a batch."""
+    """Results of a function at each of the B rows of a batch, `[B, ...]`, by vmap over batches of a
+    single row."""
     single = rows.map_rows(lambda leaf: leaf[:, None], arguments)
     return torch.vmap(function, in_dims=(rows.vmap_dims(single, 0),))(single)
 
@@ -172,8 +174,14 @@ def gradient_variance(
 
 
 def variance_factor(batch_size: int, num_data: int, sampling: Sampling) -> float:
-    """The variance of a batch's mean divided by the variance of single rows: 1/B if rows are drawn
-    with replacement, (1 - B/N) / B if all rows of a batch are different."""
+    """The factor that turns the variance of single rows into the variance of a batch's mean: 1/B if
+    rows are drawn with replacement, (1 - B/N) / B if all rows of a batch are different.
+
+    Args:
+        batch_size: B, rows of a batch.
+        num_data: N, rows of the data.
+        sampling: how the rows of batches are drawn; only "replacement" may repeat rows.
+    """
     all_different = 0.0 if sampling == "replacement" else batch_size / num_data
     return (1 - all_different) / batch_size
 
@@ -242,10 +250,10 @@ def gradient_noise(
     values: Mapping[str, Tensor],
     sampling: Sampling,
 ) -> GradientNoise | None:
-    """The noise of minibatch gradients, measured at a few draws of a run, from a few batches at
-    each: by which factor it raises the temperature, its variance, and by which factor control
-    variates reduce the variance. None if the temperature is 0, vmap does not support the model, or
-    there are no gradients of single rows.
+    """Measures the noise of minibatch gradients at a few draws of a run, from a few batches at
+    each, for `diagnostics()`: the gradients' variance, the factor by which it raises the
+    temperature, and the factor by which control variates reduce it. None if the temperature is 0,
+    vmap does not support the model, or there are no gradients of single rows.
 
     Args:
         problem: the model and its engine.
@@ -341,8 +349,9 @@ def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -
 
 
 def warn_of_a_bad_anchor(noise: GradientNoise | None) -> None:
-    """Warns if control variates raise the variance of the gradient in any element, with the factor.
-    Does nothing without control variates or a measurement (None)."""
+    """Warns if control variates increase the variance of the minibatch gradient in some element
+    instead of reducing it, as with an anchor far from the draws. Does nothing if there is no
+    measurement (None) or there are no control variates."""
     if noise is None or noise.reduction is None:
         return
     least = float(noise.reduction[noise.reduction > 0].amin()) if (noise.reduction > 0).any() else 1

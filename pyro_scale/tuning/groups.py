@@ -47,32 +47,35 @@ class WindowDraws(NamedTuple):
 
     @property
     def counts(self) -> Tensor:
-        """Effective number of draws of each group, `[groups]`."""
+        """The effective number of draws of each group, all its chains together, `[groups]`: draws
+        divided by the autocorrelation time, averaged over elements."""
         return self.z.shape[1] * self.z.shape[2] / self.times.mean(1)
 
 
 class Groups(Protocol):
-    """Groups of chains, with their current params, geometries (whitened coordinates) and step
-    sizes. The chains of a group sample one posterior."""
+    """Several groups of chains that are warmed up side by side, with their current params, whitened
+    coordinates (geometries) and step sizes. The chains of one group sample the same posterior: a
+    run is one group of all its chains, a calibration has a group of one chain for each data set."""
 
     @property
     def learns(self) -> bool:
-        """Whether geometry and step size are updated after each window of warm-up; False if the
-        user set them."""
+        """Whether warm-up updates the groups' whitened coordinates (geometry) and step sizes after
+        each window; False if the user set them."""
 
     @property
     def num_latents(self) -> int:
-        """The number of latent dimensions of each group's posterior."""
+        """The number of latent dimensions d of the posterior that the chains of a group sample."""
 
     @property
     def lr(self) -> Tensor:
-        """Step size of each group, `[groups]`, float64."""
+        """The step size of each group of chains, `[groups]`, float64."""
 
     def with_lr(self, lr: Tensor) -> Self:
-        """The groups with other step sizes, `[groups]`."""
+        """A copy of the groups with other step sizes `lr`, `[groups]`, float64."""
 
     def run(self, steps: Steps, purpose: Purpose, number: int, halved: bool = False) -> Draws:
-        """Runs all chains from where they are, and returns the draws; the groups do not change.
+        """Runs all chains for some steps from where they are, and returns the draws. The groups do
+        not change; `moved_to` takes them to the last draws.
 
         Args:
             steps: how many steps to take, and which draws to keep.
@@ -87,26 +90,36 @@ class Groups(Protocol):
         """
 
     def are_sound(self, draws: Draws) -> Tensor:
-        """Whether each chain's draws are finite and have not left the posterior, `[groups,
-        chains]`."""
+        """Whether the draws of each chain can be used, booleans `[groups, chains]`: all are finite,
+        and the log joint has not fallen far below where it was, as it does if the step is too long
+        and the chain drifts away from the posterior.
+
+        Args:
+            draws: a run of all chains, from `run`.
+        """
 
     def moved_to(self, draws: Draws, sound: Tensor) -> Self:
-        """The groups with each sound chain at its last draw. Other chains restart at a sound chain
-        of their group or halfway to the geometry's center; they stay if nothing is learned.
+        """The groups with each sound chain at its last draw, for the next window. If geometry and
+        step size are learned, other chains restart at a sound chain of their group, or halfway to
+        the geometry's center; if not, they stay.
 
         Args:
             draws: draws of all chains.
-            sound: which chains have finite draws that stay in the posterior (`are_sound`),
-                `[groups, chains]`.
+            sound: what `are_sound` returned, booleans `[groups, chains]`.
         """
 
     def sound_draws(self, draws: Draws, sound: Tensor) -> Tensor:
-        """Draws of the sound chains (finite, and not outside of the posterior; `sound` is what
-        `are_sound` returned), `[groups, chains, draws, D]`."""
+        """The unconstrained draws of those chains whose draws can be used, `[groups, chains, draws,
+        D]`.
+
+        Args:
+            draws: draws of all chains.
+            sound: what `are_sound` returned, booleans `[groups, chains]`.
+        """
 
     def to_whitened(self, kept: Tensor) -> Tensor:
-        """The latents of some draws in whitened coordinates, in float64; unconstrained params as
-        they are if chains are not whitened.
+        """The latents of some draws in whitened coordinates, `[groups, chains, draws, d]` in
+        float64; in unconstrained params if chains are not whitened.
 
         Args:
             kept: draws as unconstrained params, `[groups, chains, draws, D]`.
@@ -126,7 +139,8 @@ class Groups(Protocol):
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the stages of a calibration, the same for all groups.
+    """Numbers and lengths of the stages of a calibration's warm-up, which the first data sets
+    determine and all others repeat.
 
     Attributes:
         windows: number of warm-up windows.
@@ -157,27 +171,35 @@ class Limit:
     lengths: Lengths | None = None
 
     def is_passed(self, steps: float) -> bool:
-        """Whether a stage of this many steps of each chain would exceed the limit, or the run's
-        time is over."""
+        """Whether a stage of warm-up must not take `steps` steps of each chain in all: they exceed
+        the limit, or the run's time is over."""
         return steps > self.steps or self.is_over()
 
 
 def halve_step_size(kernel: Kernel, steps: Steps) -> tuple[Steps, dict[str, Tensor]]:
-    """The steps and the hyperparameters by name (a value for each step) of a coupled run: twice as
-    many steps as in `steps`, at half the kernel's step size."""
+    """(Twice as many steps as `steps`; hyperparameters at each of these by name, `[steps, ...]`,
+    with half the kernel's step size), for a coupled run whose difference from the first shows the
+    step size's bias. Both runs last the same time in the dynamics and have the same number of
+    draws."""
     twice = Steps(steps.num_samples, 0, 2 * steps.thinning)
     columns: dict[str, Tensor] = dict(kernel.columns(twice.total))
     return twice, {**columns, "lr": columns["lr"] / 2}
 
 
 def are_most(groups: Tensor) -> bool:
-    """Whether enough groups agree to end a stage; `groups` has one boolean for each group."""
+    """Whether a condition holds for enough groups to end a stage of warm-up: for the fraction
+    `WARM_UP.most_groups`.
+
+    Args:
+        groups: whether the condition holds for each group, booleans `[groups]`.
+    """
     return float(groups.double().mean()) >= WARM_UP.most_groups
 
 
 def times_of(draws: Tensor, center: Tensor | float) -> Tensor:
-    """Autocorrelation times in draws, `[groups, elements]`: the larger of an element's time and the
-    time of its squared distance from a center.
+    """Autocorrelation times of each group's elements, `[groups, elements]`, counted in draws: of
+    the element or of its squared distance from a center, whichever is longer, so that slow means
+    and slow spreads both show.
 
     Args:
         draws: draws of all chains, `[groups, chains, draws, elements]`.
@@ -188,19 +210,32 @@ def times_of(draws: Tensor, center: Tensor | float) -> Tensor:
 
 
 def times_about_mean(draws: Tensor) -> Tensor:
-    """The autocorrelation time of each group's slowest element, in draws, `[groups]`; squares are
-    about the group's mean. Draws are `[groups, chains, draws, elements]`."""
+    """The autocorrelation time of each group's slowest element, `[groups]`, counted in draws; of
+    the element or of its squared distance from the group's mean, whichever is longer.
+
+    Args:
+        draws: draws of all chains, `[groups, chains, draws, elements]`.
+    """
     return times_of(draws, draws.mean((1, 2), keepdim=True)).amax(1)
 
 
 def slow_time(times: Tensor) -> float:
-    """The autocorrelation time by which lengths of windows and pilots are chosen: the 95% quantile
-    of the groups' times, `[groups]`."""
+    """One autocorrelation time for all groups, from which the lengths of windows and pilots follow:
+    the 95% quantile of the groups' times, in the unit of these.
+
+    Args:
+        times: autocorrelation time of each group, `[groups]`.
+    """
     return float(times.quantile(_SLOW_GROUP))
 
 
 def have_left(log_joint: Tensor, size: int) -> Tensor:
-    """Whether each chain has left the posterior, `[chains]`: its log joint `[chains, draws]` has
-    fallen too far below its best draw.  `size` is the posterior's dimension."""
+    """Whether each chain has drifted away from the posterior, booleans `[chains]`: its log joint
+    falls, after the first part of the draws, too many nats below the largest value before.
+
+    Args:
+        log_joint: log joint at each draw, in nats, `[chains, draws]`.
+        size: dimension of the posterior, with which the tolerated fall grows.
+    """
     drop = (log_joint.cummax(1).values - log_joint)[:, int(WARM_UP.left_out * log_joint.shape[1]) :]
     return ~(drop.amax(1) < WARM_UP.depth(size))

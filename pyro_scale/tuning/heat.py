@@ -55,19 +55,19 @@ class Heat(NamedTuple):
 
     @property
     def lr_factor(self) -> float:
-        """Factor on lr at which both effects stay within their limits (both are proportional to
-        lr)."""
+        """The factor, at most 1, by which to multiply the step size so that both effects stay
+        within their limits (both are proportional to lr)."""
         added, kick = max(self.added, 1e-300), max(self.kick, 1e-300)
         return min(1.0, NOISE.most_heat / added, NOISE.most_kick / kick)
 
     @property
     def batch_factor(self) -> float:
-        """Factor on the batch size from which both effects are negligible (both are proportional to
-        1/B)."""
+        """The factor by which to multiply the batch size so that both effects just become
+        negligible (both are proportional to 1/B); below 1 if batches may be smaller."""
         return max(self.added / NOISE.little_heat, self.kick / NOISE.most_kick)
 
     def times(self, factor: float) -> Heat:
-        """The same two effects, both multiplied by a factor."""
+        """Both effects multiplied by a factor, for another step size or batch size."""
         return Heat(self.added * factor, self.kick * factor)
 
 
@@ -90,7 +90,7 @@ class Cooled(NamedTuple):
 
 def cool(problem: Problem, sampling: Sampling, full_data: FullDataDensity, far: float) -> Cooled:
     """Shortens the step until minibatches hardly raise the temperature of chains. Changes nothing
-    if there are no minibatches, or the effect on this kernel is not known.
+    if steps take all rows, or no theory says how minibatches act on this sampler.
 
     Control variates get second order if a draw then takes fewer gradients of rows. If the library
     chooses the batch size, batches become as small as possible, or are replaced by all rows.
@@ -134,8 +134,8 @@ def with_fewest_rows(problem: Problem) -> Problem:
 
 
 def stays_cool(cooled: Cooled, problem: Problem) -> bool:
-    """Whether minibatches surely have little effect after warm-up as well, by a bound; False if the
-    bound cannot be computed.
+    """Whether minibatches surely heat chains little after warm-up as well, so that the heating need
+    not be measured again; decided by a bound. False if the bound cannot be computed.
 
     If directions are c times as long and the center is d sds away from the anchor, the noise of a
     gradient of order p is at most c (c + d)^p times as large in whitened coordinates.
@@ -164,9 +164,9 @@ def stays_cool(cooled: Cooled, problem: Problem) -> bool:
 
 
 def _might_need_curvature(problem: Problem, heat: Heat | None) -> bool:
-    """Whether control variates of second order could be worth their cost: those of first order cost
-    more than those of second order at best. False without control variates of first order, or in
-    many dimensions."""
+    """Whether it is worth measuring if control variates of second order are cheaper: those of first
+    order, which the problem has, cost more than those of second order would at best. False without
+    control variates of first order, or in many dimensions."""
     if _order(problem) != 1:
         return False
     least = NOISE.fewest_rows if problem.chooses_batches else problem.batch_size
@@ -175,8 +175,9 @@ def _might_need_curvature(problem: Problem, heat: Heat | None) -> bool:
 
 
 def _cost(problem: Problem, heat: Heat | None) -> float:
-    """The number of gradients of rows that are needed to move as far as one step does now, once
-    step size and batch size are chosen so that minibatches have little effect.
+    """The number of gradients of rows that it takes to move as far as one step does now, if step
+    size and batch size are such that minibatches have little effect; to choose the cheaper of two
+    problems.
 
     Args:
         problem: model and chains.
@@ -187,20 +188,21 @@ def _cost(problem: Problem, heat: Heat | None) -> float:
 
 
 def _gradients_of_row(problem: Problem) -> int:
-    """How many gradients a step takes of each row in its batch, such as 2 with control variates."""
+    """The number of gradients that a step takes of each row in its batch: 1, or 2 or more with
+    control variates."""
     return rows_a_step(problem) // problem.batch_size
 
 
 def _order(problem: Problem) -> int:
-    """The power of the distance to the anchor with which gradients of rows grow: the order of the
-    control variates; 0 without them."""
+    """The order of the problem's control variates, 1 or 2; 0 without. Gradients of single rows,
+    after correction, grow with this power of the distance from the anchor."""
     density = problem.engine.density
     return density.order if isinstance(density, ControlVariates) else 0
 
 
 def _batch_size(problem: Problem, heat: Heat | None) -> int:
-    """The problem's batch size; if the library chooses it, the smallest power of two at which
-    minibatches have little effect."""
+    """The number of rows of a batch: the problem's own, or, if the library may choose it, the
+    smallest power of two at which minibatches heat chains little (at most the problem's own)."""
     size = problem.batch_size
     if not problem.chooses_batches or heat is None:
         return size
@@ -209,8 +211,9 @@ def _batch_size(problem: Problem, heat: Heat | None) -> int:
 
 
 def _measure_heat(problem: Problem, sampling: Sampling, far: float) -> Heat | None:
-    """The effects of minibatches on chains at the kernel's step size; None if there are no
-    gradients of single rows.
+    """Measures the effects of minibatches on chains at the step size of the sampler's kernel: the
+    rise of the temperature and the largest kick by a single row. None if there are no gradients of
+    single rows.
 
     Args:
         problem: chains in whitened coordinates, with minibatches.
@@ -236,8 +239,8 @@ def _measure_heat(problem: Problem, sampling: Sampling, far: float) -> Heat | No
 
 
 def typical_places(problem: Problem) -> Tensor:
-    """Points as far from the center of the whitened coordinates as draws are, along every axis, as
-    unconstrained params `[places, D]`.
+    """Points at a typical distance of draws from the center of the whitened coordinates, as
+    unconstrained params `[places, D]`, at which the noise of minibatches is measured.
 
     They are not draws: the noise of a row with a direction of its own would depend on one random
     number. With random signs z, the noise is the average noise if gradients differ by z from those
@@ -293,8 +296,9 @@ def most_noise(
 
 
 def _gradients_of_all_rows(problem: Problem, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields blocks of gradients of single rows, `[rows, latents]`, each with the number of the
-    position (of `[positions, D]`) at which a row was evaluated, `[rows]`.
+    """Yields (gradients of single rows' log likelihoods, `[rows, latents]`; the number of the
+    position at which each row was evaluated, `[rows]`), block after block. Each row is evaluated at
+    one position.
 
     If the model does not run on single rows, the rows are those of a few batches; nothing is
     yielded if there are no gradients of single rows.

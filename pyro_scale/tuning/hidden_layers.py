@@ -28,8 +28,8 @@ _PRODUCTS = {
 
 
 def has_hidden_layer(log_posterior: LogPosterior, params: Params, arguments: Arguments) -> bool:
-    """Whether a weight of a network multiplies the result of another weight, or of itself, so that
-    the posterior has many equivalent modes.
+    """Whether the model has a network with a hidden layer, so that its posterior has many
+    equivalent modes: a weight multiplies the result of another weight, or of itself.
 
     That is true for hidden layers, recurrent layers and the two factors of a low-rank adapter. It
     is false for heads side by side, whatever their links and likelihood, and for weights between
@@ -61,7 +61,8 @@ def has_hidden_layer(log_posterior: LogPosterior, params: Params, arguments: Arg
 
 
 def _multiplies(node: Node, dependent: set[Node]) -> bool:
-    """Whether an operation multiplies a weight with something that depends on weights.
+    """Whether an operation multiplies a matrix that is made of weights with another matrix that
+    depends on weights, as a hidden layer does.
 
     Args:
         node: autograd node of the operation.

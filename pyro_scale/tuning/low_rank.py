@@ -25,9 +25,8 @@ _POWERS = 8
 def with_axes(
     whitening: DiagonalWhitening, density: FullDataDensity, temperature: float
 ) -> LowRankWhitening:
-    """The geometry of a scale for each element, plus the directions in which the whitened curvature
-    at the center differs most from the temperature (for directions of sd 1, they are equal), by
-    Lanczos' method on products with the Hessian (ARPACK, through SciPy).
+    """Whitened coordinates that have a scale for each element, and also the few directions in which
+    the posterior's curvature at the center differs most from what these scales account for.
 
     Args:
         whitening: scales of the elements, and the center.
@@ -62,7 +61,7 @@ def with_axes(
 def learn(
     old: LowRankWhitening, z: Tensor, count: float, largest: float
 ) -> tuple[Tensor, LowRankWhitening]:
-    """Updates a geometry (whitened coordinates: scales of elements, and a few directions) to the
+    """Updates whitened coordinates that consist of scales of elements and a few directions to the
     spread of draws.
 
     The new directions are the old ones, and those in which the draws vary more than independent
@@ -101,10 +100,8 @@ def learn(
 
 
 def _with_furthest(center: Tensor, scale: Tensor, axes: Tensor, sds: Tensor) -> LowRankWhitening:
-    """The geometry (whitened coordinates) of a scale for each element and those directions, at most
+    """Whitened coordinates with a scale for each element and those of the directions, at most
     `MOST_AXES`, whose sds differ most from 1.
-    Directions that hardly differ are kept with sd 1, so that all windows have the same number of
-    directions and reuse one compiled step.
 
     Args:
         center: center of the geometry, `[d]`.
@@ -123,8 +120,9 @@ def _with_furthest(center: Tensor, scale: Tensor, axes: Tensor, sds: Tensor) -> 
 def steepest_by_products(
     density: FullDataDensity, whitening: Whitening | None, position: Tensor
 ) -> float:
-    """The largest curvature of the negative log density divided by N at a point, in whitened
-    coordinates if there are any. A lower bound, by the power method on products with the Hessian.
+    """The largest curvature at a point of the negative log density divided by N, in whitened
+    coordinates if there are any; it limits the step size. An estimate from below, by the power
+    method.
 
     Args:
         density: log density of all rows, or of rows that represent them.

@@ -115,8 +115,8 @@ def find_modes_of_many_rows(
 def _refine(
     full_data: FullDataDensity, mode: Mode, position: Tensor, temperature: float, near: float
 ) -> tuple[Tensor, Ascent | None, int]:
-    """Moves from a mode given fewer rows towards the mode given all rows, by gradients and the
-    fewer rows' curvature.
+    """Moves from a mode given fewer rows towards the mode given all rows, with gradients of all
+    rows and the curvature of the fewer rows, which costs few passes.
 
     Args:
         full_data: log density of all rows.

@@ -25,24 +25,23 @@ Result = TypeVar("Result")
 
 
 def _never_ends(passes: float) -> None:
-    """A check for `SearchLimits` that never raises, so that searches go on whatever passes they
-    take."""
+    """Does nothing: the default `check` of `SearchLimits`, by which searches for modes may take any
+    number of passes through the data."""
 
 
 class Map(Protocol):
-    """A function that applies another function to items, in this process or shared out among
-    several."""
+    """The type of `map_here` and of functions like it that share items out among processes."""
 
     def __call__(
         self, function: Callable[[Item], Result], items: Sequence[Item], /
     ) -> list[Result]:
-        """A list of the function's results for each item, in the order of the items."""
+        """The function's results for all items, as a list in the order of the items."""
         ...
 
 
 def map_here(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """A list of the function's results for each item, in order, computed one after another in this
-    process."""
+    """The function's results for the items, in order, computed one after another in this process;
+    the `Map` that shares nothing out."""
     return [function(item) for item in items]
 
 
@@ -64,8 +63,7 @@ class SearchLimits:
     map: Map = map_here
 
     def after(self, passes: float, share: float = 1.0) -> SearchLimits:
-        """The limits for a search that counts its passes from 0, after `passes` passes of earlier
-        searches.
+        """The same limits for a part of a search that counts its own passes from 0.
 
         Args:
             passes: passes through the data so far.
@@ -126,8 +124,8 @@ class Modes:
 
     @property
     def worth_visiting(self) -> tuple[Mode, ...]:
-        """The modes whose log evidence is at most a set number of nats below the best mode's: those
-        with more than a negligible part of the posterior."""
+        """The modes that chains should visit, largest evidence first: those whose log evidence is
+        less than `SEARCH.negligible_nats` nats below the best mode's."""
         least = self.best.log_evidence - SEARCH.negligible_nats
         return tuple(mode for mode in self.modes if mode.log_evidence > least)
 
@@ -294,8 +292,8 @@ def mode_at(ascent: Ascent, temperature: float, searches: tuple[int, ...]) -> Mo
 
 
 def gaussian_at(position: Tensor, precision: Tensor, temperature: float) -> Dense:
-    """The Gaussian, in float64, with a given mean and the covariance temperature / precision;
-    negative curvatures count by their absolute value, and flat ones are bounded.
+    """The Gaussian with the mean `position` and the covariance temperature / precision, in float64.
+    Negative curvatures count by their absolute value, and flat ones are bounded below.
 
     Args:
         position: mean, unconstrained params `[D]`.
@@ -310,14 +308,15 @@ def gaussian_at(position: Tensor, precision: Tensor, temperature: float) -> Dens
 
 
 def merge(modes: Sequence[Mode]) -> list[Mode]:
-    """The distinct modes among `modes`, the one with the most evidence first; modes whose Gaussian
-    is not finite are left out."""
+    """The distinct modes, sorted by log evidence, largest first: modes that count as the same
+    (`_are_near`) are merged, and those whose Gaussian is not finite are left out."""
     return merge_by([mode for mode in modes if _is_finite(mode)], _are_near)
 
 
 def merge_by(modes: Sequence[Mode], are_same: Callable[[Mode, Mode], bool]) -> list[Mode]:
-    """The distinct modes among `modes`, the one with the most evidence first. Of modes that are the
-    same, the one with the most evidence is kept, with the searches of all.
+    """The distinct modes among `modes`, sorted by log evidence, largest first. Modes that are the
+    same are merged: the one with the largest log evidence stays, with the numbers of all their
+    searches.
 
     Args:
         modes: modes in any order.
@@ -341,8 +340,9 @@ def _is_finite(mode: Mode) -> bool:
 
 
 def _are_near(better: Mode, mode: Mode) -> bool:
-    """Whether two modes count as the same: their means are a few sds apart and their log evidence
-    is about equal, or their means are within a fraction of an sd."""
+    """Whether two modes count as the same, because searches ended at slightly different points:
+    their means are a few sds apart and their log evidence is about equal, or their means are within
+    a fraction of an sd."""
     sds, sds_of_better = (_distance(mode, better, by.gaussian) for by in (better, mode))
     nats = abs(mode.log_evidence - better.log_evidence)
     alike = sds < SEARCH.same_sds and nats < SEARCH.same_nats
@@ -350,7 +350,8 @@ def _are_near(better: Mode, mode: Mode) -> bool:
 
 
 def _distance(one: Mode, other: Mode, by: Gaussian) -> float:
-    """The distance between the means of two modes, in sds of the Gaussian `by`."""
+    """The distance between the means of two modes, in sds along the line between them of the
+    Gaussian `by` (Mahalanobis distance)."""
     assert isinstance(by, Dense)
     away = (one.gaussian.mean - other.gaussian.mean)[:, None]
     return float(torch.linalg.solve_triangular(by.scale_tril, away, upper=False).norm())
@@ -372,16 +373,20 @@ class StandIn(NamedTuple):
     evidence: float
 
     def as_mode(self, searches: tuple[int, ...]) -> Mode:
-        """The Gaussian as a `Mode`, for the results of the searches with these numbers; its
-        evidence is the lower bound."""
+        """The Gaussian as a `Mode`, with the evidence lower bound as its log evidence.
+
+        Args:
+            searches: numbers of the searches for which it stands.
+        """
         return Mode(Dense(self.mean, self.scale_tril), self.bound, searches)
 
 
 def _bound(
     density: FullDataDensity, gaussian: Dense, temperature: float, seed: int
 ) -> tuple[float, float]:
-    """The evidence lower bound of a Gaussian, and the log evidence by importance sampling with its
-    draws; both in nats.
+    """(Evidence lower bound of a Gaussian; log evidence by importance sampling with its draws),
+    both in nats. Their difference estimates the Kullback-Leibler divergence of the Gaussian from
+    the posterior.
 
     Args:
         density: log density of all rows, or of rows that represent them.
@@ -403,7 +408,9 @@ def _bound(
 
 
 def places_on_the_way(ascents: Sequence[Ascent]) -> Tensor:
-    """Points along the search paths, evenly spread, as unconstrained params `[places, D]`."""
+    """Up to `SEARCH.path_places` points, evenly spread along the paths of all searches, as
+    unconstrained params `[places, D]`; candidates for the center of a Gaussian if no mode was
+    found."""
     path = torch.cat([ascent.path for ascent in ascents])
     return path[torch.linspace(0, len(path) - 1, SEARCH.path_places).round().long().unique()]
 
@@ -415,8 +422,9 @@ def best_on_the_way(
     seed: int,
     map: Map = map_here,
 ) -> StandIn | None:
-    """The Gaussian with the best evidence lower bound, among those with the curvature at some
-    points; None if no bound is finite.
+    """The Gaussian that stands for a mode if none was found: of the Gaussians with the curvature at
+    some points on the search paths, the one with the largest evidence lower bound. None if no bound
+    is finite.
 
     Args:
         density: log density of all rows, or of rows that represent them.

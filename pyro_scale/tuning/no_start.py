@@ -15,8 +15,9 @@ _MOST_DIMENSIONS = 2_000
 
 
 def what_to_try(density: FullDataDensity, position: Tensor) -> str:
-    """The end of an error message, from its colon on, that says what to try if chains have nowhere
-    to start. It recommends priors only if the density is flat or a prior improper.
+    """The end of an error message, from a colon on, that says what to try if chains have nowhere to
+    start: priors that curve if the density is flat or a prior improper, otherwise clean data, other
+    starts or NUTS.
 
     Args:
         density: log density of all rows, or of rows that represent them.
@@ -41,8 +42,14 @@ def what_to_try(density: FullDataDensity, position: Tensor) -> str:
 
 
 def _flat_direction(density: FullDataDensity, position: Tensor) -> str:
-    """A remark for a message on the site along which the log density hardly curves at a point
-    `[D]`; empty if there is no such site, too many dimensions, or an infinite curvature."""
+    """A remark in parentheses for an error message: the site along which the log density hardly
+    curves, or that it does not curve at all. Empty if there is no such site, there are too many
+    dimensions to look, or the curvature is not finite.
+
+    Args:
+        density: log density of all rows, or of rows that represent them.
+        position: unconstrained params `[D]` at which to look.
+    """
     if len(position) > _MOST_DIMENSIONS:
         return ""
     precision = -density.hessian(position).double()

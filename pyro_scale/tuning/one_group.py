@@ -49,7 +49,8 @@ class OneGroup:
     full_data: FullDataDensity
 
     def with_problem(self, problem: Problem) -> OneGroup:
-        """The same group with another problem: other params, geometry or kernel."""
+        """A copy of the group with another problem, such as one with other params, whitened
+        coordinates or step size."""
         return dataclasses.replace(self, problem=problem)
 
     @property
@@ -98,8 +99,9 @@ class OneGroup:
         return sound
 
     def moved_to(self, draws: Draws, sound: Tensor) -> OneGroup:
-        """The group with sound chains at their last draws.  Broken chains restart where a sound
-        chain is, else halfway to the center; they stay if the geometry is set."""
+        """The group with each chain that can go on (`sound`) at its last draw.  Any other chain
+        restarts where one of these is, or halfway to the center if there are none; it stays if the
+        user set geometry and step size."""
         chains, problem = torch.nonzero(sound[0])[:, 0].tolist(), self.problem
         positions, whitening = problem.positions.clone(), problem.engine.whitening
         for chain in torch.nonzero(~sound[0])[:, 0].tolist() if self.learns else ():
@@ -129,10 +131,10 @@ class OneGroup:
         return learned, change.view(1).cpu(), torch.tensor([steepest])
 
     def _with_curvature_at_mean(self) -> OneGroup:
-        """The group with the geometry of the curvature at the draws' mean (the present center), as
-        the draws' covariance does not show stiff directions once chains have moved away from the
-        mode without mixing. The same group if the curvature is not finite or the geometry has no
-        directions.
+        """The group with whitened coordinates from the curvature at the draws' mean, the present
+        center. When chains have moved away from the mode without mixing, the draws' covariance does
+        not show stiff directions. The same group if the curvature is not finite, or coordinates are
+        whitened neither by a matrix nor by low-rank directions.
 
         This happens in hierarchies of many groups, whose mode is far from the posterior.
         """
@@ -159,8 +161,9 @@ class OneGroup:
         return dataclasses.replace(self, problem=problem, density=density)
 
     def _steepest(self, position: Tensor) -> float:
-        """The largest curvature of the negative log density divided by N at unconstrained params
-        `[D]`, in whitened coordinates; NaN if the Hessian is not finite."""
+        """The largest curvature of the negative log density divided by N, in whitened coordinates,
+        at the unconstrained params `position`, `[D]`; NaN if the Hessian is not finite. It limits
+        the step size."""
         density, whitening = self.density, self.problem.engine.whitening
         assert density is not None
         if not isinstance(whitening, DenseWhitening):

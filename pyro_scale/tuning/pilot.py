@@ -35,15 +35,16 @@ class Bias(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """The largest significant part of a bias (beyond a few standard errors), as a multiple of
-        the bias that a step size may have: above 1, the step is too long."""
+        """The largest of the elements' biases, each less a few standard errors and divided by the
+        bias that is allowed (for means in posterior sds, for log sds as they are). Above 1, the
+        step is significantly too long."""
         means = (self.mean.abs() - PILOTS.errors * self.mean_mcse) / PILOTS.mean_bias
         sds = (self.log_sd.abs() - PILOTS.errors * self.log_sd_mcse) / PILOTS.sd_bias
         return float(torch.maximum(means, sds).max())
 
     def factor(self, order: int) -> float:
-        """Factor to multiply a step size by so that its bias falls to the tolerance; 1 if no bias
-        is significantly above it.
+        """The factor, at most 1, by which to multiply the step size so that its largest significant
+        bias falls to what is allowed; 1 if it is allowed already.
 
         Args:
             order: the power of lr with which the bias falls.
@@ -53,9 +54,9 @@ class Bias(NamedTuple):
 
     @property
     def is_vague(self) -> bool:
-        """Whether the estimated bias is too uncertain to be of use: some element's standard error
-        exceeds the tolerance (of means in posterior sds, of log sds), as the run and its coupled
-        run have diverged."""
+        """Whether the estimated bias is too uncertain to judge the step size by: some element's
+        standard error exceeds the tolerance for a bias (of means in posterior sds, of log sds as
+        they are), because the run and its coupled run have drifted apart."""
         return bool(
             (self.mean_mcse > TOLERANCE.mean).any() | (self.log_sd_mcse > TOLERANCE.sd).any()
         )
@@ -156,8 +157,8 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
 
 
 def _factor(bias: Bias, order: int, policy: Pilots) -> float:
-    """The factor by which to multiply the step size of a group. If the bias is too uncertain to
-    detect one at the tolerance, the step is shortened as well.
+    """The factor by which to multiply a group's step size after a pilot: what the bias calls for;
+    below 1, too, if the bias is too uncertain to be judged; otherwise 1.
 
     Args:
         bias: step-size bias of the group.
@@ -186,8 +187,8 @@ def bias_between(full: Tensor, half: Tensor, order: int) -> Bias:
 
 
 def _mean_and_error(series: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over chains and draws of a series `[chains, draws, d]`, and its standard error by
-    batch means; both `[d]`. Draws that do not fill a batch are left out."""
+    """(Mean over chains and draws of a series `[chains, draws, d]`; its standard error by batch
+    means), `[d]` each. Draws at the end that do not fill a batch are left out."""
     count = series.shape[1] // PILOTS.parts * PILOTS.parts
     parts = series[:, :count].unflatten(1, (PILOTS.parts, -1)).mean(2).flatten(0, 1)
     return parts.mean(0), parts.std(0) / len(parts) ** 0.5

@@ -28,7 +28,8 @@ from pyro_scale.tuning.training import is_network, train
 def plan_run(
     problem: Problem, config: RunConfig, settings: Settings, earlier: Earlier, budget: Budget
 ) -> tuple[RunPlan, Choice | None]:
-    """Chooses the settings that the user has left open, by a warm-up if that is needed.
+    """Plans a run: chooses the settings that the user has left open (starts, coordinates, step
+    size, warm-up, thinning), by a warm-up if that is needed.
 
     Args:
         problem: chains at the user's or the library's starts.
@@ -76,8 +77,8 @@ def plan_run(
 
 
 def is_trained(problem: Problem, settings: Settings, chooses_length: bool) -> bool:
-    """Whether chains start where an optimizer ends, because there is no mode with a geometry (a
-    network, or temperature 0).
+    """Whether a run begins with training by an optimizer, at whose end chains start, instead of a
+    search for modes: for networks, and at temperature 0.
 
     Args:
         problem: the model and the chains, with the sampler's kernel.
@@ -92,9 +93,9 @@ def is_trained(problem: Problem, settings: Settings, chooses_length: bool) -> bo
 
 
 def resolve_anchor(problem: Problem, anchor: Anchor) -> bool | Tensor:
-    """The anchor of control variates as unconstrained params `[D]`, if the user passed constrained
-    values of the sites; otherwise whether there are control variates ("auto": if there are
-    minibatches).
+    """Where control variates have their anchor: unconstrained params `[D]` if the user passed
+    values; otherwise True (at a mode that is to be found) or False (no control variates). "auto"
+    means True if steps take minibatches.
 
     Raises:
         ArgumentError: the anchor's values do not fit the model's sites.
@@ -105,7 +106,7 @@ def resolve_anchor(problem: Problem, anchor: Anchor) -> bool | Tensor:
 
 
 def _check_latents(problem: Problem) -> None:
-    """Checks that a step size or a geometry can be chosen for the problem. Returns nothing.
+    """Raises unless a step size or whitened coordinates can be chosen for the problem.
 
     Raises:
         ArgumentError: the temperature is 0, or the model has point-estimated sites.
@@ -123,8 +124,8 @@ def _check_latents(problem: Problem) -> None:
 
 
 def _simulation(bar: Progress, config: RunConfig, compile: bool, earlier: Earlier) -> Simulate:
-    """The function that runs chains during training and warm-up, and returns the draws of all
-    processes.
+    """The function with which tuning runs chains, (problem, steps, seed, hyperparameters at every
+    step, further options) -> draws of all chains, on every process.
 
     Args:
         bar: progress bar, which the steps advance.

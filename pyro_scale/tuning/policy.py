@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Numbers for the searches for modes: their starts, their cost, and when two ends are the same
-    mode."""
+    """Limits of the searches for modes: how many there are and where they start, what they may
+    cost, and how close the ends of two searches have to be to count as the same mode."""
 
     #: Searches: one for each chain, within these bounds.
     fewest: int = 4
@@ -52,8 +52,9 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class ManyRows:
-    """Numbers of rows in the stages of a search for modes through many rows, each with more rows
-    than the one before."""
+    """How many rows the stages of a search for modes through many rows have: at first `rows_each`
+    for each dimension (within `least_rows` and `most_rows`), then `growth` times as many, and how
+    close, in nats a dimension, a stage comes to its mode."""
 
     #: Rows of the first stage: per dimension, at least, and at most.
     rows_each: int = 500
@@ -68,7 +69,8 @@ class ManyRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """Limits on the coordinates of chains, and on where chains start in them."""
+    """Limits on the whitened coordinates in which chains move (up to which dimension they are a
+    matrix, on how many rows curvatures are evaluated), and on how far from a mode chains start."""
 
     #: Dimensions up to which chains are whitened by a matrix, and curvature is held as one.
     dense: int = 500
@@ -90,8 +92,12 @@ class Geometry:
     work: tuple[int, int] = 2**20, 2**16
 
     def depth(self, size: int) -> float:
-        """Drop of the log joint below the mode, in nats, beyond which no chain starts; `size` is
-        the dimension of the posterior."""
+        """The largest distance in nats of a start's log joint below that of the mode; starts
+        further down are moved closer.
+
+        Args:
+            size: dimension of the posterior.
+        """
         return self.deep_each * size + self.deep
 
 
@@ -131,8 +137,12 @@ class WarmUp:
     fallen: float = 20.0
 
     def depth(self, size: int) -> float:
-        """Drop of the log joint below a chain's best draw, in nats, from which the chain counts as
-        having left a posterior of `size` dimensions."""
+        """The fall of the log joint, in nats, below a chain's best draw from which the chain counts
+        as having drifted away from the posterior.
+
+        Args:
+            size: dimension of the posterior.
+        """
         return self.fallen_each * size + self.fallen
 
 

@@ -35,9 +35,9 @@ def search_starts(problem: Problem, density: FullDataDensity) -> Tensor:
 
 
 def _near_zero(problem: Problem, searches: int) -> Tensor:
-    """The chains' starts as unconstrained params, and further random ones if there are fewer chains
-    than searches, `[searches, D]`. Every second one is replaced by the negative of the one before.
-    """
+    """Unconstrained params `[searches, D]` at which the first searches start: the chains' own
+    starts, and random ones if there are fewer chains than searches. Every second one is replaced by
+    the negative of the one before."""
     starts, log_posterior = list(problem.positions[:searches]), problem.log_posterior
     first = problem.data.first()
     for chain in range(len(starts), searches):
@@ -49,8 +49,9 @@ def _near_zero(problem: Problem, searches: int) -> Tensor:
 
 
 def _best_places(problem: Problem, density: FullDataDensity, count: int) -> Tensor:
-    """The points with the largest log joint among draws of the prior and points further out, as
-    unconstrained params `[count, D]`; fewer if the log joint is finite at fewer points."""
+    """The `count` points with the largest log joint among draws of the prior and random points
+    further out, as unconstrained params `[count, D]`; fewer if the log joint is finite at fewer of
+    them."""
     size = SEARCH.places if problem.engine.vectorized else SEARCH.places_one_by_one
     places = torch.cat([_further_out(problem, size), _prior_draws(problem, size)])
     values = torch.cat([density.values(block) for block in places.split(SEARCH.at_once)])
@@ -60,8 +61,8 @@ def _best_places(problem: Problem, density: FullDataDensity, count: int) -> Tens
 
 
 def _further_out(problem: Problem, size: int) -> Tensor:
-    """Random points from uniform distributions on cubes around 0 of growing size, as unconstrained
-    params `[size, D]`."""
+    """Random points for the searches, as unconstrained params `[size, D]`: each uniform on a cube
+    around 0, the cubes growing from (-2, 2) to `SEARCH.furthest` times that."""
     like = problem.positions
     source = generator(problem.seed, 0, Purpose.SEARCH, 2)
     unit = torch.rand(size, like.shape[1], generator=source, dtype=torch.float64)

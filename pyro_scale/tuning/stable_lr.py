@@ -19,8 +19,13 @@ _MOST_REDUCTIONS = 400
 
 
 def chain_at(kernel: Kernel, lr: float, precision: float = 1.0) -> GaussianChain:
-    """The linear Gaussian process that the sampler's kernel follows at step size `lr`, on a
-    Gaussian of one dimension with this precision, at temperature 1; for its stability and variance.
+    """The linear Gaussian process that the sampler's kernel follows at step size `lr` on a Gaussian
+    of one dimension, at temperature 1; from it, stability and the bias of the variance are read.
+
+    Args:
+        kernel: sampler's kernel, whose own step size is not used.
+        lr: step size.
+        precision: precision of the Gaussian, divided by N.
     """
     theory = kernel.theory
     assert theory is not None
@@ -31,8 +36,8 @@ def chain_at(kernel: Kernel, lr: float, precision: float = 1.0) -> GaussianChain
 
 
 def largest_stable_lr(kernel: Kernel, precision: float) -> float:
-    """The largest step size at which the sampler's kernel is stable on a Gaussian with this
-    precision (curvature divided by N), within 10%; at most 10."""
+    """The largest step size, to within 10% and at most 10, at which the sampler's kernel is stable
+    on a Gaussian whose precision (curvature) divided by N is `precision`."""
     lr = 10.0
     for _ in range(_MOST_REDUCTIONS):
         if bool(chain_at(kernel, lr, precision).stable.all()):

@@ -46,7 +46,14 @@ _WITHOUT_MODE = "pass a number for lr, and control_variates as a dict of values"
 
 
 class StepSize(NamedTuple):
-    """A step size, its predicted error in posterior sds, and the reason for it in words."""
+    """A step size that was chosen by its predicted error.
+
+    Attributes:
+        lr: the step size.
+        error: predicted error of posterior means and log sds, in posterior sds, root mean square
+            over elements.
+        reason: the reason of the choice, a phrase for the report.
+    """
 
     lr: float
     error: float
@@ -83,8 +90,9 @@ def tune(
     steps: Steps,
     sampling: Sampling,
 ) -> tuple[Problem, dict[str, str]]:
-    """Chooses the settings that the user has left open from the curvature at the mode, without a
-    warm-up.
+    """Chooses the settings that the user has left open (step size, control variates, subtracted
+    noise) from the curvature at the mode, for chains that are neither whitened nor warmed up by
+    tuning.
 
     Args:
         problem: chains at their starts.
@@ -164,8 +172,9 @@ def choose_step_size(
 
 
 def _modes(problem: Problem, density: FullDataDensity, mode: Tensor, sampling: Sampling) -> Modes:
-    """The normal modes of the posterior at its mode, with the minibatch noise and the chains'
-    starts along them.
+    """The normal modes of the posterior: independent directions of the Gaussian approximation at
+    its mode, with the minibatch noise and the chains' starts along them. From these the error of a
+    step size is predicted.
 
     Args:
         problem: model, kernel and chains at their starts.
@@ -208,14 +217,22 @@ def _modes(problem: Problem, density: FullDataDensity, mode: Tensor, sampling: S
 
 
 def _positive(lengths: Tensor) -> Tensor:
-    """Precisions of a Gaussian from the curvature along each direction, `[directions]`: the
-    absolute value, but at least a small fraction of the largest, as flat directions have none."""
+    """Precisions that a Gaussian can have, from curvatures along directions, `[directions]` each:
+    absolute values, but at least a small fraction of the largest, as flat directions have a
+    curvature of 0."""
     return lengths.abs().clamp(min=STEP_SIZE.flattest * float(lengths.abs().max()))
 
 
 def _laplace_draws(mode: Tensor, precision: Tensor, temperature: Tensor, seed: int) -> Tensor:
-    """Draws of the Gaussian with the mode `[D]` as its mean and the covariance temperature /
-    precision, `[draws, D]`."""
+    """A few draws of the Laplace approximation at a mode, unconstrained, `[draws, D]`, at which
+    gradients and curvatures are evaluated.
+
+    Args:
+        mode: unconstrained params `[D]`.
+        precision: negative Hessian of the log joint at the mode divided by N, `[D, D]`.
+        temperature: temperature of the posterior divided by N, 0-d.
+        seed: seed of the draws.
+    """
     lengths, vectors = torch.linalg.eigh(precision)
     source = generator(seed, 0, Purpose.STEP_SIZE)
     normals = torch.randn(STEP_SIZE.draws, len(mode), generator=source, dtype=torch.float64)
@@ -249,8 +266,12 @@ def _scaled_gradients(problem: Problem, draws: Tensor, sampling: Sampling) -> Te
 
 
 def _largest_stable(problem: Problem, precision: Tensor) -> float:
-    """The largest step size at which the sampler's kernel is stable on a Gaussian of this precision
-    divided by N (0-d), within 1%."""
+    """The largest step size, to within 1%, at which the problem's kernel is stable on a Gaussian.
+
+    Args:
+        problem: model and kernel.
+        precision: precision of the Gaussian divided by N, 0-d.
+    """
     low, high = -8.0, 4.0  # powers of ten
     while high - low > 0.004:
         middle = (low + high) / 2
@@ -262,17 +283,18 @@ def _largest_stable(problem: Problem, precision: Tensor) -> float:
 
 
 def _values_at(problem: Problem, lr: Tensor) -> Values:
-    """The hyperparameters of the problem's kernel by name, with `lr` as the step size."""
+    """The hyperparameters of the problem's kernel by name, tensors as steps read them, with `lr` in
+    place of the kernel's own step size."""
     return problem.engine.kernel_values({**problem.engine.kernel.values(0), "lr": lr})
 
 
 def _linearize(problem: Problem, lr: Tensor, noise: Tensor) -> Linearized:
-    """The sampler's kernel as it behaves on a Gaussian posterior at a step size, in units in which
-    its stationary preconditioner is 1: (a kernel that does not adapt, that kernel's hyperparameters
-    by name, the variance of the gradient noise in these units).
+    """What the sampler does on a Gaussian posterior at a step size, in units in which its
+    stationary preconditioner is 1: (a sampler's kernel that does not adapt; that kernel's
+    hyperparameters by name; the variance of the gradient noise in these units, `[modes]`).
 
     Args:
-        problem: model and kernel.
+        problem: model and sampler's kernel.
         lr: step size, 0-d.
         noise: variance of (minibatch gradient / N) along each normal mode, `[modes]`.
     """
@@ -282,8 +304,9 @@ def _linearize(problem: Problem, lr: Tensor, noise: Tensor) -> Linearized:
 
 
 def _error(problem: Problem, modes: Modes, lr: Tensor, steps: Steps, epoch: int | None) -> Tensor:
-    """The predicted mean square error of means and log sds, in posterior sds, `[2]`: by bias, and
-    by Monte Carlo. Both are infinite if the step size is not stable.
+    """The predicted mean square error of posterior means and log sds, in squared posterior sds,
+    `[2]`: by the bias of the step size, and by Monte Carlo. Both are infinite if the step size is
+    not stable.
 
     Args:
         problem: the kernel and the model.
@@ -341,8 +364,8 @@ def _warn_of_large_error(choice: StepSize, control_variates: bool) -> None:
 
 
 def _warn_of_excess_noise(problem: Problem) -> None:
-    """Warns if minibatches add more noise than the kernel injects in some element, as only as much
-    as is injected can be subtracted."""
+    """Warns if, in some element, minibatches add more noise than the sampler injects. No more than
+    the injected noise can be subtracted, so chains stay too hot there."""
     engine, kernel = problem.engine, problem.engine.kernel
     values = engine.kernel_values(kernel.values(0))
     added = kernel.theory.added_temperature(values, engine.known_noise)[: engine.num_latents]

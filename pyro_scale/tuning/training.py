@@ -190,7 +190,8 @@ def _optimize(
 def _explain(
     problem: Problem, settings: Settings, trained: int | None, converged: bool
 ) -> dict[str, str]:
-    """The reasons of start, step size and geometry, in words for the user, by setting.
+    """The reasons of the choices for the report of a run that was trained first: a dict from
+    "start", "step size" and "geometry" to a phrase for the user.
 
     Args:
         problem: the tuned problem.
@@ -215,8 +216,9 @@ def _explain(
 
 
 def _in_batches(problem: Problem) -> Problem:
-    """The problem in minibatches for training; unchanged if rows are few, the batches are set, or
-    the model cannot be run on parts of the rows."""
+    """The problem with minibatches of `TRAINING.network_batch` rows, for training; unchanged if
+    there are no more rows than that, the user set batches, or the model cannot be run on parts of
+    the rows."""
     data, num_data = problem.data, problem.log_posterior.num_data
     if not isinstance(data, TensorData) or data.batch_size is not None:
         return problem
@@ -248,8 +250,8 @@ def _whitened_by_prior(problem: Problem) -> Problem:
 
 
 def _with_stable_lr(problem: Problem, density: FullDataDensity, places: Tensor) -> Problem:
-    """The problem with a safe fraction of the largest step size that is stable at the steepest of
-    some points.
+    """The problem with a step size that is surely stable: a fraction of the largest one that is
+    stable at the steepest of some points.
 
     Args:
         problem: model and chains.
@@ -270,7 +272,8 @@ def prepare_in_batches(
     in_batches_of: Callable[[int], Data],
     tunes: bool,
 ) -> Problem:
-    """The problem (model, data and chains at their starts) in minibatches if there are many rows.
+    """The problem (model, data and chains at their starts) with the default batch size: minibatches
+    if there are many rows and the model can be run on parts of them, otherwise all rows.
 
     Args:
         prepare: function from data to the problem; it runs the model once, to check it.

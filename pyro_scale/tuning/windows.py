@@ -68,8 +68,8 @@ class Window:
 
 
 class NoStableStep(Exception):
-    """Raised if all chains break at every step size that warm-up tries, with (the groups of chains,
-    their last draws) as its arguments."""
+    """Raised by `warm_up` if all chains break at every step size that it tries; its arguments are
+    the groups of chains and the draws of the last window."""
 
 
 def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
@@ -132,15 +132,20 @@ def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
 
 
 def _pick_evenly(kept: Tensor, count: int) -> Tensor:
-    """`count` draws of each group, evenly spread over its chains, `[groups, count, D]`, from draws
-    `[groups, chains, draws, D]`."""
+    """`count` draws of each group, evenly spread over its chains, `[groups, count, D]`, at which
+    the curvature is evaluated.
+
+    Args:
+        kept: draws of all chains, `[groups, chains, draws, D]`.
+        count: number of draws to pick.
+    """
     flat = kept.flatten(1, 2)
     return flat[:, torch.linspace(0, flat.shape[1] - 1, count).round().long()]
 
 
 def _stable_lr(curvatures: Tensor, steepest: float) -> Tensor:
-    """Half of the largest stable step size of each group, `[groups]`, float64; infinite without a
-    finite curvature.
+    """A step size that is surely stable for each group, `[groups]`, float64: half of the largest
+    that is stable at the group's curvatures; infinite if none of these is finite.
 
     Args:
         curvatures: largest curvature divided by N at each of some draws, `[groups, places]`.
@@ -174,8 +179,17 @@ def learn(old: Whitening, z: Tensor, num_data: int, count: Tensor) -> tuple[Tens
 
 
 def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whitening]:
-    """Updates one group's geometry except for its center.  Arguments and results are those of
-    `learn`, but `z` has variance 1, not 1/N, if the geometry is right."""
+    """Updates the spread of one group's geometry (whitened coordinates), but not its center, to the
+    spread of its draws.
+
+    Args:
+        old: geometry in which the window was run.
+        z: draws in that geometry, `[chains, draws, d]`; of variance 1 if the geometry is right.
+        count: effective number of draws, 0-d.
+
+    Returns:
+        The largest factor by which the sd of a direction changes beyond chance; the new geometry.
+    """
     flat = z.flatten(0, 1)
     size, new = flat.shape[1], old
     share, chance = count / (count + 2), torch.ones_like(count)
@@ -207,8 +221,9 @@ def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whit
 def _learn_directions(
     old: DenseWhitening, z: Tensor, count: float
 ) -> tuple[Tensor, DenseWhitening]:
-    """Updates whitened coordinates of many dimensions, given by a matrix, by scales and a few
-    directions only, as the covariance of few draws is mostly chance.
+    """Updates whitened coordinates that are a matrix of many dimensions to the spread of draws, but
+    only by scales of elements and a few directions, as the covariance of few draws is mostly
+    chance.
 
     Args:
         old: geometry in which the window was run.

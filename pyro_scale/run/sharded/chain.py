@@ -213,7 +213,8 @@ class ShardedChain:
 
     @property
     def position(self) -> Tensor:
-        """This rank's part of the position, in CPU memory, `[1, D]`."""
+        """This rank's part of the chain's unconstrained params after the latest step, a copy on the
+        CPU, `[1, D]`."""
         position: Tensor = self.state.position.detach().cpu()
         return position
 
@@ -243,7 +244,8 @@ class ShardedChain:
         return float(evaluation.log_joint[0])
 
     def _write(self) -> None:
-        """Writes the chain's present weights into the networks."""
+        """Writes the chain's weights after the latest step into this rank's parts of the networks,
+        which evaluate the model at the next step."""
         problem = self.problem
         params = problem.engine.layout.unflatten(self.state.position[0].detach())
         networks = shards_of(problem.log_posterior.model_info.sites)
@@ -299,8 +301,8 @@ def run_chain(
 
 
 def part_of(rank_rows: Rows, batch: Arguments) -> Arguments:
-    """The model's arguments with one rank's rows of a minibatch that all ranks have; possibly with
-    no rows.
+    """This rank's rows of a minibatch that all ranks have, as the model's arguments; there may be
+    no rows among them. `rank_rows` says which rows are this rank's.
 
     Raises:
         DataError: the minibatch has no tensors of rows.
@@ -330,8 +332,8 @@ def _largest_batch(workers: Workers, batch: Arguments) -> Arguments:
 
 
 def _check_starts(init_strategy: Any, network: ShardedModule) -> Any:
-    """The init strategy, unchanged, if it lets the network's weights start at their present values.
-    Other starts would depend on how weights are shared out.
+    """The init strategy that the user passed, unchanged, after a check: the weights of a sharded
+    network can start only at their present values.
 
     Raises:
         ArgumentError: the init strategy sets weights of the network.

@@ -128,8 +128,8 @@ class ShardedCheckpoints:
     # ------------------------------------------------------------------ on all ranks together
 
     def restore(self, chain: ShardedChain, batches: Batches, draws: Draws) -> None:
-        """Sets the chain, its minibatches and its draws to the latest checkpoint; does nothing for
-        a new run."""
+        """Sets the chain's state, the minibatches' place in the data and the draws so far to those
+        of the latest checkpoint, in place; does nothing for a new run."""
         if self.last is None:
             return
         leaves, structure = pytree.tree_flatten(chain.state)
@@ -190,8 +190,13 @@ class ShardedCheckpoints:
             )
 
     def _load(self, name: str, problem: Problem, like: list[Tensor]) -> list[Tensor]:
-        """This rank's parts of the tensors in a saved directory, with the shapes and devices of the
-        tensors in `like`."""
+        """Reads this rank's parts of the tensors that `_save` wrote into a subdirectory.
+
+        Args:
+            name: name of the subdirectory.
+            problem: the chain's problem, which says which parts are this rank's.
+            like: tensors with the shapes, dtypes and devices of the results.
+        """
         from torch.distributed.checkpoint.state_dict_loader import load
 
         assert self._workers.rows is not None
@@ -209,12 +214,17 @@ class ShardedCheckpoints:
     # ------------------------------------------------------------------ files
 
     def _files(self) -> dict[str, Path]:
-        """The saved states and draws in the directory: a dict from name to path."""
+        """The saved states and draws in the directory: a dict from their names, such as "state-3"
+        or "draws-3", to the paths of their subdirectories."""
         return {path.name: path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)}
 
     def _hash_all(self, names: list[str]) -> None:
-        """Computes SHA-256 hashes of all files in the named directories, and stores them on all
-        ranks. Files that were hashed before are skipped; each rank hashes some of the others.
+        """Computes SHA-256 hashes of the files of some saved states and draws, by which damaged
+        files are detected later, and stores them on all ranks. Files that were hashed before are
+        skipped; each rank hashes some of the others.
+
+        Args:
+            names: names of the saved directories.
         """
         written = sorted(
             str(file.relative_to(self.directory))
@@ -235,7 +245,7 @@ class ShardedCheckpoints:
                 raise FileError(f"'{file}' is damaged or gone")
 
     def _tidy(self) -> None:
-        """Deletes saved directories that the latest two states do not need."""
+        """Deletes saved states but the latest two, and draws that these do not refer to."""
         names = self._files()
         states = sorted(filter(_is_state, names), key=_number_in)
         intact = [name for name in states if (self.directory / name / _FACTS).exists()]
@@ -278,8 +288,13 @@ def _to_named(problem: Problem, tensors: list[Tensor]) -> dict[str, Any]:
 
 
 def _from_named(problem: Problem, named: Mapping[str, Any], place: str) -> Tensor:
-    """One tensor of the list that was passed to `_to_named`, put together again from the dict.
-    `place` is its index in the list, as text.
+    """One tensor of the list that was passed to `_to_named`, put together from the dict that this
+    function returned.
+
+    Args:
+        problem: the chain's problem.
+        named: dict of tensors that `torch.distributed.checkpoint` has filled.
+        place: index of the tensor in the list, as text.
     """
     if place in named:
         whole: Tensor = named[place]

@@ -106,12 +106,16 @@ class ShardedDensity:
     def row_gradients(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Raises NotImplementedError: `fully_shard` computes the gradient of all rows together."""
+        """Always raises NotImplementedError: gradients of single rows are not available, as
+        `fully_shard` computes the gradient of all rows together."""
         raise NotImplementedError
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over all elements of the chain, on all ranks, from a vector [D] of this rank's
-        elements. Elements that several ranks have are counted once.
+        """The sum over all elements of the chain, a double scalar that is the same on all ranks.
+        Elements that several ranks have are counted once.
+
+        Args:
+            values: one number for each element that this rank has, `[D]`.
         """
         return self.rows.sum((values.double() * self.counts.to(values.device)).sum())
 
