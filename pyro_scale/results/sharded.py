@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Never
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import Arguments
 from pyro_scale.data.loaders import check_tensors, to_device
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, DataError
@@ -156,39 +157,62 @@ class ShardedPosterior(Posterior):
                 )
         arguments = self.problem.log_posterior.bind(args, kwargs)
         check_tensors(arguments)
-        workers, log_posterior = self.problem.workers, self.problem.log_posterior
-        assert workers.rows is not None
         if not rows.count(arguments):
             raise DataError("predict: the arguments have no rows")
-        info = log_posterior.model_info
+        axes = self._row_axes(return_sites)
+        predicted = self._predict_part(arguments, axes, num_samples)
+        by_rank = self.problem.workers.gather(predicted, "predictions")
+        return {
+            name: torch.cat([of_rank[name] for of_rank in by_rank], 1).movedim(1, axis)
+            for name, axis in axes.items()
+        }
+
+    def _row_axes(self, return_sites: Sequence[str] | None) -> dict[str, int]:
+        """The dimension of rows of each site that is predicted, by name.
+
+        Args:
+            return_sites: names of the sites; None for all sites with a value for each row.
+
+        Raises:
+            ArgumentError: a site does not have a value for each row.
+        """
+        info = self.problem.log_posterior.model_info
         axes = {**info.row_axes, **data_axes(info)}
-        names = list(axes) if return_sites is None else list(return_sites)
-        for name in names:
-            if name not in axes:
-                raise ArgumentError(
-                    f"return_sites: for a sharded network, pass sites with a value for each row: "
-                    f"{sorted(axes)}"
-                )
+        names = axes if return_sites is None else return_sites
+        if any(name not in axes for name in names):
+            raise ArgumentError(
+                f"return_sites: for a sharded network, pass sites with a value for each row: "
+                f"{sorted(axes)}"
+            )
+        return {name: axes[name] for name in names}
+
+    def _predict_part(
+        self, arguments: Arguments, axes: Mapping[str, int], num_samples: int | None
+    ) -> dict[str, Tensor]:
+        """Posterior predictive draws for this rank's rows, by site, `[draws, rows, ...]`.
+
+        Args:
+            arguments: the model's arguments with all rows.
+            axes: dict from a site to predict to its dimension of rows.
+            num_samples: number of posterior draws to use; None for all.
+        """
+        workers, log_posterior = self.problem.workers, self.problem.log_posterior
+        assert workers.rows is not None
         device = torch.device(workers.rows.device)
         part = part_of(workers.rows, to_device(arguments, device))
         has_none = not rows.count(part)
         if has_none:  # the rank has to call the network with the others
             part = rows.take(arguments, slice(0, 1))
         seed = workers.broadcast(choose_seed(None), "the choice of a seed")
-        kept: dict[str, list[Tensor]] = {name: [] for name in names}
+        kept: dict[str, list[Tensor]] = {name: [] for name in axes}
         with own_generator(derived_seed(seed, workers.rank, Purpose.INIT)), torch.no_grad():
             for position in self._positions(num_samples):
                 params = self.layout.unflatten(position.to(self.problem.positions.device))
                 drawn = log_posterior.simulate(params, part).sites
-                for name in names:
-                    by_row = drawn[name].value.movedim(axes[name], 0)
+                for name, axis in axes.items():
+                    by_row = drawn[name].value.movedim(axis, 0)
                     kept[name].append(by_row[: 0 if has_none else None].cpu())
-        predicted = {name: torch.stack(values) for name, values in kept.items()}
-        by_rank = workers.gather(predicted, "predictions")
-        return {
-            name: torch.cat([of_rank[name] for of_rank in by_rank], 1).movedim(1, axes[name])
-            for name in names
-        }
+        return {name: torch.stack(values) for name, values in kept.items()}
 
     def _positions(self, num_samples: int | None) -> Iterator[Tensor]:
         """Yields this rank's part of draws in unconstrained space, one vector of params a draw:

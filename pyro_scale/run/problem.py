@@ -34,7 +34,7 @@ from pyro_scale.model.model_info import model_warnings
 from pyro_scale.model.observation_checks import check_something_counts
 from pyro_scale.model.other_batches import check_batches, check_supports
 from pyro_scale.rng.seeds import Purpose, derived_seed
-from pyro_scale.run.initialize import init_of, initialize
+from pyro_scale.run.initialize import ChainInits, init_of, initialize
 from pyro_scale.run.understood import Understood
 
 Item = TypeVar("Item")
@@ -259,22 +259,15 @@ def prepare(
     arguments = data.first()
     reused = None if earlier is None else earlier.reuse(log_posterior, data)
     log_posterior = reused or log_posterior
-    inits = [init_of(log_posterior, init_strategy, c, num_chains) for c in range(num_chains)]
-    drawn = log_posterior.prepare(arguments, inits[0], seed)
+    functions = [init_of(log_posterior, init_strategy, c, num_chains) for c in range(num_chains)]
+    drawn = log_posterior.prepare(arguments, functions[0], seed)
     for warning in model_warnings(log_posterior.model_info):
         warn(ModelWarning, warning)
     data = _data_for(log_posterior, data)
     per_chain = data.batch_size is not None
+    inits = ChainInits(init_strategy, functions)
     engine, positions = initialize(
-        log_posterior,
-        kernel,
-        arguments,
-        inits,
-        init_strategy,
-        seed,
-        per_chain,
-        drawn,
-        must_be_usable,
+        log_posterior, kernel, arguments, inits, seed, per_chain, drawn, must_be_usable
     )
     params = engine.layout.unflatten(positions[0])
     check_values(log_posterior, data, params)
