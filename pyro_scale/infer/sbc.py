@@ -190,7 +190,7 @@ def _campaign(
     inference: Method,
     settings: Mapping[str, Any],
     quantities: Mapping[str, Quantity],
-    predict_at: Any,
+    predict_at: rows.Arguments | None,
     count: int,
     seed: int,
     method: From,

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+from pyro_scale.engine.checkpoint import Checkpoints
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError
 from pyro_scale.run.budget import Budget
@@ -65,7 +67,8 @@ def execute(
 
         parts = [part._replace(last=journal.goes_on_from(part, halvings)) for part in parts]
         move = functools.partial(plan.execute, title, stop=is_over)
-        trajectories = _move_parts(move, parts, sinks, journal, facts, halvings)
+        writer = functools.partial(journal.writer, facts=facts, halvings=halvings)
+        trajectories = _move_parts(move, parts, sinks, writer)
         trajectory = align(join_parts(trajectories, parts))
         diverged = not problem.agree(not trajectory.diverged, "whether chains diverged")
         if not retries or not diverged or trajectory.draws.error is not None:
@@ -92,9 +95,7 @@ def _move_parts(
     move: Callable[..., Trajectory],
     parts: Sequence[Part],
     sinks: Sinks | None,
-    journal: Journal,
-    facts: Mapping[str, Any],
-    halvings: int,
+    writer: Callable[[Part], AbstractContextManager[Checkpoints | None]],
 ) -> list[Trajectory]:
     """Takes the steps of each group of chains, one group after another, and returns the groups'
     trajectories.
@@ -103,14 +104,12 @@ def _move_parts(
         move: takes the steps of some chains, as `RunPlan.execute`.
         parts: the groups of chains, each with the checkpoint that it continues from.
         sinks: storage for the draws instead of memory; None to keep them in memory.
-        journal: the run's checkpoints.
-        facts: settings that must be the same when the run is resumed, by name.
-        halvings: how many times the step size was halved.
+        writer: context of a group in which its checkpoints are written, as `Journal.writer`.
     """
     sink_of_part = [None] * len(parts) if sinks is None else sinks.begin(parts)
     trajectories = []
     for part, sink in zip(parts, sink_of_part, strict=True):
-        with journal.writer(part, facts, halvings) as checkpoints:
+        with writer(part) as checkpoints:
             how = {"last": part.last, "checkpoints": checkpoints, "sink": sink}
             trajectories.append(move(chains=part.chains, **how))
     return trajectories
