@@ -22,7 +22,7 @@ from pyro_scale.posterior.row_batches import data_axes
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import Purpose, choose_seed, derived_seed
 from pyro_scale.run.problem import Problem
-from pyro_scale.run.sharded.chain import noise_of, part_of
+from pyro_scale.run.sharded.chain import noise_of
 
 #: The error for results that need whole weights.
 _NO_WHOLE_DRAWS = (
@@ -33,11 +33,11 @@ _NO_WHOLE_DRAWS = (
 
 class ShardedPosterior(Posterior):
     """The posterior of a sharded network, of which every process holds its part; every method has
-    to be called on all ranks.
+    to be called in all processes.
 
     Args:
-        problem: the analyzed model, with this rank's part of the params.
-        draws: this rank's part of the chain's draws; for a fit, of its last state alone.
+        problem: the analyzed model, with this process's part of the params.
+        draws: this process's part of the chain's draws; for a fit, of its last state alone.
     """
 
     def __init__(self, problem: Problem, draws: Draws):
@@ -55,7 +55,7 @@ class ShardedPosterior(Posterior):
 
     @property
     def layout(self) -> Layout:
-        """Order and shapes of the sites' parts that this rank holds in a vector of unconstrained
+        """Order and shapes of the sites' parts that this process holds in a vector of unconstrained
         params."""
         return self.problem.engine.layout
 
@@ -128,7 +128,7 @@ class ShardedPosterior(Posterior):
         **kwargs: Any,
     ) -> dict[str, Tensor]:
         """Posterior predictive draws of observed sites, `[draws, ...]` by site, for all rows, on
-        every rank; each rank computes a part of the rows.
+        every process; each process computes a part of the rows.
 
         Args:
             *args: arguments of the model, with the rows to predict.
@@ -161,11 +161,14 @@ class ShardedPosterior(Posterior):
             raise DataError("predict: the arguments have no rows")
         axes = self._row_axes(return_sites)
         predicted = self._predict_part(arguments, axes, num_samples)
-        by_rank = self.problem.workers.gather(predicted, "predictions")
-        return {
-            name: torch.cat([of_rank[name] for of_rank in by_rank], 1).movedim(1, axis)
-            for name, axis in axes.items()
-        }
+
+        def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+            return {
+                name: torch.cat([part[name] for part in parts], 1).movedim(1, axis)
+                for name, axis in axes.items()
+            }
+
+        return self.problem.reduce(join, predicted, "predictions")
 
     def _row_axes(self, return_sites: Sequence[str] | None) -> dict[str, int]:
         """The dimension of rows of each site that is predicted, by name.
@@ -189,33 +192,31 @@ class ShardedPosterior(Posterior):
     def _predict_part(
         self, arguments: Arguments, axes: Mapping[str, int], num_samples: int | None
     ) -> dict[str, Tensor]:
-        """Posterior predictive draws for this rank's rows, by site, `[draws, rows, ...]`.
+        """Posterior predictive draws for this process's rows, by site, `[draws, rows, ...]`.
 
         Args:
             arguments: the model's arguments with all rows.
             axes: dict from a site to predict to its dimension of rows.
             num_samples: number of posterior draws to use; None for all.
         """
-        workers, log_posterior = self.problem.workers, self.problem.log_posterior
-        assert workers.rows is not None
-        device = torch.device(workers.rows.device)
-        part = part_of(workers.rows, to_device(arguments, device))
+        problem, device = self.problem, self.problem.positions.device
+        part = problem.take_part(to_device(arguments, device))
         has_none = not rows.count(part)
-        if has_none:  # the rank has to call the network with the others
+        if has_none:  # the process has to call the network with the others
             part = rows.take(arguments, slice(0, 1))
-        seed = workers.broadcast(choose_seed(None), "the choice of a seed")
+        seed = problem.broadcast(choose_seed(None), "the choice of a seed")
         kept: dict[str, list[Tensor]] = {name: [] for name in axes}
-        with own_generator(derived_seed(seed, workers.rank, Purpose.INIT)), torch.no_grad():
+        with own_generator(derived_seed(seed, problem.process, Purpose.INIT)), torch.no_grad():
             for position in self._positions(num_samples):
-                params = self.layout.unflatten(position.to(self.problem.positions.device))
-                drawn = log_posterior.simulate(params, part).sites
+                params = self.layout.unflatten(position.to(device))
+                drawn = problem.log_posterior.simulate(params, part).sites
                 for name, axis in axes.items():
                     by_row = drawn[name].value.movedim(axis, 0)
                     kept[name].append(by_row[: 0 if has_none else None].cpu())
         return {name: torch.stack(values) for name, values in kept.items()}
 
     def _positions(self, num_samples: int | None) -> Iterator[Tensor]:
-        """Yields this rank's part of draws in unconstrained space, one vector of params a draw:
+        """Yields this process's part of draws in unconstrained space, one vector of params a draw:
         kept draws of a chain, evenly thinned, or new draws of a Gaussian.
 
         Args:

@@ -67,8 +67,8 @@ class Budget:
         return time.monotonic() > self.deadline
 
     def is_over_for(self, problem: Problem) -> bool:
-        """True if the seconds that the run may take are over, by rank 0's clock. All processes of
-        the problem must call this together, and get the same answer.
+        """True if the seconds that the run may take are over, by one process's clock. All
+        processes of the problem must call this together, and get the same answer.
         """
         return self.max_seconds is not None and problem.broadcast(self.is_over, "the clock")
 
