@@ -89,7 +89,7 @@ def choose(
     group, window = tuning.warm_up(problem)
     tried = None
     if chooses_lr and problem.engine.kernel.adjusted:
-        group, tried = tuning.adjust(group, problem.engine.kernel, window)
+        group, tried = tuning.adjust(group, problem.engine.kernel)
     elif chooses_lr:
         if cooled is not None and problem.data.batch_size is not None:
             group, cooled = tuning.cool_again(group, cooled, window, most_rows)
@@ -188,7 +188,7 @@ class _Tuning:
             self.passes["curvature"] = window.looks * len(problem.positions[0]) * share
         return group, window
 
-    def adjust(self, group: OneGroup, kernel: Kernel, window: Window) -> tuple[OneGroup, Pilot]:
+    def adjust(self, group: OneGroup, kernel: Kernel) -> tuple[OneGroup, Pilot]:
         """(The chains with `kernel`, which accepts or rejects proposals, and a step size of about
         the target acceptance rate; the measurements of the pilots)."""
         stable, limit = group.lr, self._limit(group.problem, 3 * PILOTS.least)
