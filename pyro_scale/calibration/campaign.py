@@ -23,6 +23,7 @@ from pyro_scale.calibration.simulations import AT_ONCE
 from pyro_scale.calibration.stack import Stack
 from pyro_scale.calibration.truth import Truth
 from pyro_scale.core.memory import bytes_of
+from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import warn
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, NonFiniteError, PyroScaleWarning
@@ -54,8 +55,6 @@ class Campaign:
         count: number of simulations.
         seed: seed from which the seeds of all simulations follow.
         title: title of the progress bar.
-        progress: whether to show the progress bar.
-        memory_budget: bytes for data sets and draws; None for half of the machine's memory.
         attrs: settings of the call, which the result keeps.
     """
 
@@ -63,20 +62,20 @@ class Campaign:
     stack: Stack
     fitter: Fitter
     quantities: Mapping[str, Quantity]
-    predict_at: Any
+    predict_at: Arguments | None
     count: int
     seed: int
     title: str
-    progress: bool
-    memory_budget: int | None
     attrs: Mapping[str, Any]
 
-    def run(self, earlier: SBC | None = None) -> SBC:
+    def run(self, earlier: SBC | None, progress: bool, memory_budget: int | None) -> SBC:
         """Runs all simulations, or those that an interrupted call's result lacks, and returns the
         result.
 
         Args:
             earlier: result of the interrupted call; None to run all.
+            progress: whether to show a progress bar.
+            memory_budget: bytes for data sets and draws; None for half of the machine's memory.
 
         Raises:
             ArgumentError: `earlier` is the result of another call.
@@ -92,8 +91,8 @@ class Campaign:
             self._check_same(earlier, params)
             blocks, done = [_Block.from_result(earlier)], earlier.num_simulations
             lengths, seconds = Lengths(**earlier.attrs["lengths"]), earlier.attrs["seconds"]
-        spans = self._spans(done)
-        with Progress(self.count, self.title, self.progress) as bar:
+        spans = self._spans(done, memory_budget)
+        with Progress(self.count, self.title, progress) as bar:
             bar.update(done)
             try:
                 if lengths is None and self.fitter.has_lengths:
@@ -243,14 +242,14 @@ class Campaign:
         rows, where = stack.arguments(torch.tensor(0)), "at the first true latents"
         return model_fingerprint(stack.log_posterior, first, rows, where=where)
 
-    def _spans(self, done: int) -> list[tuple[int, int]]:
+    def _spans(self, done: int, memory_budget: int | None) -> list[tuple[int, int]]:
         """The blocks in which the simulations after the first `done` are run, as pairs (number of
         the first, one more than the number of the last). The first block is small, so that the
         progress bar soon shows how long simulations take; others are as large as memory allows."""
         bytes_of_data = sum(table[0].nbytes for table in self.stack.tables.values())
         bytes_of_draws = SIMULATIONS.draws * self.stack.layout.size * 8
         bytes_of_one = _COPIES_OF_DATA * bytes_of_data + _COPIES_OF_DRAWS * bytes_of_draws
-        budget = self.memory_budget or bytes_of(torch.device("cpu")) // 2
+        budget = memory_budget or bytes_of(torch.device("cpu")) // 2
         most = max(1, min(self.fitter.most_at_once, budget // bytes_of_one))
         first = min(self.count, done + min(most, AT_ONCE))
         size = math.ceil((self.count - first) / max(1, math.ceil((self.count - first) / most)))

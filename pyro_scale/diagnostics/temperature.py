@@ -213,7 +213,7 @@ class _Cloud(NamedTuple):
         every = torch.arange(chains)[:, None]
         sums = (Sums.from_draws(positions[every, part]) for part in places.split(block))
         total = functools.reduce(Sums.__or__, sums).pool()
-        mean = total.mean[0].to(positions.dtype)
+        mean = total.mean[0].to(positions[0, 0].dtype)
         variance = (total.squares / total.number)[0].clamp(min=torch.finfo(mean.dtype).tiny)
         return cls(mean, variance, block)
 

@@ -89,15 +89,11 @@ def simulate(
             program = _program(plan, chains, first, last, progress)
             draws.program, draws.compile_seconds = program.name, time.perf_counter() - begun
             chunking = _chunking(plan, first, ends)
-            with contextlib.closing(inputs.blocks(chunking.spans())) as others:
-                for block in itertools.chain(chunking.opening(), others):
-                    for observer in (chunking, *observers):
-                        observer.before(block)
-                    chains.move(program, plan.batches, block, steps, draws)
-                    for observer in (chunking, *observers):
-                        observer.after(block)
-                    if ending.is_over:
-                        break
+
+            def move(block: StepInputs) -> None:
+                chains.move(program, plan.batches, block, steps, draws)
+
+            _take_blocks(inputs, chunking, move, observers, ending)
             saver.write()
         saver.close_sink()
     except (Exception, KeyboardInterrupt) as error:
@@ -106,6 +102,33 @@ def simulate(
     draws.state, draws.last_steps = saver.run_state.state, chains.last_steps
     draws.seconds = time.perf_counter() - begun - draws.compile_seconds
     return draws
+
+
+def _take_blocks(
+    inputs: Inputs,
+    chunking: Chunking,
+    move: Callable[[StepInputs], None],
+    observers: Sequence[Observer],
+    ending: Ending,
+) -> None:
+    """Takes the steps of a run, block by block, until the last step or an early ending.
+
+    Args:
+        inputs: makes the inputs of the steps of a block.
+        chunking: chooses the lengths of blocks.
+        move: moves the chains by the steps of a block.
+        observers: act before and after each block, in this order, after `chunking`.
+        ending: the observer that decides whether the run ends early.
+    """
+    with contextlib.closing(inputs.blocks(chunking.spans())) as others:
+        for block in itertools.chain(chunking.opening(), others):
+            for observer in (chunking, *observers):
+                observer.before(block)
+            move(block)
+            for observer in (chunking, *observers):
+                observer.after(block)
+            if ending.is_over:
+                break
 
 
 def _program(

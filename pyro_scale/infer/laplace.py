@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import fnmatch
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -216,7 +217,7 @@ class Laplace(Approximation):
             opened = self._open(data, batch_size)
             kernel, searches = Hyperparameters(), mode is None
             problem = self._analyze(opened, opened.num_data, kernel, num_chains, seed, searches)
-            self._check_same(problem, workers)
+            problem = self._shared_out(problem, workers)
             sites, tuned = self._sites_of(problem), _tuned_places(problem, tune or ())
             fixed = [_fixed_center(problem, mode, start) for start in range(num_chains)]
             search = self._search(problem, sites, batch_size, fixed[0], tuned=tuned)
@@ -232,7 +233,7 @@ class Laplace(Approximation):
 
             modes = search.run(candidates, Sums(workers, problem.positions.device))
             seconds = time.perf_counter() - begun
-            self._keep(problem, search, modes, seconds, workers, mode is not None)
+            self._keep(problem, search, modes, seconds, mode is not None)
         return self
 
     def update(
@@ -277,7 +278,7 @@ class Laplace(Approximation):
                 problem = prepare(
                     log_posterior, opened, Hyperparameters(), None, 1, old.seed, mode is None
                 )
-                self._check_same(problem, workers)
+                problem = self._shared_out(problem, workers)
                 fixed = _fixed_center(problem, mode, start)
                 engine = problem.engine
                 points = torch.arange(engine.num_latents, engine.layout.size)  # keep their values
@@ -285,7 +286,7 @@ class Laplace(Approximation):
                 candidates.append(search.run(_candidate_from(center, fixed), sums))
                 bar.update(1, candidates[-1].log_evidence)
             seconds = time.perf_counter() - begun
-            self._keep(problem, search, candidates, seconds, workers, mode is not None)
+            self._keep(problem, search, candidates, seconds, mode is not None)
         return self
 
     def at_temperature(self, temperature: float) -> Laplace:
@@ -350,14 +351,15 @@ class Laplace(Approximation):
         search.check_fits(problem.positions)
         return search
 
-    def _check_same(self, problem: Problem, workers: Workers) -> None:
-        """Raises, on all processes of a run, if they do not have the same data, model and
-        arguments; does nothing in a run of one process.
+    def _shared_out(self, problem: Problem, workers: Workers) -> Problem:
+        """The problem with the processes that share its rows, after a check that all have the same
+        data, model and arguments.
 
         Raises:
             RankError: a process has others.
         """
-        if not workers.is_alone:
+        problem = dataclasses.replace(problem, workers=workers)
+        if not problem.is_alone:
             about = {
                 "method": type(self).__name__,
                 "structure": self.structure,
@@ -368,7 +370,8 @@ class Laplace(Approximation):
                 "Gaussian over": self._sites,
                 "takes parts of the data": is_row_wise(problem.log_posterior),
             }
-            check_same(workers, identity_of(problem, about, {}))
+            check_same(problem, identity_of(problem, about, {}))
+        return problem
 
     def _kind(self, problem: Problem, position: Tensor) -> tuple[CurvatureKind, list[str]]:
         """(Kind of curvature to use for the data; notes on what is estimated from draws, for
@@ -418,7 +421,6 @@ class Laplace(Approximation):
         search: Search,
         candidates: Sequence[Candidate],
         seconds: float,
-        workers: Workers,
         is_passed: bool,
     ) -> None:
         """Stores the result of a run in this method, as a posterior, and warns if the Gaussians do
@@ -430,7 +432,6 @@ class Laplace(Approximation):
             candidates: what the search found from each start: the center, the Gaussian there, the
                 log evidence and the distance from the mode.
             seconds: seconds that the search took.
-            workers: processes of the run.
             is_passed: whether the user passed the mode; then its distance from the density's mode
                 is checked.
         """
@@ -456,12 +457,12 @@ class Laplace(Approximation):
             gaussians=tuple(gaussians),
             seed=problem.seed,
             attrs=attrs,
-            read_together=workers.read_together,
+            read_together=problem.read_together,
         )
         square = max(candidate.distance for candidate in candidates)
         reason = _why_far(square, len(fit.places)) if is_passed else None
         self._last = Finished(GaussianPosterior(fit))
-        sums = Sums(workers, fit.centers.device)
+        sums = Sums(problem.workers, fit.centers.device)
         check_fit(fit, _PASSES * problem.log_posterior.num_data, sums, reason)
 
 

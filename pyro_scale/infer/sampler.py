@@ -19,14 +19,19 @@ from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.method import Chain, Finished, SteppedChain, Stepwise, asks
 from pyro_scale.infer.sampler_run import posterior_of_step, raise_broken_step, run_stages
-from pyro_scale.infer.sampler_setup import check_config, check_superchains, checked_sampling
+from pyro_scale.infer.sampler_setup import (
+    check_config,
+    check_superchains,
+    checked_sampling,
+    run_problem,
+)
 from pyro_scale.infer.settings import count_or_auto, needs_all_rows, settings_of
 from pyro_scale.infer.sharded import begin_sharded, or_sharded
 from pyro_scale.kernels import Kernel
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.budget import Budget
-from pyro_scale.run.by_rank import check_same_call
+from pyro_scale.run.by_rank import Sharing, check_same_call
 from pyro_scale.run.config import RunConfig, Store
 from pyro_scale.run.resume import Journal
 from pyro_scale.storage.files import FilePath
@@ -290,7 +295,9 @@ class Sampler(Stepwise):
                 )
             budget = Budget.from_arguments(max_rows, config.num_samples, max_seconds)
             journal = Journal.open(checkpoint, checkpoint_every, resume)
-            run_stages(self, data, config, budget, journal, seed, workers, rows_by_rank)
+            seed = workers.broadcast(choose_seed(journal.seed(seed)), "the choice of a seed")
+            problem = run_problem(self, data, config, seed, Sharing(workers, rows_by_rank))
+            run_stages(self, problem, config, budget, journal)
         return self
 
     def begin(self, *args: Any, **kwargs: Any) -> Chain:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
@@ -16,7 +16,6 @@ from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
 from pyro_scale.diagnostics.post_run import measure
 from pyro_scale.diagnostics.report import Report
 from pyro_scale.diagnostics.verdict import report
-from pyro_scale.distributed.workers import Workers
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import (
     BiasWarning,
@@ -26,17 +25,16 @@ from pyro_scale.errors import (
     VerdictWarning,
 )
 from pyro_scale.infer.method import Finished, NotRun
-from pyro_scale.infer.sampler_setup import run_facts, run_problem
+from pyro_scale.infer.sampler_setup import run_facts
 from pyro_scale.kernels import Kernel
 from pyro_scale.posterior.collect import collect, warn_of_short_warmup
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.moment_sink import ToMoments
 from pyro_scale.posterior.sinks import ToDisk, sink_for
 from pyro_scale.results.posterior import Posterior
-from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.budget import Budget, passes_of
-from pyro_scale.run.by_rank import gather_trajectory
+from pyro_scale.run.by_rank import NO_DRAWS, gather_trajectory
 from pyro_scale.run.config import RunConfig
 from pyro_scale.run.execute import execute
 from pyro_scale.run.problem import Problem
@@ -49,35 +47,26 @@ from pyro_scale.tuning.plan import plan_run
 if TYPE_CHECKING:
     from pyro_scale.infer.sampler import Sampler
 
+#: Facts of a run by name, and its tables by name.
+_Findings: TypeAlias = tuple[dict[str, Any], ...]
+
 
 def run_stages(
-    sampler: Sampler,
-    data: Any,
-    config: RunConfig,
-    budget: Budget,
-    journal: Journal,
-    seed: int | None,
-    workers: Workers,
-    rows_by_rank: bool,
+    sampler: Sampler, problem: Problem, config: RunConfig, budget: Budget, journal: Journal
 ) -> None:
-    """Runs a sampler from its checked arguments to its posterior, which it stores in the sampler:
+    """Runs a sampler from the analyzed model to its posterior, which it stores in the sampler:
     tunes, takes the steps, measures the draws, and raises or warns about what went wrong.
 
     Args:
         sampler: the sampler that is run.
-        data: data as for `Sampler.run`.
+        problem: the analyzed model on the data, with all chains at their starts.
         config: the checked arguments of `Sampler.run`.
         budget: limits on gradients of rows and on seconds.
         journal: writes checkpoints, and has the one that is resumed.
-        seed: seed of the run; None draws one.
-        workers: processes of the run.
-        rows_by_rank: whether every process's data are rows of its own.
 
     Raises:
         NonFiniteError: a chain broke; and what the stages raise.
     """
-    seed = workers.broadcast(choose_seed(journal.seed(seed)), "the choice of a seed")
-    problem = run_problem(sampler, data, config, seed, workers, rows_by_rank)
     facts = run_facts(sampler, problem, config, journal)
     with sink_for(config.store, problem, config.num_samples, journal.last is not None) as sink:
         sampler._forget()
@@ -89,17 +78,12 @@ def run_stages(
         trajectory = execute(plan, name, may_halve, budget, journal, facts, sink)
         trajectory = gather_trajectory(trajectory)
         result, error = _collect(sampler, trajectory, config, choice, sink)
-    is_split = trajectory.problem.is_split
-    if is_split and not workers.keeps_all:
-        result = _share_findings(result, workers)
-        if result is not None and not workers.is_first:
-            sampler._last = Finished(Posterior(result))
-        elif result is None and not workers.has_all:
-            sampler._last = NotRun(
-                name, "has no draws on this rank, as all of its chains have stopped"
-            )
-    if not workers.has_all and is_split:
-        return  # rank 0 raises and warns
+    if problem.draws_differ:
+        findings = _findings_of(result) if problem.is_first else None
+        findings = problem.broadcast(findings, "what all chains have come to")
+        if not problem.is_first:  # the first process raises and warns
+            sampler._last = _last_of_some_chains(name, result, findings)
+            return
     if error is not None:
         _end_early(name, trajectory.draws, result, error, journal.hint)
     if trajectory.draws.failures:
@@ -132,19 +116,18 @@ def _collect(
         (The draws with their measurements and report, None if there are no draws; the exception
         that ended the run early or stopped the measurements, None if there was none).
     """
-    draws, workers, values = trajectory.draws, trajectory.problem.workers, _mean_values(trajectory)
+    draws, problem, values = trajectory.draws, trajectory.problem, _mean_values(trajectory)
     result = _draws_of(type(sampler).__name__, trajectory, config, choice, sink)
     if result is None:
         return None, draws.error
     plan = dataclasses.replace(trajectory.plan, finished=tuple(draws.finished))
     # stored before it is measured, as measuring can be interrupted
     sampler._last = Finished(Posterior(result), plan)
-    is_split = trajectory.problem.is_split
-    if is_split and not workers.has_all:
-        return result, draws.error  # rank 0, which has all draws, measures
+    if problem.draws_differ and not problem.is_first:
+        return result, draws.error  # the first process, which has all draws, measures
     result, error = measure(trajectory, result, values)
-    if workers.rows is not None and (workers.keeps_all or not is_split):  # each on its rows
-        measurements = workers.broadcast(result.measurements, "what was measured")
+    if problem.shares_rows and not problem.draws_differ:  # each on its rows
+        measurements = problem.broadcast(result.measurements, "what was measured")
         result = dataclasses.replace(result, measurements=measurements)
     if not isinstance(sink, ToMoments):
         try:
@@ -200,31 +183,38 @@ def _draws_of(
     }
     if plan.kernel.adjusted:
         attrs["acceptance_rate"] = acceptance_rate(draws)
-    result = collect(problem, draws, plan.columns, attrs, sink)
-    return dataclasses.replace(result, read_together=problem.workers.read_together)
+    return collect(problem, draws, plan.columns, attrs, sink)
 
 
-def _share_findings(result: PosteriorDraws | None, workers: Workers) -> PosteriorDraws | None:
-    """The draws of this process, with the report and the tables of `summary()` and `diagnostics()`
-    about the chains of all processes, which rank 0 computes and sends; None if `result` is None.
-    Has to be called on every rank.
+def _findings_of(result: PosteriorDraws | None) -> _Findings | None:
+    """(Facts of the run with its report, tables `summary` and `diagnostics`) of all chains, for
+    processes that have some of the chains; None without draws."""
+    if result is None:
+        return None
+    posterior = Posterior(result)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tables = {"summary": posterior.summary(), "diagnostics": posterior.diagnostics()}
+    return result.attrs, tables
+
+
+def _last_of_some_chains(
+    name: str, result: PosteriorDraws | None, findings: _Findings | None
+) -> Finished | NotRun:
+    """The state of a sampler in a process that has the draws of some chains, with tables and report
+    about all chains.
 
     Args:
-        result: draws of this process; None if it has none.
-        workers: processes of the run.
+        name: name of the method.
+        result: draws of this process's chains; None if it has none.
+        findings: what `_findings_of` returned in the process that has all draws.
     """
-    findings = None
-    if workers.is_first and result is not None:
-        posterior = Posterior(result)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tables = {"summary": posterior.summary(), "diagnostics": posterior.diagnostics()}
-        findings = result.attrs, tables
-    findings = workers.broadcast(findings, "what all chains have come to")
-    if workers.is_first or result is None or findings is None:
-        return result
-    attrs, tables = findings
-    return dataclasses.replace(result, attrs=attrs, tables=tables)
+    if result is None:
+        return NotRun(name, NO_DRAWS)
+    if findings is not None:
+        attrs, tables = findings
+        result = dataclasses.replace(result, attrs=attrs, tables=tables)
+    return Finished(Posterior(result))
 
 
 # ---------------------------------------------------------------------- errors and warnings

@@ -15,19 +15,14 @@ from pyro_scale.core.validation import AUTO, as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.data.row_sampler import Sampling, check_sampling
 from pyro_scale.data.sources import Data
-from pyro_scale.distributed.workers import Workers
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, BiasWarning
 from pyro_scale.infer.settings import needs_all_rows
 from pyro_scale.kernels import Kernel
-from pyro_scale.run.by_rank import check_same, warn_of_reading
+from pyro_scale.run.by_rank import Sharing, check_same
 from pyro_scale.run.config import RunConfig, check_equal_weights, check_length, check_memory
-from pyro_scale.run.problem import (
-    Problem,
-    check_can_adjust,
-    check_rows_can_be_shared,
-)
-from pyro_scale.run.resume import Journal, digest_of, identity_of
+from pyro_scale.run.problem import Problem, check_can_adjust
+from pyro_scale.run.resume import Journal, identity_of
 from pyro_scale.tuning.plan import is_trained
 from pyro_scale.tuning.training import prepare_in_batches
 
@@ -60,7 +55,7 @@ def check_config(sampler: Sampler, config: RunConfig) -> None:
 
 
 def run_problem(
-    sampler: Sampler, data: Any, config: RunConfig, seed: int, workers: Workers, rows_by_rank: bool
+    sampler: Sampler, data: Any, config: RunConfig, seed: int, sharing: Sharing
 ) -> Problem:
     """The analyzed model on the data, with all chains at their starts, ready for tuning.
 
@@ -69,8 +64,7 @@ def run_problem(
         data: data as for `Sampler.run`.
         config: the checked arguments of `Sampler.run`.
         seed: seed of the run.
-        workers: processes of the run.
-        rows_by_rank: whether every process's data are rows of its own.
+        sharing: how the run is shared out among processes.
 
     Raises:
         ArgumentError: an option cannot be used with these data.
@@ -80,7 +74,7 @@ def run_problem(
     size = None if config.batch_size == AUTO else config.batch_size
     open_batches = functools.partial(sampler._open, data)
     first = open_batches(size)
-    num_data = _num_rows_of_all(sampler, first, workers) if rows_by_rank else first.num_data
+    num_data = sharing.num_rows(first, sampler._num_data, needs_all_rows(sampler._settings))
 
     def prepare(opened: Data) -> Problem:
         return sampler._analyze(opened, num_data, sampler.kernel, config.num_chains, seed)
@@ -92,9 +86,7 @@ def run_problem(
     else:
         is_all = adjusted and size is not None and size == first.num_data
         problem = prepare(open_batches(None) if is_all else first)
-    problem = dataclasses.replace(problem, workers=workers)
-    check_rows_can_be_shared(problem)
-    warn_of_reading(problem)
+    problem = sharing.share_out(problem)
     if adjusted:
         check_can_adjust(problem, type(sampler).__name__)
     if config.superchains is not None:
@@ -102,8 +94,8 @@ def run_problem(
         shared = problem.positions[::size].repeat_interleave(size, dim=0)
         problem = dataclasses.replace(problem, positions=shared)
     if config.store is None:
-        kept = slice(None) if workers.has_all else list(problem.chains)
-        check_memory(problem.positions[kept], config.num_samples, config.memory_budget)
+        kept = problem.positions[list(problem.kept_chains)]
+        check_memory(kept, config.num_samples, config.memory_budget)
     return problem
 
 
@@ -123,7 +115,7 @@ def run_facts(
         RankError: another process has other data or arguments.
         FileError: the checkpoint to resume is of another run.
     """
-    if journal.path is None and problem.workers.is_alone:
+    if journal.path is None and problem.is_alone:
         return {}
     store = config.store
     settings, fit = sampler._settings, sampler._settings.precondition
@@ -133,8 +125,8 @@ def run_facts(
     trains = is_trained(problem, settings, config.steps is None)
     if trains or ("lr" in settings.chosen and fit is None) or store is False:
         facts["num_samples"] = config.num_samples  # the draws depend on the run's length
-    of_rank = {"draws": config.num_samples, **_norms_of_starts(problem, fit)}
-    check_same(problem.workers, {**facts, **of_rank})
+    compared = {"draws": config.num_samples, **_norms_of_starts(problem, fit)}
+    check_same(problem, {**facts, **compared})
     journal.check_same_run(facts, config.num_samples)
     return facts
 
@@ -189,26 +181,6 @@ def checked_sampling(sampler: Sampler, sampling: Sampling | None, in_batches: bo
             code="too-narrow",
         )
     return sampling
-
-
-def _num_rows_of_all(sampler: Sampler, data: Data, workers: Workers) -> int | None:
-    """Number of rows that the run stands for, N, if every process has its own rows
-    (`rows_by_rank=True`): the sum over processes, or the user's `num_data`.
-
-    Args:
-        sampler: the sampler that is run.
-        data: rows of this process.
-        workers: processes of the run.
-
-    Raises:
-        ArgumentError: an option needs all rows, which no process has.
-    """
-    if needs_all_rows(sampler._settings):
-        raise ArgumentError(
-            "rows_by_rank=True: lr='auto', precondition, control_variates and subtract_noise "
-            "need all rows, which no rank has: pass a number for lr and leave these out"
-        )
-    return workers.use_rows_by_rank(data.num_data or 1, sampler._num_data, digest_of(data.first()))
 
 
 def asked_hyperparameters(sampler: Sampler) -> dict[str, Any]:

@@ -179,26 +179,53 @@ def sbc(
         of_loader = open_data(data, None, inference._num_data).batch_size
         settings |= {} if of_loader is None else {"batch_size": of_loader}
     truth = _truth(inference, data, method, simulator, as_flag("resample", resample))
-    quantities = dict(quantities or {})
     predict_at = None if predictive is None else rows.as_arguments(predictive)
+    how = settings, dict(quantities or {}), predict_at, count, seed, method
+    campaign = _campaign(truth, inference, *how)
+    return campaign.run(resume, progress, memory_budget)
+
+
+def _campaign(
+    truth: Truth,
+    inference: Method,
+    settings: Mapping[str, Any],
+    quantities: Mapping[str, Quantity],
+    predict_at: rows.Arguments | None,
+    count: int,
+    seed: int,
+    method: From,
+) -> Campaign:
+    """The simulations of a call of `sbc`, after checks on the first data set.
+
+    Args:
+        truth: source of true latents and data sets.
+        inference: the method under test.
+        settings: arguments of the method's `run`.
+        quantities: functions of (sites, data), by name, ranked besides latents.
+        predict_at: rows, as the model's arguments, at which predictions are ranked; None for none.
+        count: number of simulations.
+        seed: seed of the call.
+        method: "prior" or "posterior".
+
+    Raises:
+        ArgumentError: a quantity, or the batch size, is impossible.
+        ModelError, SiteError, PlateError: the method cannot be run on the model.
+    """
     check_quantities(quantities, truth.fitted.latents)
     first = truth.observed(truth.params(1, seed), 0, 1, seed)
     problem = _problem(truth.fitted, first, seed)
     stack = _stack(truth.fitted, first, problem, inference, settings, seed)
     _check_batches(truth, stack)
     check_values(truth, stack, quantities, predict_at, seed)
-    fitter = fitter_for(inference, problem, stack, settings)
-    campaign = Campaign(
+    return Campaign(
         truth=truth,
         stack=stack,
-        fitter=fitter,
+        fitter=fitter_for(inference, problem, stack, settings),
         quantities=quantities,
         predict_at=predict_at,
         count=count,
         seed=seed,
         title=f"sbc, {type(inference).__name__}",
-        progress=progress,
-        memory_budget=memory_budget,
         attrs={
             "method": _in_words(inference),
             "from": method,
@@ -206,7 +233,6 @@ def sbc(
             **{name: str(value) for name, value in settings.items()},
         },
     )
-    return campaign.run(resume)
 
 
 # ------------------------------------------------------------------ what is simulated

@@ -138,7 +138,7 @@ def run_sharded(
         "sampling": sampling,
     }
     facts = identity_of(problem, facts, method.kernel.hyperparameters())
-    check_same(workers, {**facts, "first batch": digest_of(data.first())})
+    check_same(problem, {**facts, "first batch": digest_of(data.first())})
     check_other_batches(problem)
     shows = arguments["progress"] and workers.is_first
     plan = RunPlan(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict
 
@@ -35,14 +34,10 @@ from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.blame import broken_sites
-from pyro_scale.run.by_rank import check_same, check_same_call, gather, warn_of_reading
+from pyro_scale.run.by_rank import Sharing, check_same, check_same_call, gather
 from pyro_scale.run.frozen_features import with_frozen_features
-from pyro_scale.run.problem import (
-    Problem,
-    check_rows_can_be_shared,
-)
-from pyro_scale.run.resume import digest_of, identity_of
-from pyro_scale.run.run import on_own_rows
+from pyro_scale.run.problem import Problem
+from pyro_scale.run.resume import identity_of
 from pyro_scale.tuning.early_stopping import EarlyStopping, got_worse, still_rises
 from pyro_scale.tuning.geometry import whitened_by
 
@@ -107,13 +102,13 @@ class Stochastic(Stepwise):
         Raises:
             NonFiniteError: a chain's state became NaN or infinite.
         """
-        workers, num_chains = problem.workers, len(problem.positions)
+        num_chains = len(problem.positions)
 
         def stop(draws: Draws) -> bool:
             return problem.agree(stopping is not None and stopping.reached(draws), "a window")
 
         title = f"{type(self).__name__}, {num_chains} {self.mover}{'s' * (num_chains > 1)}"
-        engine, batches = on_own_rows(problem, batches)
+        engine, batches = problem.limit_to_part(batches)
         with Progress(steps.total, title, progress, self.objective) as bar, without_vmap_warnings():
             plan = StepPlan(
                 engine,
@@ -126,7 +121,7 @@ class Stochastic(Stepwise):
                 self._earlier,
                 numbers=problem.chains,
                 num_chains=num_chains,
-                agree=None if workers.rows is None else workers.rows.agree,
+                agree=problem.agree_in_steps,
             )
             draws = simulate(
                 plan,
@@ -275,18 +270,15 @@ class Optimized(Stochastic, Approximation):
         }
         with workers.together():
             check_same_call(workers, call)
-            opened = self._open(data, batch_size)
-            num_data = opened.num_data
-            if rows_by_rank:
-                count, digest = opened.num_data or 1, digest_of(opened.first())
-                num_data = workers.use_rows_by_rank(count, self._num_data, digest)
+            opened, sharing = self._open(data, batch_size), Sharing(workers, rows_by_rank)
+            num_data = sharing.num_rows(opened, self._num_data)
             num_chains = as_count("num_chains", num_chains)
             check_length(num_steps, num_epochs)
             workers.check(num_chains)
             seed = workers.broadcast(choose_seed(seed), "the choice of a seed")
             self._forget()
             problem = self._prepare(opened, num_data, num_chains, seed)
-            problem = self._on_workers(problem, workers)
+            problem = self._shared_out(problem, sharing)
             steps = Steps(count_steps(problem, num_steps, num_epochs), positions=False)
             batches = problem.batches(num_chains, "shuffle", chains=problem.chains)
             stopping, shows = self._stopping(problem), progress and workers.is_first
@@ -362,16 +354,13 @@ class Optimized(Stochastic, Approximation):
         window = max(count_steps(problem, None, 1), _WINDOW)
         return EarlyStopping(window, problem.engine.layout.size)
 
-    def _on_workers(self, problem: Problem, workers: Workers) -> Problem:
-        """The problem for a run that `workers` share, after checks that all processes have the same
-        model, data and arguments. If a part of the model is frozen, the rows are replaced by the
-        features which that part computes, so that it need not run at every step."""
-        problem = dataclasses.replace(problem, workers=workers)
-        check_rows_can_be_shared(problem)
-        warn_of_reading(problem)
-        if not workers.is_alone:
+    def _shared_out(self, problem: Problem, sharing: Sharing) -> Problem:
+        """The problem with the processes that share it, after checks that all have the same; if a
+        part of the model is frozen, features computed by that part replace the rows."""
+        problem = sharing.share_out(problem)
+        if not problem.is_alone:
             hyperparameters = self.kernel.hyperparameters()
-            check_same(workers, identity_of(problem, self._attrs(), hyperparameters))
+            check_same(problem, identity_of(problem, self._attrs(), hyperparameters))
         return with_frozen_features(problem)
 
     def _make_fit(self, problem: Problem, draws: Draws) -> Fit:

@@ -71,11 +71,10 @@ def examine_model(
         site_checks.check_latent_sizes(first.sites)
         own_plate = plates.find_own_plate(first.sites, count)
         site_checks.check_imputations(first.sites)
-        kept: dict[str, Kept] = {}
+        is_batch = count is not None and num_data not in (None, count)
+        kept = dict[str, Kept]()
         if own_plate is None:
-            kept = find_kept(program, first, arguments)
-        if count is not None and num_data not in (None, count):
-            kept = {name: elements for name, elements in kept.items() if len(elements.places)}
+            kept = _kept_elements(program, first, arguments, is_batch)
         leave_out(first.sites, kept)
         rerun = Rerun(program, first, kept)
         second = _validated_run(rerun, arguments)
@@ -215,6 +214,24 @@ def _network_weights(run: Recorder, modules: Iterable[nn.Module]) -> frozenset[s
     samples = {layer._pyro_get_fullname(name) for layer in layers for name in layer._pyro_samples}
     latents = [site for site in run.sites.values() if site.kind == "latent"]
     return frozenset(s.name for s in latents if WEIGHT in s.infer or s.name in samples)
+
+
+def _kept_elements(
+    program: Program, first: Recorder, arguments: Arguments, is_batch: bool
+) -> dict[str, Kept]:
+    """The elements of latents that masks do not leave out, by site. In a batch of some of the
+    rows, a mask that leaves all elements of a latent out is ignored: other rows may need them.
+
+    Args:
+        program: runs the model.
+        first: recorder of the first run.
+        arguments: the batch of that run.
+        is_batch: whether the batch has only some of the rows of the data.
+    """
+    kept = find_kept(program, first, arguments)
+    if is_batch:
+        return {name: elements for name, elements in kept.items() if len(elements.places)}
+    return kept
 
 
 # ---------------------------------------------------------------------- the second run

@@ -88,6 +88,7 @@ def collect(
         },
         online=online,
         chains=[numbers[chain] for chain in draws.finished],
+        read_together=problem.read_together,
     )
 
 

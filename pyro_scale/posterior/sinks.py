@@ -87,15 +87,15 @@ def sink_for(
         return
     if isinstance(store, bool):
         raise ArgumentError("store=True: pass the path of a Zarr store, or False to keep no draws")
-    with writing_into(store) if problem.workers.is_first else contextlib.nullcontext():
+    with writing_into(store) if problem.is_first else contextlib.nullcontext():
         yield ToDisk(starts, first, problem, store, resumes)
 
 
 class ToDisk:
     """Writes the draws of this process's chains into a store, which all processes share.
 
-    Rank 0 creates the store.  It makes draws visible to readers when all processes have reported
-    that they are written.
+    One process creates the store, and makes draws visible to readers when they are written for the
+    chains of all processes.
 
     Args:
         starts: model and facts of the run, with the chains' starts as draws.
@@ -122,15 +122,17 @@ class ToDisk:
         self._starts, self._problem, self.none = starts, problem, first[:, :0]
         self._parts: list[PartToDisk] = []
         self._transformed = _transformed(starts)
-        if not resumes and problem.workers.is_first:
-            values, num_chains = self._values(first), starts.num_chains
-            width = sum(v[0, 0].numel() * v.element_size() for v in values.values())
-            pending = max(1, BUFFERING.waiting_bytes // (num_chains * width))
-            fields = {name: _field(starts, name, value) for name, value in values.items()}
-            chunk, run = min(pending, BUFFERING.draws_of_file(width)), secrets.token_hex(8)
-            DrawStore.create(path, fields, num_chains, chunk, run)
-        problem.workers.broadcast(None, "the making of a store")
+        if not resumes:
+            problem.reduce(lambda _: self._create_store(path, first), None, "the making of a store")
         self.store = DrawStore.open(path)
+
+    def _create_store(self, path: FilePath, first: Tensor) -> None:
+        values, num_chains = self._values(first), self._starts.num_chains
+        width = sum(v[0, 0].numel() * v.element_size() for v in values.values())
+        pending = max(1, BUFFERING.waiting_bytes // (num_chains * width))
+        fields = {name: _field(self._starts, name, value) for name, value in values.items()}
+        chunk, run = min(pending, BUFFERING.draws_of_file(width)), secrets.token_hex(8)
+        DrawStore.create(path, fields, num_chains, chunk, run)
 
     def begin(self, parts: Sequence[Part]) -> list[PartToDisk]:
         """A new sink for each of this process's groups of chains (`Part`), in the order of `parts`,
@@ -140,18 +142,15 @@ class ToDisk:
         Raises:
             FileError: the store is of another run, or lacks draws that its parts have written.
         """
-        workers = self._problem.workers
         self._parts = [PartToDisk(self, part.chains) for part in parts]
         for part, sink in zip(parts, self._parts, strict=True):
             state = None if part.last is None else part.last.sink
             if part.last is not None and state is not None:
                 self._check_holds(part.chains, part.last.run_state.alive, state)
             sink.go_on_from(state)
-        workers.least(self._written_by_all)
-        counts = workers.gather(self._written_by_all, "the draws that there are")
-        if workers.is_first:
-            self.store.truncate(min(self.store.count, *counts))
-        workers.broadcast(None, "the draws that readers see")  # before they are written again
+        self._problem.least(self._written_by_all)
+        # before draws are written again
+        self._problem.reduce(self._truncate, self._written_by_all, "the draws that there are")
         for sink in self._parts:
             self.drop(sink.chains, sink.written)
         return self._parts
@@ -165,28 +164,29 @@ class ToDisk:
             finished: for each part, the indices of its chains that reached the end.
 
         Returns:
-            The error that occurred on any rank while writing; None if there was none.
+            The error that occurred in any process while writing; None if there was none.
         """
-        workers, store = self._problem.workers, self.store
         counts = [
             (part.written, bool(chains)) for part, chains in zip(self._parts, finished, strict=True)
         ]
-        by_worker = workers.gather(counts, "the last draws")
-        of_parts = [count for of_rank in by_worker for count in of_rank]
-        count = min([n for n, has_ended in of_parts if has_ended] or [n for n, _ in of_parts])
+        count = self._problem.reduce(_common_count, counts, "the last draws")
         error = None
         try:
             for part in self._parts:
                 part.end_at(count)
         except FileError as raised:
             error = raised
-        error = next(filter(None, workers.gather(error, "the end of their files")), None)
-        if workers.is_first and error is None and count != store.count:
-            try:
-                (store.show if count > store.count else store.truncate)(count)
-            except FileError as raised:
-                error = raised
-        store.count, error = workers.broadcast((store.count, error), "the draws that readers see")
+
+        def show(errors: list[FileError | None]) -> tuple[int, FileError | None]:
+            error = next(filter(None, errors), None)
+            if error is None and count != self.store.count:
+                try:
+                    (self.store.show if count > self.store.count else self.store.truncate)(count)
+                except FileError as raised:
+                    error = raised
+            return self.store.count, error
+
+        self.store.count, error = self._problem.reduce(show, error, "the end of their files")
         return error
 
     def positions(self, draws: Draws) -> StoredPositions:
@@ -198,12 +198,13 @@ class ToDisk:
         return StoredPositions(self.store, self._starts.layout, chains, count)
 
     def describe(self, result: PosteriorDraws) -> None:
-        """Writes the statistics of the draws and the facts of the run into the store, on rank 0.
+        """Writes the statistics of the draws and the facts of the run into the store, in one
+        process.
 
         Raises:
             FileError: the disk cannot be written.
         """
-        if self._problem.workers.is_first:
+        if self._problem.is_first:
             assert isinstance(result.positions, StoredPositions)
             attrs = attributes(result.attrs)
             self.store.put("sample_stats", result.sample_stats, result.positions.chains, attrs)
@@ -238,8 +239,8 @@ class ToDisk:
         Raises:
             FileError: the store cannot be written.
         """
-        count = self._problem.workers.least(self._written_by_all)
-        if self._problem.workers.is_first and count > self.store.count:
+        count = self._problem.least(self._written_by_all)
+        if self._problem.is_first and count > self.store.count:
             self.store.show(count)
 
     @property
@@ -247,6 +248,11 @@ class ToDisk:
         """The number of draws that are in the store for every chain of this process: the least over
         its groups of chains."""
         return min(part.written for part in self._parts)
+
+    def _truncate(self, counts: list[int]) -> None:
+        """Removes draws from the store that are not written in all processes, whose numbers of
+        written draws are `counts`."""
+        self.store.truncate(min(self.store.count, *counts))
 
     def _check_holds(self, chains: Sequence[int], alive: Tensor, state: Mapping[str, Any]) -> None:
         """Raises if the store lacks draws in full files that an earlier sink wrote.
@@ -391,6 +397,17 @@ class PartToDisk:
         self._run.show()
         now = time.monotonic()
         self._due = now + max(BUFFERING.wait_seconds, BUFFERING.wait_times * (now - begun))
+
+
+def _common_count(by_process: list[list[tuple[int, bool]]]) -> int:
+    """The number of draws that all parts have which reached the end, or all parts if none did.
+
+    Args:
+        by_process: for each part of each process, (its number of written draws, whether a chain of
+            it reached the end).
+    """
+    parts = [part for of_process in by_process for part in of_process]
+    return min([count for count, has_ended in parts if has_ended] or [n for n, _ in parts])
 
 
 def _transformed(starts: PosteriorDraws) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Never
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import Arguments
 from pyro_scale.data.loaders import check_tensors, to_device
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, DataError
@@ -21,7 +22,7 @@ from pyro_scale.posterior.row_batches import data_axes
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import Purpose, choose_seed, derived_seed
 from pyro_scale.run.problem import Problem
-from pyro_scale.run.sharded.chain import noise_of, part_of
+from pyro_scale.run.sharded.chain import noise_of
 
 #: The error for results that need whole weights.
 _NO_WHOLE_DRAWS = (
@@ -32,11 +33,11 @@ _NO_WHOLE_DRAWS = (
 
 class ShardedPosterior(Posterior):
     """The posterior of a sharded network, of which every process holds its part; every method has
-    to be called on all ranks.
+    to be called in all processes.
 
     Args:
-        problem: the analyzed model, with this rank's part of the params.
-        draws: this rank's part of the chain's draws; for a fit, of its last state alone.
+        problem: the analyzed model, with this process's part of the params.
+        draws: this process's part of the chain's draws; for a fit, of its last state alone.
     """
 
     def __init__(self, problem: Problem, draws: Draws):
@@ -54,8 +55,8 @@ class ShardedPosterior(Posterior):
 
     @property
     def layout(self) -> Layout:
-        """Order and shapes of the sites in this rank's part of an unconstrained draw, `[D]`; a
-        sharded weight has the shape of this rank's part."""
+        """Order and shapes of the sites in this process's part of an unconstrained draw, `[D]`; a
+        sharded weight has the shape of this process's part."""
         return self.problem.engine.layout
 
     @property
@@ -128,7 +129,7 @@ class ShardedPosterior(Posterior):
         **kwargs: Any,
     ) -> dict[str, Tensor]:
         """Posterior predictive draws of observed sites, `[draws, ...]` by site, for all rows, on
-        every rank; each rank computes a part of the rows.
+        every process; each process computes a part of the rows.
 
         Args:
             *args: arguments of the model, with the rows to predict.
@@ -157,42 +158,66 @@ class ShardedPosterior(Posterior):
                 )
         arguments = self.problem.log_posterior.bind(args, kwargs)
         check_tensors(arguments)
-        workers, log_posterior = self.problem.workers, self.problem.log_posterior
-        assert workers.rows is not None
         if not rows.count(arguments):
             raise DataError("predict: the arguments have no rows")
-        info = log_posterior.model_info
+        axes = self._row_axes(return_sites)
+        predicted = self._predict_part(arguments, axes, num_samples)
+
+        def join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+            return {
+                name: torch.cat([part[name] for part in parts], 1).movedim(1, axis)
+                for name, axis in axes.items()
+            }
+
+        return self.problem.reduce(join, predicted, "predictions")
+
+    def _row_axes(self, return_sites: Sequence[str] | None) -> dict[str, int]:
+        """The dimension of rows of each site that is predicted, by name.
+
+        Args:
+            return_sites: names of the sites; None for all sites with a value for each row.
+
+        Raises:
+            ArgumentError: a site does not have a value for each row.
+        """
+        info = self.problem.log_posterior.model_info
         axes = {**info.row_axes, **data_axes(info)}
-        names = list(axes) if return_sites is None else list(return_sites)
-        for name in names:
-            if name not in axes:
-                raise ArgumentError(
-                    f"return_sites: for a sharded network, pass sites with a value for each row: "
-                    f"{sorted(axes)}"
-                )
-        device = torch.device(workers.rows.device)
-        part = part_of(workers.rows, to_device(arguments, device))
+        names = axes if return_sites is None else return_sites
+        if any(name not in axes for name in names):
+            raise ArgumentError(
+                f"return_sites: for a sharded network, pass sites with a value for each row: "
+                f"{sorted(axes)}"
+            )
+        return {name: axes[name] for name in names}
+
+    def _predict_part(
+        self, arguments: Arguments, axes: Mapping[str, int], num_samples: int | None
+    ) -> dict[str, Tensor]:
+        """Posterior predictive draws for this process's rows, by site, `[draws, rows, ...]`.
+
+        Args:
+            arguments: the model's arguments with all rows.
+            axes: dict from a site to predict to its dimension of rows.
+            num_samples: number of posterior draws to use; None for all.
+        """
+        problem, device = self.problem, self.problem.positions.device
+        part = problem.take_part(to_device(arguments, device))
         has_none = not rows.count(part)
-        if has_none:  # the rank has to call the network with the others
+        if has_none:  # the process has to call the network with the others
             part = rows.take(arguments, slice(0, 1))
-        seed = workers.broadcast(choose_seed(None), "the choice of a seed")
-        kept: dict[str, list[Tensor]] = {name: [] for name in names}
-        with own_generator(derived_seed(seed, workers.rank, Purpose.INIT)), torch.no_grad():
+        seed = problem.broadcast(choose_seed(None), "the choice of a seed")
+        kept: dict[str, list[Tensor]] = {name: [] for name in axes}
+        with own_generator(derived_seed(seed, problem.process, Purpose.INIT)), torch.no_grad():
             for position in self._positions(num_samples):
-                params = self.layout.unflatten(position.to(self.problem.positions.device))
-                drawn = log_posterior.simulate(params, part).sites
-                for name in names:
-                    by_row = drawn[name].value.movedim(axes[name], 0)
+                params = self.layout.unflatten(position.to(device))
+                drawn = problem.log_posterior.simulate(params, part).sites
+                for name, axis in axes.items():
+                    by_row = drawn[name].value.movedim(axis, 0)
                     kept[name].append(by_row[: 0 if has_none else None].cpu())
-        predicted = {name: torch.stack(values) for name, values in kept.items()}
-        by_rank = workers.gather(predicted, "predictions")
-        return {
-            name: torch.cat([of_rank[name] for of_rank in by_rank], 1).movedim(1, axes[name])
-            for name in names
-        }
+        return {name: torch.stack(values) for name, values in kept.items()}
 
     def _positions(self, num_samples: int | None) -> Iterator[Tensor]:
-        """Yields this rank's part of draws in unconstrained space, one vector of params a draw:
+        """Yields this process's part of draws in unconstrained space, one vector of params a draw:
         kept draws of a chain, evenly thinned, or new draws of a Gaussian.
 
         Args:

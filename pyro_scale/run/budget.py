@@ -67,8 +67,9 @@ class Budget:
         return time.monotonic() > self.deadline
 
     def is_over_for(self, problem: Problem) -> bool:
-        """Whether the seconds that the run may take have passed, by rank 0's clock, so that all
-        processes get the same answer; all processes of the problem must call this together."""
+        """True if the seconds that the run may take are over, by one process's clock. All
+        processes of the problem must call this together, and get the same answer.
+        """
         return self.max_seconds is not None and problem.broadcast(self.is_over, "the clock")
 
     def check(self, passes: float) -> None:

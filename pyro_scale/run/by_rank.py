@@ -1,11 +1,12 @@
-"""Combines the draws of chains that several processes moved, and checks that all processes were
-called with the same model, data and arguments.
+"""Shares a run out among processes: checks that all were called with the same model, data and
+arguments, and combines the draws of the chains that they moved.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batches
+from pyro_scale.data.sources import Data, OwnSubsamples
 from pyro_scale.data.stream import StreamData
 from pyro_scale.distributed.workers import RankFailure, Workers
 from pyro_scale.engine.checkpoint import differences
@@ -20,8 +22,80 @@ from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, PyroScaleWarning, RankError
 from pyro_scale.run.parts import Part
 from pyro_scale.run.problem import Problem
-from pyro_scale.run.resume import differences_of_runs
-from pyro_scale.run.run import Trajectory, on_own_rows
+from pyro_scale.run.resume import differences_of_runs, digest_of
+from pyro_scale.run.run import Trajectory
+
+#: Why a process has no posterior although the run has finished.
+NO_DRAWS = "has no draws on this rank, as all of its chains have stopped"
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How a run is shared out among processes.
+
+    Attributes:
+        workers: the processes.
+        rows_by_rank: whether each process was called with its own rows.
+    """
+
+    workers: Workers
+    rows_by_rank: bool
+
+    def num_rows(self, data: Data, num_data: int | None, needs_all: bool = False) -> int | None:
+        """N, the number of rows that the run stands for; None if only the model can say it.
+
+        Args:
+            data: the data that this process was called with.
+            num_data: N as the user passed it; None if it was left out.
+            needs_all: whether an option of the sampler needs all rows in one process.
+
+        Raises:
+            ArgumentError: an option needs all rows, and every process has its own.
+        """
+        if not self.rows_by_rank:
+            return data.num_data
+        if needs_all:
+            raise ArgumentError(
+                "rows_by_rank=True: lr='auto', precondition, control_variates and subtract_noise "
+                "need all rows, which no rank has: pass a number for lr and leave these out"
+            )
+        return self.workers.use_rows_by_rank(data.num_data or 1, num_data, digest_of(data.first()))
+
+    def share_out(self, problem: Problem) -> Problem:
+        """The problem whose chains, or rows of minibatches, these processes share.
+
+        Raises:
+            ArgumentError: minibatches are to be divided, and cannot be.
+
+        Warns:
+            PyroScaleWarning: every process reads all rows of a stream.
+        """
+        problem = dataclasses.replace(problem, workers=self.workers)
+        check_rows_can_be_shared(problem)
+        warn_of_reading(problem)
+        return problem
+
+
+def check_rows_can_be_shared(problem: Problem) -> None:
+    """Raises if rows of minibatches are to be shared out among ranks, but minibatches of this
+    problem cannot be divided.
+
+    Raises:
+        ArgumentError: the model subsamples by itself, or the device mesh is of another device than
+            the model.
+    """
+    shared, device = problem.workers.rows, problem.positions.device.type
+    if shared is not None and shared.device != device:
+        raise ArgumentError(
+            f"mesh: it is of {shared.device} devices, and the model is on {device}: pass "
+            f"init_device_mesh('{device}', ...), or move the model and the data"
+        )
+    plate = problem.log_posterior.model_info.own_plate
+    if shared is not None and isinstance(problem.data, OwnSubsamples):
+        raise ArgumentError(
+            f"mesh: the model subsamples by itself in plate '{plate}', so ranks cannot take parts "
+            "of its batches: pass batch_size=, and write the plate with subsample_size=len(x)"
+        )
 
 
 def gather(draws: Draws, problem: Problem) -> Draws:
@@ -78,7 +152,7 @@ def _batches_after(trajectory: Trajectory, chains: range) -> Batches:
     sampling, share = plan.sampling, plan.share_batches
     after = problem.batches(len(problem.positions), sampling, share, chains)
     if problem.data.batch_size is not None:
-        after = on_own_rows(problem, after)[1]
+        after = problem.limit_to_part(after)[1]
     after.seek(plan.steps.total, batches.position(draws.num_steps))
     return after
 
@@ -129,19 +203,19 @@ def check_same_call(
             )
 
 
-def check_same(workers: Workers, facts: Mapping[str, Any]) -> None:
-    """Raises unless all ranks of a run have the same model, data and arguments, judged by facts
+def check_same(problem: Problem, facts: Mapping[str, Any]) -> None:
+    """Raises unless all processes of a run have the same model, data and arguments, judged by facts
     that identify the run.
 
     Args:
-        workers: the processes.
+        problem: model, data and starts of the run, with its processes.
         facts: settings, data and model of the run as this rank sees them, from `identity_of`.
 
     Raises:
         RankError: they differ. The message names the first rank that differs from rank 0, and what
             differs.
     """
-    by_rank = workers.gather(dict(facts), "the facts of the run")
+    by_rank = problem.workers.gather(dict(facts), "the facts of the run")
     for rank, facts_of_rank in enumerate(by_rank):
         lines = differences_of_runs(by_rank[0], facts_of_rank)
         if lines:

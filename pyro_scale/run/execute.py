@@ -4,15 +4,18 @@ it if draws are too dependent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+from pyro_scale.engine.checkpoint import Checkpoints
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.by_rank import align, join_parts
 from pyro_scale.run.extend import cut_short, extended, is_enough
-from pyro_scale.run.parts import Sinks
+from pyro_scale.run.parts import Part, Sinks
 from pyro_scale.run.resume import Journal
 from pyro_scale.run.run import RunPlan, Trajectory
 
@@ -63,20 +66,9 @@ def execute(
             return budget.is_over or (retries and bool(draws.failures))
 
         parts = [part._replace(last=journal.goes_on_from(part, halvings)) for part in parts]
-        sink_of_part = [None] * len(parts) if sinks is None else sinks.begin(parts)
-        trajectories = []
-        for part, sink in zip(parts, sink_of_part, strict=True):
-            with journal.writer(part, facts, halvings) as checkpoints:
-                trajectories.append(
-                    plan.execute(
-                        title,
-                        chains=part.chains,
-                        stop=is_over,
-                        last=part.last,
-                        checkpoints=checkpoints,
-                        sink=sink,
-                    )
-                )
+        move = functools.partial(plan.execute, title, stop=is_over)
+        writer = functools.partial(journal.writer, facts=facts, halvings=halvings)
+        trajectories = _move_parts(move, parts, sinks, writer)
         trajectory = align(join_parts(trajectories, parts))
         diverged = not problem.agree(not trajectory.diverged, "whether chains diverged")
         if not retries or not diverged or trajectory.draws.error is not None:
@@ -97,6 +89,30 @@ def execute(
     if plan.extends and sinks is None:
         trajectory = _extend_while_dependent(trajectory, title, budget)
     return trajectory
+
+
+def _move_parts(
+    move: Callable[..., Trajectory],
+    parts: Sequence[Part],
+    sinks: Sinks | None,
+    writer: Callable[[Part], AbstractContextManager[Checkpoints | None]],
+) -> list[Trajectory]:
+    """Takes the steps of each group of chains, one group after another, and returns the groups'
+    trajectories.
+
+    Args:
+        move: takes the steps of some chains, as `RunPlan.execute`.
+        parts: the groups of chains, each with the checkpoint that it continues from.
+        sinks: storage for the draws instead of memory; None to keep them in memory.
+        writer: context of a group in which its checkpoints are written, as `Journal.writer`.
+    """
+    sink_of_part = [None] * len(parts) if sinks is None else sinks.begin(parts)
+    trajectories = []
+    for part, sink in zip(parts, sink_of_part, strict=True):
+        with writer(part) as checkpoints:
+            how = {"last": part.last, "checkpoints": checkpoints, "sink": sink}
+            trajectories.append(move(chains=part.chains, **how))
+    return trajectories
 
 
 def _extend_while_dependent(trajectory: Trajectory, title: str, budget: Budget) -> Trajectory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,12 +28,24 @@ from pyro_scale.model.log_posterior import (
 from pyro_scale.model.site_checks import FINITE_DATA
 
 
+class ChainInits(NamedTuple):
+    """Where chains start.
+
+    Attributes:
+        strategy: the init strategy as the user passed it: None, a function, or a dict of starts by
+            site.
+        functions: one init function for each chain, from `init_of`.
+    """
+
+    strategy: Any
+    functions: Sequence[InitFunction]
+
+
 def initialize(
     log_posterior: LogPosterior,
     kernel: Hyperparameters,
     first: Arguments,
-    inits: Sequence[InitFunction],
-    init_strategy: Any,
+    inits: ChainInits,
     seed: int,
     per_chain: bool,
     drawn: Params | None = None,
@@ -46,9 +58,7 @@ def initialize(
         log_posterior: the model, after its preflight (the checks of the model before a run).
         kernel: the sampler's kernel, with its hyperparameters.
         first: one minibatch, as the model's arguments.
-        inits: one init function for each chain, from `init_of`.
-        init_strategy: the init strategy as the user passed it: None, a function, or a dict of
-            starts by site.
+        inits: where chains start.
         seed: the run's seed.
         per_chain: whether each chain has its own minibatches.
         drawn: chain 0's start, if the preflight has drawn it; None to draw it.
@@ -60,18 +70,19 @@ def initialize(
         SiteError: a chain's log joint at its start is NaN or infinite on the first batch.
     """
     params = {name: point.unconstrained for name, point in log_posterior.points.items()}
-    if isinstance(init_strategy, dict):
-        check_sites(log_posterior, init_strategy)
-        params |= _params_of(log_posterior, init_strategy)
+    strategy, functions = inits
+    if isinstance(strategy, dict):
+        check_sites(log_posterior, strategy)
+        params |= _params_of(log_posterior, strategy)
 
     def draw(chain: int, attempt: int) -> dict[str, Tensor]:
-        return log_posterior.start(first, seed, chain, inits[chain], attempt=attempt)
+        return log_posterior.start(first, seed, chain, functions[chain], attempt=attempt)
 
     if must_be_usable:
         first_start = dict(drawn) if drawn is not None else draw(0, 0)
-        starts = [first_start, *(draw(chain, 0) for chain in range(1, len(inits)))]
+        starts = [first_start, *(draw(chain, 0) for chain in range(1, len(functions)))]
     else:
-        starts = [unconstrained_values(log_posterior.model_info.sites)] * len(inits)
+        starts = [unconstrained_values(log_posterior.model_info.sites)] * len(functions)
     layout, num_latents = (
         Layout.from_tensors(starts[0] | params),
         Layout.from_tensors(starts[0]).size,
@@ -84,7 +95,7 @@ def initialize(
 
     if not must_be_usable:
         return engine, positions
-    again = None if isinstance(init_strategy, dict) else redraw
+    again = None if isinstance(strategy, dict) else redraw
     return _find_usable_starts(engine, log_posterior, positions, first, per_chain, again)
 
 

@@ -22,11 +22,12 @@ from pyro_scale.data.features import FeatureData
 from pyro_scale.data.loaders import to_device
 from pyro_scale.data.row_sampler import RowIndices, Sampling
 from pyro_scale.data.sources import Data, OwnSubsamples, TensorData
+from pyro_scale.distributed.data_parallel import DataParallel
 from pyro_scale.distributed.shards import Shard
 from pyro_scale.distributed.workers import ALONE, Workers
 from pyro_scale.engine.draws import Draws
 from pyro_scale.engine.step import Engine
-from pyro_scale.errors import ArgumentError, ModelWarning
+from pyro_scale.errors import ArgumentError, DataError, ModelWarning
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.diagnose import cut_gradients
 from pyro_scale.model.log_posterior import LogPosterior
@@ -34,12 +35,14 @@ from pyro_scale.model.model_info import model_warnings
 from pyro_scale.model.observation_checks import check_something_counts
 from pyro_scale.model.other_batches import check_batches, check_supports
 from pyro_scale.rng.seeds import Purpose, derived_seed
-from pyro_scale.run.initialize import init_of, initialize
+from pyro_scale.run.initialize import ChainInits, init_of, initialize
 from pyro_scale.run.understood import Understood
 
 Item = TypeVar("Item")
 T = TypeVar("T")
 
+#: The error for data of which processes cannot take parts.
+NO_ROWS = "the data have no rows that ranks could share out: pass tensors of rows"
 #: Batches besides the first on which the rules of minibatch scaling are checked before a run.
 OTHER_BATCHES = 2
 
@@ -94,6 +97,17 @@ class Problem:
         return self.workers.is_alone
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the process that does what is done once, such as warning; True for a lone
+        process."""
+        return self.workers.is_first
+
+    @property
+    def process(self) -> int:
+        """The number of this process, from 0."""
+        return self.workers.rank
+
+    @property
     def is_split(self) -> bool:
         """True if chains are shared out among processes, so that this process moves only some of
         them.
@@ -105,6 +119,24 @@ class Problem:
         chains: 0, 1, ... if `count` is the number of all chains of the run, otherwise the numbers
         of the chains that this process moves."""
         return range(count) if count == len(self.positions) else self.chains
+
+    @property
+    def draws_differ(self) -> bool:
+        """True if the first process gets the draws of all chains, and the others only those of the
+        chains that they move; False if each gets all."""
+        return self.is_split and not self.workers.keeps_all
+
+    @property
+    def kept_chains(self) -> Sequence[int]:
+        """The numbers of the chains whose draws this process gets."""
+        has_all = self.is_first or not self.draws_differ
+        return range(len(self.positions)) if has_all else self.chains
+
+    @property
+    def read_together(self) -> bool:
+        """True if several processes get all draws and have all rows, and share the rows out after
+        the run."""
+        return self.workers.read_together
 
     @property
     def is_writer(self) -> bool:
@@ -122,11 +154,47 @@ class Problem:
         return self.workers.has_all_rows
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether this process computes only a part of the rows of every minibatch, and takes steps
+        together with the processes that compute the others."""
+        return self.workers.rows is not None
+
+    @property
+    def agree_in_steps(self) -> Callable[[bool], bool] | None:
+        """A function that says whether a condition holds on all processes that take steps together;
+        None if rows are not shared out."""
+        return None if self.workers.rows is None else self.workers.rows.agree
+
+    def take_part(self, batch: Arguments) -> Arguments:
+        """The model's arguments with this process's rows of a minibatch that all processes have;
+        possibly with no rows.
+
+        Raises:
+            DataError: the minibatch has no tensors of rows.
+        """
+        count = rows.count(batch)
+        if count is None:
+            raise DataError(NO_ROWS)
+        shared = self.workers.rows
+        return batch if shared is None else rows.take(batch, shared.part_of(count))
+
+    @property
     def part(self) -> slice:
         """The slice of every minibatch's rows whose gradient this process computes; `slice(None)`,
         all rows, if processes do not share minibatches."""
         shared = self.workers.rows
         return slice(None) if shared is None else shared.of(self.batch_size)
+
+    def limit_to_part(self, batches: Batches) -> tuple[Engine, Batches]:
+        """(The engine that moves the chains; their minibatches), limited to this process's rows of
+        every minibatch if rows are shared out; both unchanged otherwise."""
+        shared, engine = self.workers.rows, self.engine
+        if shared is None:
+            return engine, batches
+        density = DataParallel(engine.density, shared.weight(self.batch_size), shared.group)
+        # vmap does not support sums over processes
+        engine = dataclasses.replace(engine, density=density, vectorized=False)
+        return engine, batches.of_rows(self.part)
 
     def map(self, function: Callable[[Item], T], items: Iterable[Item], what: str) -> list[T]:
         """The results function(item) for all items, in their order, on every process; each process
@@ -164,6 +232,11 @@ class Problem:
             what: name of the values in error messages.
         """
         return self.workers.reduce(function, value, what)
+
+    def least(self, count: int) -> int:
+        """Publishes this process's count, and returns the smallest count that processes have
+        published so far, 0 if one has published none. No process waits."""
+        return self.workers.least(count)
 
     @property
     def batch_size(self) -> int:
@@ -281,22 +354,15 @@ def prepare(
     arguments = data.first()
     reused = None if earlier is None else earlier.reuse(log_posterior, data)
     log_posterior = reused or log_posterior
-    inits = [init_of(log_posterior, init_strategy, c, num_chains) for c in range(num_chains)]
-    drawn = log_posterior.prepare(arguments, inits[0], seed)
+    functions = [init_of(log_posterior, init_strategy, c, num_chains) for c in range(num_chains)]
+    drawn = log_posterior.prepare(arguments, functions[0], seed)
     for warning in model_warnings(log_posterior.model_info):
         warn(ModelWarning, warning)
     data = _data_for(log_posterior, data)
     per_chain = data.batch_size is not None
+    inits = ChainInits(init_strategy, functions)
     engine, positions = initialize(
-        log_posterior,
-        kernel,
-        arguments,
-        inits,
-        init_strategy,
-        seed,
-        per_chain,
-        drawn,
-        must_be_usable,
+        log_posterior, kernel, arguments, inits, seed, per_chain, drawn, must_be_usable
     )
     params = engine.layout.unflatten(positions[0])
     check_values(log_posterior, data, params)
@@ -406,28 +472,6 @@ def check_can_adjust(problem: Problem, name: str) -> None:
         raise ArgumentError(
             f"{name} has no steps for param '{site}', which all chains share: give it a prior, or "
             "use BAOA"
-        )
-
-
-def check_rows_can_be_shared(problem: Problem) -> None:
-    """Raises if rows of minibatches are to be shared out among ranks, but minibatches of this
-    problem cannot be divided.
-
-    Raises:
-        ArgumentError: the model subsamples by itself, or the device mesh is of another device than
-            the model.
-    """
-    shared, device = problem.workers.rows, problem.positions.device.type
-    if shared is not None and shared.device != device:
-        raise ArgumentError(
-            f"mesh: it is of {shared.device} devices, and the model is on {device}: pass "
-            f"init_device_mesh('{device}', ...), or move the model and the data"
-        )
-    plate = problem.log_posterior.model_info.own_plate
-    if shared is not None and isinstance(problem.data, OwnSubsamples):
-        raise ArgumentError(
-            f"mesh: the model subsamples by itself in plate '{plate}', so ranks cannot take parts "
-            "of its batches: pass batch_size=, and write the plate with subsample_size=len(x)"
         )
 
 

@@ -98,30 +98,31 @@ class Journal:
         each, its chains, the directory to write to (None on a process that does not write), and the
         checkpoint to continue from (None for a new run)."""
         chains, num_chains = tuple(problem.chains), len(problem.positions)
-        workers = problem.workers
         if self.path is None:
             return [Part(None, chains, None)]
         is_one = len(self.saved) == 1 and len(self.saved[0].chains) == num_chains
-        if workers.is_alone and (is_one or not self.saved):
+        if problem.is_alone and (is_one or not self.saved):
             return [Part(self.path, chains, self.last)]
         with contextlib.suppress(OSError):  # the first write raises the error
             self.path.mkdir(exist_ok=True)
-        number = workers.broadcast(generation(self.path), "where checkpoints go")
-        if not problem.is_split and not workers.is_first:  # rank 0 writes for all
+        number = problem.broadcast(generation(self.path), "where checkpoints go")
+        if not problem.is_split and not problem.is_first:  # the first process writes for all
             return [Part(None, chains, self.last)]
-        parts = parts_of(chains, self.saved, self.path, workers.rank, number)
+        parts = parts_of(chains, self.saved, self.path, problem.process, number)
         return parts if problem.is_writer else [part._replace(path=None) for part in parts]
 
     def tidy(self, problem: Problem, parts: Sequence[Part]) -> None:
-        """Deletes directories of groups of chains that are not in `parts` of any rank, once the
+        """Deletes directories of groups of chains that are not in `parts` of any process, once the
         groups that replace them have been written."""
-        workers = problem.workers
-        if self.path is None or (workers.is_alone and not self.saved):
+        path = self.path
+        if path is None or (problem.is_alone and not self.saved):
             return
+
+        def drop(by_process: list[list[str]]) -> None:
+            drop_others(path, [name for names in by_process for name in names])
+
         names = [part.path.name for part in parts if part.path is not None]
-        by_rank = workers.gather(names, "where checkpoints are")
-        if workers.is_first:
-            drop_others(self.path, [name for names in by_rank for name in names])
+        problem.reduce(drop, names, "where checkpoints are")
 
     def seed(self, seed: int | None) -> int | None:
         """The seed that the run is to use: the user's `seed`, or, if that is None, the seed of the
@@ -300,7 +301,7 @@ def identity_of(
     fitted: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Settings, data and model of a run, by name, that must be the same in a checkpoint and in the
-    run that resumes it, and on all ranks of a run.
+    run that resumes it, and in all processes of a run.
 
     Args:
         problem: model, data and starts of the run.
@@ -344,10 +345,8 @@ def _densities_at_start(problem: Problem) -> dict[str, float]:
     """
     log_posterior, data = problem.log_posterior, problem.data
     params = problem.engine.layout.unflatten(problem.positions[0])
-    if problem.shards:  # no rank has the density of a whole weight
-        assert problem.workers.rows is not None
-        part = rows.take(data.first(), problem.workers.rows.part_of(problem.batch_size))
-        evaluation = problem.engine.density.plain_grad(params, part)[1]
+    if problem.shards:  # no process has the density of a whole weight
+        evaluation = problem.engine.density.plain_grad(params, problem.take_part(data.first()))[1]
         return {"log joint where it starts": float(evaluation.log_joint)}
     start = model_fingerprint(
         log_posterior,
@@ -362,7 +361,7 @@ def _densities_at_start(problem: Problem) -> dict[str, float]:
     return start
 
 
-#: These facts if each rank has its own rows.
+#: These facts if each process has its own rows.
 _OF_EACH_RANK = {"data": "of each rank", "batch_size": "of each rank", _START: {}}
 
 

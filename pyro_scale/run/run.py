@@ -14,13 +14,11 @@ from torch import Tensor
 
 from pyro_scale.data.batches import Batch, Batches, WholeData
 from pyro_scale.data.row_sampler import Sampling
-from pyro_scale.distributed.data_parallel import DataParallel
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.loop import simulate
 from pyro_scale.engine.plan import StepPlan
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
-from pyro_scale.engine.step import Engine
 from pyro_scale.kernels import Kernel
 from pyro_scale.model.other_batches import check_batch, is_checked
 from pyro_scale.rng.streams import NoiseStream
@@ -149,9 +147,9 @@ class RunPlan:
             how: arguments of `simulate`: the state to continue from, and storage for the draws.
         """
         problem = with_frozen_features(self.problem)
-        workers, num_chains = problem.workers, len(problem.positions)
-        if workers.rows is not None:
-            how["stop"] = None  # ranks that sum their gradients have to take the same steps
+        num_chains = len(problem.positions)
+        if problem.shares_rows:
+            how["stop"] = None  # processes that sum their gradients have to take the same steps
         chains = problem.chains if chains is None else chains
         batches = problem.batches(num_chains, self.sampling, self.share_batches, chains)
         new_bar = bar or Progress(self.steps.total, title, self.progress)
@@ -160,7 +158,7 @@ class RunPlan:
                 writer = how.get("checkpoints")
                 draws = run_chain(problem, batches, self.columns, self.steps, shown, writer)
                 return Trajectory(self, problem, batches, draws)
-            engine, part = on_own_rows(problem, batches)
+            engine, part = problem.limit_to_part(batches)
             plan = StepPlan(
                 engine,
                 problem.positions[list(chains)],
@@ -173,27 +171,14 @@ class RunPlan:
                 noise=noise,
                 numbers=chains,
                 num_chains=num_chains,
-                agree=None if workers.rows is None else workers.rows.agree,
+                agree=problem.agree_in_steps,
             )
             draws = simulate(plan, shown, inspect=_inspection(problem), **how)
-        if workers.rows is not None and problem.data.batch_size is None:
+        if problem.shares_rows and problem.data.batch_size is None:
             # temperatures are measured on all rows: a part of them is no random sample
             problem = dataclasses.replace(self.problem, base=problem.base)
             part = WholeData(problem.data.first())
         return Trajectory(self, problem, part, draws)
-
-
-def on_own_rows(problem: Problem, batches: Batches) -> tuple[Engine, Batches]:
-    """(The engine that moves the chains; the chains' minibatches), for the part of every
-    minibatch's rows that this process computes: the engine then adds up gradients over processes.
-    Both are unchanged if processes do not share rows."""
-    rows, engine = problem.workers.rows, problem.engine
-    if rows is None:
-        return engine, batches
-    density = DataParallel(engine.density, rows.weight(problem.batch_size), rows.group)
-    # vmap does not support sums over processes
-    engine = dataclasses.replace(engine, density=density, vectorized=False)
-    return engine, batches.of_rows(problem.part)
 
 
 def _inspection(problem: Problem) -> Callable[[Tensor, Batch], None] | None:
@@ -207,7 +192,7 @@ def _inspection(problem: Problem) -> Callable[[Tensor, Batch], None] | None:
     log_posterior, layout = problem.log_posterior, problem.engine.layout
     if problem.features is not None or not is_checked(log_posterior.model_info):
         return None
-    if problem.workers.rows is not None:  # others would wait for a rank that raises
+    if problem.shares_rows:  # others would wait for a process that raises
         return None
 
     first, calls = problem.data.first(), itertools.count()

@@ -9,6 +9,7 @@ autocorrelation         ->  a thinning at which draws are nearly independent
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError
+from pyro_scale.kernels import Kernel
 from pyro_scale.model.diagnose import centered_latents, how_to_non_center
 from pyro_scale.run.blame import WITHIN, broken_sites
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
@@ -76,78 +78,34 @@ def choose(
         ArgumentError: chains break at any step size; there is no step size to choose; the budget is
             too small for a warm-up.
     """
-    chooses_lr, sampling, num_samples = settings.chooses_lr, config.sampling, config.num_samples
+    num_samples, chooses_lr = config.num_samples, settings.chooses_lr
     _check_budget(budget, with_fewest_rows(problem), num_samples, chooses_lr)
-    num_data, most_rows = problem.log_posterior.num_data, problem.data.batch_size
     full_data = FullDataDensity(problem.log_posterior, problem.data, problem.engine.layout)
-    modes, density, cooled, tried, passes = None, None, None, None, dict[str, float]()
+    tuning = _Tuning(settings, anchor, config.sampling, simulate, budget, full_data)
+    most_rows, modes, cooled = problem.data.batch_size, None, None
     if settings.precondition is not None:
-        problem, modes, density = with_geometry(problem, settings, full_data, budget.of_tuning)
-        passes["modes"] = 0 if modes is None else modes.evaluations
-        problem = with_anchor(problem, anchor, full_data)
-        problem = _for_whitened(problem, settings)
-        if chooses_lr:
-            cooled = cool(problem, sampling, full_data, NOISE.far_at_first)
-            problem, passes["noise"] = cooled.problem, cooled.passes
-        if settings.subtract_noise:
-            problem = with_known_noise(problem, center_of(problem), sampling)
-
-    def steps_left(budget: Budget) -> int:
-        return budget.after(sum(passes.values()), num_data).steps(problem)
-
-    def limit(least: int, reserve: int = 0) -> Limit:
-        """The limit of a stage of warm-up: half of the tuning steps that are left, but at least
-        `least`.
-
-        Args:
-            least: steps that the stage gets in any case.
-            reserve: steps to leave for later stages.
-        """
-        steps = (steps_left(budget.of_tuning) - budget.of_tuning.num_samples - reserve) // 2
-        return Limit(max(least, steps), lambda: budget.is_over_for(problem))
-
-    left = budget.after(sum(passes.values()), num_data)
-    _check_budget(left, problem, num_samples, chooses_lr)
-    kernel, adjusts = problem.engine.kernel, chooses_lr and problem.engine.kernel.adjusted
-    if adjusts:  # a chain that rejects all proposals would stay where it starts
-        problem = _for_whitened(problem.with_engine(kernel=without_adjustment(kernel)), settings)
-    group = OneGroup(problem, simulate, density if chooses_lr else None, full_data)
-    try:
-        limits = limit(WARM_UP.first_window, reserve=_steps_of_pilots(chooses_lr))
-        group, window = warm_up(group, limits, WARM_UP)
-    except NoStableStep as broken:
-        last, draws = broken.args
-        raise _no_warm_up(last.problem, density, chooses_lr, draws) from None
-    problem, time = group.problem, window.time
-    passes["windows"] = passes_of(problem, window.steps)
-    if density is not None:
-        share = (density.num_rows or num_data) / num_data
-        passes["curvature"] = window.looks * len(problem.positions[0]) * share
-    if adjusts:
-        stable, group = group.lr, group.with_problem(problem.with_engine(kernel=kernel))
-        group, tried = adjust(group, stable, limit(3 * PILOTS.least), ACCEPTANCE)
+        problem, modes, cooled = tuning.choose_coordinates(problem)
+    _check_budget(tuning.left, problem, num_samples, chooses_lr)
+    group, window = tuning.warm_up(problem)
+    tried = None
+    if chooses_lr and problem.engine.kernel.adjusted:
+        group, tried = tuning.adjust(group, problem.engine.kernel)
     elif chooses_lr:
         if cooled is not None and problem.data.batch_size is not None:
-            longest = longest_whitened_lr(problem.engine.kernel)
-            problem = problem.with_lr(min(longest, float(window.stable_lr)))
-            cooled = _cool_again(cooled, problem, anchor, most_rows, sampling, full_data)
-            problem = cooled.problem
-            passes["noise"] += cooled.passes
-        theory = problem.engine.kernel.theory
-        order, limits = 1 if theory is None else theory.order, limit(3 * PILOTS.least)
-        group, tried = pilot(group.with_problem(problem), time, order, limits, PILOTS)
-    warmup_steps = window.steps
+            group, cooled = tuning.cool_again(group, cooled, window, most_rows)
+        group, tried = tuning.pilot(group, window)
+    problem, time, warmup_steps = group.problem, window.time, window.steps
     if tried is not None:
-        problem, warmup_steps = group.problem, window.steps + tried.steps
+        warmup_steps += tried.steps
         time = tried.time if math.isfinite(tried.time) else time
-        passes["pilots"] = passes_of(problem, tried.steps)
-    most = max(1, steps_left(budget) // num_samples)
+        tuning.passes["pilots"] = passes_of(problem, tried.steps)
+    most = max(1, tuning.left.steps(problem) // num_samples)
     needed = max(1, math.ceil(time)) if math.isfinite(time) else most
     thinning = config.thinning or min(most, needed)
     return Choice(
         problem=problem,
         steps=Steps(num_samples, config.warmup_steps or 0, thinning),
-        passes=passes,
+        passes=tuning.passes,
         reasons=_explain(problem, modes, window, tried, thinning),
         chooses_lr=chooses_lr,
         warmup_steps=warmup_steps if config.warmup_steps is None else None,
@@ -158,34 +116,136 @@ def choose(
     )
 
 
-def _cool_again(
-    cooled: Cooled,
-    problem: Problem,
-    anchor: bool | Tensor,
-    most_rows: int | None,
-    sampling: Sampling,
-    full_data: FullDataDensity,
-) -> Cooled:
-    """Limits the heating by minibatches a second time, after warm-up, as minibatch noise differs in
-    the new whitened coordinates. If a bound shows that the heating is still small, the result is
-    the first one with the new problem.
+@dataclass
+class _Tuning:
+    """The stages of tuning, and the passes through the data that they have taken.
 
-    Args:
-        cooled: result of the first time, before warm-up.
-        problem: chains after warm-up, with the longest stable step size.
-        anchor: anchor of control variates `[D]`; True to move it to the new center; False for no
+    Attributes:
+        settings: settings of the sampler, which say what is to be chosen.
+        anchor: params `[D]` of control variates; True for the center of the geometry; False for no
             control variates.
-        most_rows: the largest batch size that the library may choose; None for all rows.
         sampling: how the rows of batches are drawn.
+        simulate: function that runs the chains.
+        budget: gradients of rows and seconds that the whole run may take.
         full_data: log density of all rows.
+        density: log density of all rows, or of rows that represent them, whose curvature warm-up
+            evaluates; None if the coordinates are not chosen.
+        passes: passes through the data so far, by stage.
     """
-    if stays_cool(cooled, problem):
-        return cooled._replace(problem=problem, passes=0.0)
-    if problem.chooses_batches:
-        problem = problem.in_batches_of(most_rows)
-    if anchor is True:
-        problem = with_anchor(problem, True, full_data)
-    return cool(problem, sampling, full_data, NOISE.far)
+
+    settings: Settings
+    anchor: bool | Tensor
+    sampling: Sampling
+    simulate: Simulate
+    budget: Budget
+    full_data: FullDataDensity
+    density: FullDataDensity | None = None
+    passes: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def left(self) -> Budget:
+        """The budget of the run without the passes so far."""
+        return self._after_passes(self.budget)
+
+    def choose_coordinates(self, problem: Problem) -> tuple[Problem, Modes | None, Cooled | None]:
+        """(The problem in coordinates in which the posterior is about isotropic, with control
+        variates, and with batches whose noise hardly heats chains; the modes that were found, None
+        without a search; the effect of batches, None if the step size is set). Sets `density`."""
+        settings, budget, cooled = self.settings, self.budget.of_tuning, None
+        problem, modes, self.density = with_geometry(problem, settings, self.full_data, budget)
+        self.passes["modes"] = 0 if modes is None else modes.evaluations
+        problem = with_anchor(problem, self.anchor, self.full_data)
+        problem = _for_whitened(problem, settings)
+        if settings.chooses_lr:
+            cooled = cool(problem, self.sampling, self.full_data, NOISE.far_at_first)
+            problem, self.passes["noise"] = cooled.problem, cooled.passes
+        if settings.subtract_noise:
+            problem = with_known_noise(problem, center_of(problem), self.sampling)
+        return problem, modes, cooled
+
+    def warm_up(self, problem: Problem) -> tuple[OneGroup, Window]:
+        """(The chains in the geometry of their draws; the measurements of the last window).
+
+        Raises:
+            ArgumentError: all chains break at every step size that is tried.
+        """
+        settings, chooses_lr = self.settings, self.settings.chooses_lr
+        kernel, density = problem.engine.kernel, self.density
+        if chooses_lr and kernel.adjusted:  # chains that reject all proposals would not move
+            free = problem.with_engine(kernel=without_adjustment(kernel))
+            problem = _for_whitened(free, settings)
+        group = OneGroup(problem, self.simulate, density if chooses_lr else None, self.full_data)
+        limit = self._limit(problem, WARM_UP.first_window, reserve=_steps_of_pilots(chooses_lr))
+        try:
+            group, window = warm_up(group, limit, WARM_UP)
+        except NoStableStep as broken:
+            last, draws = broken.args
+            raise _no_warm_up(last.problem, density, chooses_lr, draws) from None
+        self.passes["windows"] = passes_of(group.problem, window.steps)
+        if density is not None:
+            num_data = problem.log_posterior.num_data
+            share = (density.num_rows or num_data) / num_data
+            self.passes["curvature"] = window.looks * len(problem.positions[0]) * share
+        return group, window
+
+    def adjust(self, group: OneGroup, kernel: Kernel) -> tuple[OneGroup, Pilot]:
+        """(The chains with `kernel`, which accepts or rejects proposals, and a step size of about
+        the target acceptance rate; the measurements of the pilots)."""
+        stable, limit = group.lr, self._limit(group.problem, 3 * PILOTS.least)
+        adjusted = group.with_problem(group.problem.with_engine(kernel=kernel))
+        return adjust(adjusted, stable, limit, ACCEPTANCE)
+
+    def cool_again(
+        self, group: OneGroup, cooled: Cooled, window: Window, most_rows: int | None
+    ) -> tuple[OneGroup, Cooled]:
+        """(The chains with batches that hardly heat them in the geometry of warm-up, and with a
+        step size that is at most the longest stable one; the effect of the batches).
+
+        If a bound shows that the effect of batches is still small, they stay as they are.
+
+        Args:
+            group: the chains after warm-up.
+            cooled: the effect of batches in the geometry before warm-up.
+            window: measurements of warm-up.
+            most_rows: the largest batch size that the library may choose; None for all rows.
+        """
+        longest = longest_whitened_lr(group.problem.engine.kernel)
+        problem = group.problem.with_lr(min(longest, float(window.stable_lr)))
+        if stays_cool(cooled, problem):
+            cooled = cooled._replace(problem=problem, passes=0.0)
+        else:
+            if problem.chooses_batches:
+                problem = problem.in_batches_of(most_rows)
+            if self.anchor is True:
+                problem = with_anchor(problem, True, self.full_data)
+            cooled = cool(problem, self.sampling, self.full_data, NOISE.far)
+        self.passes["noise"] += cooled.passes
+        return group.with_problem(cooled.problem), cooled
+
+    def pilot(self, group: OneGroup, window: Window) -> tuple[OneGroup, Pilot]:
+        """(The chains with a step size of a small bias; the measurements of the pilots)."""
+        theory = group.problem.engine.kernel.theory
+        order = 1 if theory is None else theory.order
+        limit = self._limit(group.problem, 3 * PILOTS.least)
+        return pilot(group, window.time, order, limit, PILOTS)
+
+    def _after_passes(self, budget: Budget) -> Budget:
+        num_data = self.full_data.log_posterior.num_data
+        return budget.after(sum(self.passes.values()), num_data)
+
+    def _limit(self, problem: Problem, least: int, reserve: int = 0) -> Limit:
+        """The limit of a stage of warm-up: half of the tuning steps that are left, but at least
+        `least`.
+
+        Args:
+            problem: the chains, which determine the cost of a step.
+            least: steps that the stage gets in any case.
+            reserve: steps to leave for later stages.
+        """
+        budget = self.budget.of_tuning
+        left = self._after_passes(budget).steps(problem)
+        steps = (left - budget.num_samples - reserve) // 2
+        return Limit(max(least, steps), lambda: self.budget.is_over_for(problem))
 
 
 def _for_whitened(problem: Problem, settings: Settings) -> Problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -264,32 +265,77 @@ def gradient_noise(
         values: hyperparameters of the sampler's kernel by name, averaged over the draws.
         sampling: how the rows of batches are drawn.
     """
-    log_posterior, engine = problem.log_posterior, problem.engine
-    size, num_latents = problem.batch_size, engine.num_latents
+    engine = problem.engine
     if values["temperature"] == 0 or not engine.vectorized:
         return None
     if problem.data.batch_size is None:  # all rows at every step
-        return GradientNoise(torch.ones(num_latents), torch.zeros(num_latents))
-    count = -(-NOISE.rows_each // size)  # batches of each draw
-    singly = takes_single_rows(problem, problem.positions[0], problem.data.first())
-    few = slice(min(size, NOISE.rows_each))  # single rows of each batch
-    numbers = count * (few.stop if singly else size) * engine.layout.size
-    num_draws = max(NOISE.fewest_draws, min(NOISE.draws // count, _NOISE_NUMBERS // numbers))
-    chains = finished[:num_draws]
-    chosen = spread(positions, num_draws // len(chains))
-    draws = positions[torch.arange(len(chains))[:, None], chosen]
-    places = draws.flatten(0, 1).to(problem.positions.device)
-    run_batches = batches_from(batches, step, count * len(chosen))
-    by_draw = [
-        [batch.of_chain(chain) for batch in run_batches[i : i + count]]
-        for chain in chains
-        for i in range(0, len(run_batches), count)
-    ]
-    if singly:
-        by_draw = [[(rows.take(args, few), None) for args, _ in group] for group in by_draw]
-    together = max(1, NUMBERS_AT_ONCE // numbers)  # draws whose gradients are in memory
+        return GradientNoise(torch.ones(engine.num_latents), torch.zeros(engine.num_latents))
+    sample = _NoiseSample.from_run(problem, positions, finished, batches, step, sampling)
+    variance, reduction = sample.variance_of(engine.density), None
+    if variance is None:
+        return None
+    if isinstance(engine.density, ControlVariates):
+        without = sample.variance_of(problem.log_posterior)
+        reduction = None if without is None else without / variance
+    is_whitened = engine.whitening is not None
+    heating = sample.variance_of(engine.density, heats=True) if is_whitened else variance
+    assert heating is not None
+    return GradientNoise(_inflation(engine, values, heating), variance, reduction)
 
-    def variance_of(density: Density, heats: bool = False) -> Tensor | None:
+
+@dataclass(frozen=True)
+class _NoiseSample:
+    """Draws of a run, and batches at each, at which gradients of single rows are computed.
+
+    Attributes:
+        problem: the model and its engine.
+        draws: unconstrained params `[draws, D]`.
+        batches: a few batches for each draw.
+        singly: whether the model runs on single rows.
+        together: number of draws whose gradients are in memory at a time.
+        sampling: how the rows of batches are drawn.
+    """
+
+    problem: Problem
+    draws: Tensor
+    batches: Sequence[Sequence[ChainBatch]]
+    singly: bool
+    together: int
+    sampling: Sampling
+
+    @classmethod
+    def from_run(
+        cls,
+        problem: Problem,
+        positions: Positions,
+        finished: list[int],
+        batches: Batches,
+        step: int,
+        sampling: Sampling,
+    ) -> _NoiseSample:
+        """A few draws of a run, evenly spread over its chains, and batches that follow its last
+        step; of large batches, a part of the rows. Arguments as for `gradient_noise`."""
+        size = problem.batch_size
+        count = -(-NOISE.rows_each // size)  # batches of each draw
+        singly = takes_single_rows(problem, problem.positions[0], problem.data.first())
+        few = slice(min(size, NOISE.rows_each))  # single rows of each batch
+        numbers = count * (few.stop if singly else size) * problem.engine.layout.size
+        num_draws = max(NOISE.fewest_draws, min(NOISE.draws // count, _NOISE_NUMBERS // numbers))
+        chains = finished[:num_draws]
+        chosen = spread(positions, num_draws // len(chains))
+        draws = positions[torch.arange(len(chains))[:, None], chosen]
+        run_batches = batches_from(batches, step, count * len(chosen))
+        by_draw = [
+            [batch.of_chain(chain) for batch in run_batches[i : i + count]]
+            for chain in chains
+            for i in range(0, len(run_batches), count)
+        ]
+        if singly:
+            by_draw = [[(rows.take(args, few), None) for args, _ in group] for group in by_draw]
+        flat, together = draws.flatten(0, 1), max(1, NUMBERS_AT_ONCE // numbers)
+        return cls(problem, flat.to(problem.positions.device), by_draw, singly, together, sampling)
+
+    def variance_of(self, density: Density, heats: bool = False) -> Tensor | None:
         """Variance of (minibatch gradient / N), averaged over the draws, `[latents]`;
         None if there are no gradients of single rows.
 
@@ -298,34 +344,31 @@ def gradient_noise(
             heats: whether to return, of chains in whitened coordinates, the variance that raises
                 each element's temperature.
         """
+        problem, engine = self.problem, self.problem.engine
+        size, num_data = problem.batch_size, problem.log_posterior.num_data
         mixes_axes = heats and engine.whitening is not None
-        if isinstance(density, LogPosterior) and singly and not mixes_axes and together == 1:
-            pairs = zip(places, by_draw, strict=True)
+        if (
+            isinstance(density, LogPosterior)
+            and self.singly
+            and not mixes_axes
+            and self.together == 1
+        ):
+            pairs = zip(self.draws, self.batches, strict=True)
             variances = [_variance_of_rows(density, engine.layout, *pair) for pair in pairs]
-            factor = variance_factor(size, density.num_data, sampling)
+            factor = variance_factor(size, density.num_data, self.sampling)
             return torch.stack(variances).mean(0).mul_(factor).cpu()
         parts = []
-        for block in torch.arange(len(places)).split(together):
-            batches_there = [by_draw[place] for place in block]
-            gradients = row_gradients(problem, density, places[block], batches_there, singly)
+        for block in torch.arange(len(self.draws)).split(self.together):
+            batches = [self.batches[place] for place in block]
+            gradients = row_gradients(problem, density, self.draws[block], batches, self.singly)
             if gradients is None:
                 return None
             if heats and engine.whitening is not None:
                 along = engine.whitening.push_forward(engine.whitening.pull_back(gradients))
                 gradients = along / engine.whitening.variance.sqrt()
-            variance = gradient_variance(gradients, size, log_posterior.num_data, sampling)
-            parts.append(variance.cpu() * len(block) / len(places))
+            variance = gradient_variance(gradients, size, num_data, self.sampling)
+            parts.append(variance.cpu() * len(block) / len(self.draws))
         return torch.stack(parts).sum(0)
-
-    variance, reduction = variance_of(engine.density), None
-    if variance is None:
-        return None
-    if isinstance(engine.density, ControlVariates):
-        without = variance_of(log_posterior)
-        reduction = None if without is None else without / variance
-    heating = variance if engine.whitening is None else variance_of(engine.density, heats=True)
-    assert heating is not None
-    return GradientNoise(_inflation(engine, values, heating), variance, reduction)
 
 
 def _inflation(engine: Engine, values: Mapping[str, Tensor], variance: Tensor) -> Tensor | None:

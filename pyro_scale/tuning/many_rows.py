@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -68,40 +69,20 @@ def find_modes_of_many_rows(
     while num_rows < num_data:
         is_last = policy.growth * num_rows > num_data
         num_rows = num_data if is_last else policy.growth * num_rows
-        near = (NEAR / 2 if is_last else policy.near_nats) * size
-        density = full_data.of_some_rows(num_rows, seed)
-        refines, share = is_last and are_modes, num_rows / num_data
-
-        def follow(
-            mode: Mode,
-            limits: SearchLimits,
-            density: FullDataDensity = density,
-            near: float = near,
-            refines: bool = refines,
-            share: float = share,
-        ) -> tuple[Ascent, float]:
-            """The end of the search for the mode given more rows, from a mode given fewer; and the
-            passes through all rows that the search took."""
-            position, passes = mode.gaussian.mean.to(starts), 0
-            if refines:
-                # a gain of n nats is a squared distance of 2 n sds
-                position, end, passes = _refine(full_data, mode, position, temperature, 2 * near)
-                if end is not None:
-                    return end, passes
-            check = limits.after(passes, share).check
-            ascent = ascend(density, position, near, _STAGE_STEPS, check)
-            return ascent, passes + density.passes * share * len(ascent.path)
-
-        ascents, passes = run_searches(follow, followed, limits, passes)
+        stage = _Stage(
+            full_data,
+            full_data.of_some_rows(num_rows, seed),
+            num_rows,
+            (NEAR / 2 if is_last else policy.near_nats) * size,
+            temperature,
+            starts,
+            refines=is_last and are_modes,
+        )
+        ascents, passes = run_searches(stage.follow, followed, limits, passes)
         if not any(ascent.is_mode for ascent in ascents):
             # the search paths lead into a funnel, and their ends do not represent the posterior
-            before = torch.stack([mode.gaussian.mean.to(starts) for mode in followed])
-            places = torch.cat([before, places_on_the_way(ascents)])
-            passes += len(places) * density.passes * num_rows / num_data
-            stand_in = best_on_the_way(density, places, temperature, seed, limits.map)
-            if stand_in is not None:
-                searches = tuple(search for mode in followed for search in mode.searches)
-                followed = [stand_in.as_mode(searches)]
+            stand_in, cost = stage.best_on_the_way(ascents, followed, seed, limits)
+            followed, passes = followed if stand_in is None else [stand_in], passes + cost
             are_modes = False
             continue
         are_modes = all(ascent.is_mode for ascent in ascents)
@@ -110,6 +91,68 @@ def find_modes_of_many_rows(
     return dataclasses.replace(
         modes, modes=tuple(followed), are_modes=are_modes, evaluations=math.ceil(passes)
     )
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage of the search: modes given fewer rows are followed to the modes given more.
+
+    Attributes:
+        full_data: log density of all rows.
+        density: log density of the rows of this stage.
+        num_rows: number of these rows.
+        near: distance from the mode, in nats, at which a search ends.
+        temperature: temperature of the posterior.
+        like: a tensor with the dtype and device of params.
+        refines: whether searches begin with gradients of all rows and the curvature of fewer rows.
+    """
+
+    full_data: FullDataDensity
+    density: FullDataDensity
+    num_rows: int
+    near: float
+    temperature: float
+    like: Tensor
+    refines: bool
+
+    @property
+    def share(self) -> float:
+        """The rows of this stage, as a fraction of all rows."""
+        return self.num_rows / self.full_data.log_posterior.num_data
+
+    def follow(self, mode: Mode, limits: SearchLimits) -> tuple[Ascent, float]:
+        """The end of the search for the mode given more rows, from a mode given fewer; and the
+        passes through all rows that the search took."""
+        position, passes = mode.gaussian.mean.to(self.like), 0
+        if self.refines:
+            # a gain of n nats is a squared distance of 2 n sds
+            near = 2 * self.near
+            position, end, passes = _refine(self.full_data, mode, position, self.temperature, near)
+            if end is not None:
+                return end, passes
+        check = limits.after(passes, self.share).check
+        ascent = ascend(self.density, position, self.near, _STAGE_STEPS, check)
+        return ascent, passes + self.density.passes * self.share * len(ascent.path)
+
+    def best_on_the_way(
+        self, ascents: list[Ascent], followed: list[Mode], seed: int, limits: SearchLimits
+    ) -> tuple[Mode | None, float]:
+        """(A Gaussian that represents the posterior, in place of modes: the best of those along the
+        search paths, None if none fits; the passes through all rows that this took).
+
+        Args:
+            ascents: the searches of this stage.
+            followed: the modes from which they began.
+            seed: seed of the draws by which Gaussians are compared.
+            limits: limits of the searches.
+        """
+        before = torch.stack([mode.gaussian.mean.to(self.like) for mode in followed])
+        places = torch.cat([before, places_on_the_way(ascents)])
+        num_data = self.full_data.log_posterior.num_data
+        cost = len(places) * self.density.passes * self.num_rows / num_data
+        stand_in = best_on_the_way(self.density, places, self.temperature, seed, limits.map)
+        searches = tuple(search for mode in followed for search in mode.searches)
+        return None if stand_in is None else stand_in.as_mode(searches), cost
 
 
 def _refine(

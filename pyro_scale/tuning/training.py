@@ -112,14 +112,10 @@ def train(
         length = max(trained, TRAINING.cheap // (rows_a_step(problem) * size))
         length = max(1, min(length, (budget.steps(problem) - spent) // (1 + TRAINING.length)))
         warmup_steps = length if config.warmup_steps is None else config.warmup_steps
-        every = max(1, warmup_steps // TRAINING.looks)
-        window = Steps(max(1, -(-warmup_steps // every)), 0, every)
-        draws = OneGroup(problem, simulate, None, full_data).run(window, Purpose.WINDOW, 0)
-        problem = problem.moved_to(draws, draws.finished)
-        places = draws.positions[draws.finished].flatten(0, 1).to(problem.positions)
-        problem = _with_stable_lr(problem, density, places)
-        warmup += draws.num_steps
-        passes["windows"] = passes_of(problem, draws.num_steps)
+        group = OneGroup(problem, simulate, None, full_data)
+        problem, moved = _warm_up(group, density, warmup_steps)
+        warmup += moved
+        passes["windows"] = passes_of(problem, moved)
         thinning = config.thinning or -(-TRAINING.length * length // num_samples)
         steps = Steps(num_samples, 0, thinning)
     return Choice(
@@ -185,6 +181,23 @@ def _optimize(
             f"{first.step}, while it was trained: {unclean or f'scale the data, {advice}'}"
         )
     return draws
+
+
+def _warm_up(group: OneGroup, density: FullDataDensity, num_steps: int) -> tuple[Problem, int]:
+    """Warms trained chains up. Returns (the problem with the chains at their last states, and with
+    a step size that is stable at the warm-up's draws; the number of steps taken).
+
+    Args:
+        group: the chains.
+        density: log density of rows that represent all rows.
+        num_steps: steps of the warm-up.
+    """
+    every = max(1, num_steps // TRAINING.looks)
+    window = Steps(max(1, -(-num_steps // every)), 0, every)
+    draws = group.run(window, Purpose.WINDOW, 0)
+    problem = group.problem.moved_to(draws, draws.finished)
+    places = draws.positions[draws.finished].flatten(0, 1).to(problem.positions)
+    return _with_stable_lr(problem, density, places), draws.num_steps
 
 
 def _explain(

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.errors import FileError
+from pyro_scale.infer.method import NotRun
 from pyro_scale.posterior import sinks
 from pyro_scale.run import resume
 from pyro_scale.storage import zarr_store
@@ -226,7 +227,7 @@ def stores(folder):
     for name, chains in (("breaks", [3]), ("all of rank 1 break", [1, 3, 5, 7])):
         sampler, result[name] = breaking(chains, store=folder / f"{name}.zarr")
         counted, _ = breaking(chains, store=False)
-        none = counted.posterior.draws is None  # a rank whose chains have all stopped
+        none = isinstance(counted._last, NotRun)  # a rank whose chains have all stopped
         result[f"{name}, nowhere"] = None if none else moments(counted)
         result[f"{name}, draws"] = None if none else sampler.get_samples(group_by_chain=True)["w"]
     result["full"] = told(lambda: on_a_full_disk(kept, compiled()))

@@ -21,7 +21,7 @@ from torch import distributed as dist
 import pyro_scale as ps
 from pyro_scale.distributed.shares import Rows
 from pyro_scale.distributed.workers import ALONE, Workers
-from pyro_scale.run.problem import check_rows_can_be_shared
+from pyro_scale.run.by_rank import check_rows_can_be_shared
 from pyro_scale.run.resume import Journal
 
 HERE = Path(__file__).parent

@@ -24,7 +24,6 @@ from pyro_scale.data.batches import Batch, Batches, batches_from
 from pyro_scale.data.loaders import to_device
 from pyro_scale.data.sources import Data
 from pyro_scale.distributed.shards import common_mesh
-from pyro_scale.distributed.shares import Rows
 from pyro_scale.distributed.workers import Workers
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.progress import Progress
@@ -40,7 +39,7 @@ from pyro_scale.model.program import Program
 from pyro_scale.rng.seeds import Purpose
 from pyro_scale.rng.streams import ShardNoise
 from pyro_scale.run.initialize import init_of, with_all_sites
-from pyro_scale.run.problem import OTHER_BATCHES, Problem
+from pyro_scale.run.problem import NO_ROWS, OTHER_BATCHES, Problem
 from pyro_scale.run.sharded.density import ShardedDensity
 
 if TYPE_CHECKING:
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
 
 #: Kernels that compute each element of a position by itself.
 ELEMENTWISE = SGLD, SGHMC, BAOA, IVON, MAP
-#: The error for data of which ranks cannot take parts.
-_NO_ROWS = "the data have no rows that ranks could share out: pass tensors of rows"
 
 
 def sharded_network(model: Any, arguments: Arguments) -> ShardedModule | None:
@@ -284,7 +281,7 @@ def run_chain(
     while chain.count < steps.total:
         step = chain.count
         (batch,) = batches_from(batches, step, 1)
-        arguments = part_of(problem.workers.rows, batch.of_chain(0)[0])
+        arguments = problem.take_part(batch.of_chain(0)[0])
         log_joint = chain.step(arguments, {n: column[step] for n, column in columns.items()})
         place = steps.kept_before(step)
         if int(steps.kept[place]) == step:
@@ -300,19 +297,6 @@ def run_chain(
     return draws
 
 
-def part_of(rank_rows: Rows, batch: Arguments) -> Arguments:
-    """This rank's rows of a minibatch that all ranks have, as the model's arguments; there may be
-    no rows among them. `rank_rows` says which rows are this rank's.
-
-    Raises:
-        DataError: the minibatch has no tensors of rows.
-    """
-    count = rows.count(batch)
-    if count is None:
-        raise DataError(_NO_ROWS)
-    return rows.take(batch, rank_rows.part_of(count))
-
-
 def _largest_batch(workers: Workers, batch: Arguments) -> Arguments:
     """The largest of the minibatches that the ranks pass, returned on all ranks; among minibatches
     of the same size, that of the lowest rank.
@@ -324,7 +308,7 @@ def _largest_batch(workers: Workers, batch: Arguments) -> Arguments:
     count = rows.count(batch)
     counts = workers.gather(-1 if count is None else count, "the number of rows")
     if min(counts) < 0 or not any(counts):
-        raise DataError(_NO_ROWS)
+        raise DataError(NO_ROWS)
     place = counts.index(max(counts))
     mine = to_device(batch, torch.device("cpu")) if workers.rank == place else ()
     largest = workers.gather(mine, "the first batch")[place]
