@@ -6,6 +6,7 @@ from tempfile import mkdtemp
 import pyro
 import pytest
 import torch
+from stores import small_files
 
 from pyro_scale.diagnostics import crash_dump
 from pyro_scale.engine import compile_step, loop
@@ -51,6 +52,13 @@ def _no_crash_dumps_left_behind(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         own = partial(mkdtemp, dir=tmp_path_factory.mktemp("crash-dumps"))
         patch.setattr(crash_dump, "mkdtemp", own)
+        yield
+
+
+@pytest.fixture
+def small_store_files():
+    """Files of stores hold seven draws."""
+    with small_files():
         yield
 
 

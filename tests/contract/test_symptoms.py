@@ -15,6 +15,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from runs import ONE_CHAIN, QUIET
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -177,7 +178,7 @@ def test_warnings_that_are_turned_into_errors_keep_their_code():
 
 X = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1)
-HOW = {"num_samples": 2, "warmup_steps": 0, "thinning": 1, "num_chains": 1}
+HOW = {**ONE_CHAIN, **QUIET, "num_samples": 2}
 
 
 def model(x, y=None, size=None, latent=None, noise=0.0, net=None, likelihood=None):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from curvatures import kronecker_block
 from reference import close, normals
+from runs import QUIET
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +21,6 @@ from pyro_scale.curvature.uses import Product
 from pyro_scale.errors import ArgumentError, ModelError
 
 pytestmark = pytest.mark.usefixtures("float64", "store")
-QUIET = {"progress": False, "seed": 0}
 
 
 class Attention(nn.Module):

@@ -7,12 +7,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 from repetitions import long_but
+from runs import QUIET
 from torch import nn
 
 import pyro_scale as ps
 from pyro_scale.errors import ApproximationWarning, ArgumentError
-
-QUIET = {"seed": 0, "progress": False}
 
 
 def tanh_regression(width, activation, seed):

@@ -13,6 +13,7 @@ import warned
 from densities import prior_only
 from reference import double, normals
 from repetitions import long_but
+from runs import ONE_CHAIN, QUIET
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError
@@ -20,7 +21,6 @@ from pyro_scale.run.measurements import VirialTemperature
 
 pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
-QUIET = {"seed": 0, "progress": False}
 run = warned.quiet_runs(num_samples=200, warmup_steps=200, thinning=3, num_chains=4, **QUIET)
 #: (The table, what it said of chains that do not agree).
 disagreement = partial(warned.told, about="do not agree")
@@ -152,14 +152,7 @@ def test_a_step_that_was_chosen_gets_more_steps_for_advice():
 
 
 def exploding(method=ps.SGLD, lr=300.0, num_samples=70, **how):
-    how = {
-        "num_samples": num_samples,
-        "warmup_steps": 0,
-        "thinning": 1,
-        "num_chains": 1,
-        "batch_size": 10,
-        **how,
-    }
+    how = {**ONE_CHAIN, "num_samples": num_samples, "batch_size": 10, **how}
     return warned.told(method(sign, lr=lr).run, (X, Y), **QUIET, **how)
 
 

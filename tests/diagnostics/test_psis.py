@@ -8,13 +8,13 @@ import pytest
 import torch
 from linear import linear_data, regression
 from reference import close
+from runs import QUIET
 
 import pyro_scale as ps
 from pyro_scale.errors import ApproximationWarning, ArgumentError, ModelError
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-QUIET = {"seed": 0, "progress": False}
 X, Y = linear_data(37)
 EFFECTS = torch.tensor([28.0, 8, -3, 7, -1, 1, 18, 12])
 ERRORS = torch.tensor([15.0, 10, 16, 11, 9, 11, 10, 18])

@@ -11,6 +11,7 @@ import torch
 from densities import linear_regression, prior_only
 from reference import normals
 from repetitions import each_once, long_but
+from runs import QUIET
 from torch.utils.data import DataLoader, TensorDataset
 from warned import quiet, quiet_runs, told
 
@@ -25,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 N, B = 1000, 32
 Y = normals(N)
-QUIET = {"seed": 0, "progress": False}
 LONG = {"num_samples": 2000, "warmup_steps": 2000, "thinning": 10, "num_chains": 4}
 run = quiet_runs((Y,), **LONG, **QUIET)
 

@@ -25,6 +25,7 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from reference import close, double, log_jacobian, normals
 from repetitions import long_but
 from runs import EVERY_STEP, ONE_CHAIN
+from stored import same
 from torch.distributions import MultivariateNormal, biject_to, constraints
 
 import pyro_scale as ps
@@ -176,13 +177,6 @@ def check_standard(z):
     errors = (moments.diagonal() ** (1 / 3) - 1 + variance) / variance**0.5
     assert errors.abs().max() < 4.4
     assert ((moments - moments.diag().diag()) * count**0.5).abs().max() < 4.8
-
-
-def same(left, right):
-    assert list(left) == list(right)
-    for name, value in left.items():
-        assert value.dtype == right[name].dtype
-        assert torch.equal(value, right[name]), name
 
 
 # ------------------------------------------------------------------ draws

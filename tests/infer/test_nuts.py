@@ -105,7 +105,7 @@ def test_local_latents_against_quadrature():
             assert abs(z_of_mean(draws[name] ** power, (weight * grid**power).sum())) < 4.4
 
 
-def mixture(y):
+def two_components(y):
     """An enumerated site."""
     loc = pyro.sample("loc", dist.Normal(double(-1.0, 1.0), 0.5).to_event(1))
     with pyro.plate("data", len(y)):
@@ -124,7 +124,7 @@ def test_enumerated_sites_against_quadrature():
         log = log + torch.logaddexp(*parts)
     weight = (log - log.max()).exp()
     weight = weight / weight.sum()
-    draws = ps.NUTS(mixture).run(y, **QUIET).get_samples(group_by_chain=True)["loc"]
+    draws = ps.NUTS(two_components).run(y, **QUIET).get_samples(group_by_chain=True)["loc"]
     assert abs(z_of_mean(draws[..., 0], (weight * a).sum())) < 4.4
     assert abs(z_of_mean(draws[..., 1], (weight * b).sum())) < 4.4
 

@@ -22,7 +22,7 @@ Y = X @ torch.tensor([1.0, -0.5]) + normals(400, seed=1).float()
 line = of_rows(lambda x, beta: dist.Normal(x @ beta, 1.0), beta=normal(2))
 
 
-def check(run):
+def check_moments(run):
     """Means and sds of beta, within 6 standard errors of 1,000 effective draws."""
     precision = (X.T @ X + torch.eye(2)).double()
     mean = torch.linalg.solve(precision, (X.T @ Y).double())
@@ -38,7 +38,7 @@ def test_small_data_are_sampled_exactly():
     run = ps.sample(line, (X, Y), **QUIET)
     assert isinstance(run, ps.NUTS)
     assert run.diagnostics().attrs["sample"].startswith("NUTS, which is exact")
-    check(run)
+    check_moments(run)
 
 
 def without_nutpie(monkeypatch):
@@ -52,7 +52,7 @@ def test_without_nutpie_small_data_are_sampled_exactly(monkeypatch):
     assert isinstance(run, ps.GHMC)
     why = run.diagnostics().attrs["sample"]
     assert why.startswith("GHMC, which is exact, as NUTS needs pyro-scale[nuts] (GHMC about")
-    check(run)
+    check_moments(run)
 
 
 @pytest.mark.slow

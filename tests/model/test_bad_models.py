@@ -11,6 +11,7 @@ import pytest
 import torch
 from densities import initialize, linear_regression, weights
 from pyro.nn import PyroModule, PyroSample
+from runs import ONE_CHAIN, QUIET
 from torch import nn
 
 import pyro_scale as ps
@@ -20,14 +21,7 @@ from pyro_scale.errors import ArgumentError, ModelError, PlateError, SiteError
 pytestmark = pytest.mark.usefixtures("float64")
 
 N, B = 12, 4
-ONE_STEP = {
-    "num_samples": 1,
-    "warmup_steps": 0,
-    "thinning": 1,
-    "num_chains": 1,
-    "seed": 0,
-    "progress": False,
-}
+ONE_STEP = {**ONE_CHAIN, **QUIET, "num_samples": 1}
 PARALLEL = {"enumerate": "parallel"}
 
 

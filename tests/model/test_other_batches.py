@@ -8,7 +8,9 @@ import pytest
 import torch
 from densities import linear_regression, regression_of
 from reference import double, normals
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from row_datasets import RowByRow, Stream
+from runs import ONE_CHAIN, QUIET
+from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.errors import PlateError, SiteError
@@ -18,8 +20,7 @@ from pyro_scale.model.other_batches import same_support
 pytestmark = pytest.mark.usefixtures("float64")
 
 N, B = 400, 20
-QUIET = {"progress": False, "seed": 0}
-ONE_STEP = {"num_samples": 1, "warmup_steps": 0, "thinning": 1, "num_chains": 1}
+ONE_STEP = {**ONE_CHAIN, "num_samples": 1}
 #: Alike at first: 100 rows of zeros, or of one label, and all kinds after them.
 X = torch.cat([torch.zeros(100, 2), normals(300, 2)])
 Y = torch.cat([torch.zeros(100), normals(300, seed=1)])
@@ -79,20 +80,7 @@ def test_what_a_batch_decides_is_found_on_other_batches(name, how):
     with pytest.raises(PlateError, match=f"site '{site}'"):
         ps.explain(model, data, **size)
     with pytest.raises(PlateError, match=f"site '{site}'"):
-        ps.BAOA(model, lr=0.01, compile=False).run(
-            data, num_samples=1, warmup_steps=0, thinning=1, num_chains=1, **size, **QUIET
-        )
-
-
-class Sorted(IterableDataset):
-    def __init__(self, y):
-        self.y = y
-
-    def __len__(self):
-        return N
-
-    def __iter__(self):
-        return zip(X, self.y, strict=True)
+        ps.BAOA(model, lr=0.01, compile=False).run(data, **ONE_STEP, **size, **QUIET)
 
 
 @pytest.mark.parametrize("name", ["a lag", "class weights", "a maximum"])
@@ -101,7 +89,7 @@ def test_a_stream_is_looked_at_as_it_comes(name):
     sampler = ps.BAOA(model, lr=0.01, compile=False)
     with pytest.raises(PlateError, match=f"site '{site}'"):
         sampler.run(
-            DataLoader(Sorted(y), batch_size=B), **{**ONE_STEP, "num_samples": 100}, **QUIET
+            DataLoader(Stream(X, y), batch_size=B), **{**ONE_STEP, "num_samples": 100}, **QUIET
         )
 
 
@@ -130,7 +118,7 @@ def test_the_draws_are_those_of_a_run_that_was_not_looked_at(monkeypatch):
     def draws():
         sampler = ps.BAOA(RIGHT["rows alone"], lr=0.05, compile=False)
         return sampler.run(
-            (X, Y), batch_size=B, num_samples=70, warmup_steps=0, thinning=1, num_chains=1, **QUIET
+            (X, Y), batch_size=B, num_samples=70, **ONE_CHAIN, **QUIET
         ).get_samples()["w"]
 
     looked_at = draws()
@@ -316,14 +304,6 @@ def test_a_site_in_half_precision_does_not_loosen_the_others():
         ps.explain(model, (normals(N, 2), normals(N, seed=1) + 1), batch_size=B)
 
 
-class Images(Dataset):
-    def __len__(self):
-        return N
-
-    def __getitem__(self, i):
-        return X[i], Y[i]
-
-
 def test_a_loader_is_read_by_index_no_more_than_it_takes():
-    found = ps.explain(RIGHT["rows alone"], DataLoader(Images(), batch_size=B, shuffle=True))
+    found = ps.explain(RIGHT["rows alone"], DataLoader(RowByRow(X, Y), batch_size=B, shuffle=True))
     assert found.batch_size == B

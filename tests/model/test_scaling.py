@@ -15,6 +15,7 @@ import torch
 from densities import initialize
 from pyro.infer.autoguide.initialization import init_to_value
 from reference import averaged, batches, close, full_log_joint, log_jacobian, pyro_log_joint
+from runs import ONE_CHAIN, QUIET
 from torch.distributions import Normal
 
 import pyro_scale as ps
@@ -679,16 +680,9 @@ def test_temperature_of_the_data_is_theirs_alone():
 
 
 def test_a_constant_scale_that_equals_n_over_b_is_kept_and_questioned():
+    sampler = ps.SGLD(own_scale_that_equals_n_over_b, lr=1e-3)
     with pytest.warns(UserWarning, match="site 'y': .* equals N/B = 3; it is kept.*remove it"):
-        ps.SGLD(own_scale_that_equals_n_over_b, lr=1e-3).run(
-            data(),
-            batch_size=B,
-            num_samples=1,
-            warmup_steps=0,
-            thinning=1,
-            num_chains=1,
-            progress=False,
-        )
+        sampler.run(data(), batch_size=B, num_samples=1, **ONE_CHAIN, **QUIET)
     warned = ps.explain(own_scale_that_equals_n_over_b, data(), batch_size=B).warnings
     assert len(warned) == 1
 

@@ -5,20 +5,14 @@ import pyro.distributions as dist
 import pytest
 import torch
 from repetitions import long_but
+from runs import EVERY_STEP, QUIET
 
 import pyro_scale as ps
 from pyro_scale.errors import NonFiniteError
 from pyro_scale.storage import files
 
 Y = torch.tensor([0.5, 1.2, 2.0])
-HOW = {
-    "num_samples": 300,
-    "warmup_steps": 0,
-    "thinning": 1,
-    "num_chains": 2,
-    "seed": 0,
-    "progress": False,
-}
+HOW = {**EVERY_STEP, **QUIET, "num_samples": 300, "num_chains": 2}
 
 
 def nan_outside():

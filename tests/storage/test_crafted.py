@@ -7,11 +7,11 @@ import os
 import zipfile
 from pathlib import Path
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from damage import crafted, saved
+from densities import prior_only
 from runs import EVERY_STEP, QUIET
 
 import pyro_scale as ps
@@ -22,9 +22,7 @@ from pyro_scale.storage.zarr_store import DrawStore
 HOW = {**EVERY_STEP, **QUIET, "num_samples": 40, "num_chains": 2}
 
 
-def normal():
-    pyro.factor("no data", torch.zeros(()))
-    pyro.sample("w", dist.Normal(0.0, 1.0))
+normal = prior_only(lambda: dist.Normal(0.0, 1.0), name="w")
 
 
 def test_records_that_are_compressed_are_refused(tmp_path):

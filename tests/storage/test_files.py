@@ -139,9 +139,7 @@ class RowByRow(Dataset):
         return {"x": X[index], "y": Y[index]}
 
 
-def fitted(*args, **kwargs):
-    short = {"num_samples": 8, "batch_size": None, "seed": 0, "compile": "auto"}
-    return stored.fitted(*args, **{**short, **kwargs})
+fitted = functools.partial(stored.fitted, num_samples=8, batch_size=None, seed=0, compile="auto")
 
 
 def after_steps(model=regression, data=(X, Y), **kwargs):

@@ -42,13 +42,10 @@ import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, NonFiniteError, NotRunError
 
 zarr = pytest.importorskip("zarr")
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _small_files():
-    with small_files():
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("small_store_files"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)

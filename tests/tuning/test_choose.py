@@ -12,6 +12,7 @@ import torch
 from densities import linear_regression, prior_only
 from reference import double, normals
 from repetitions import long_but
+from runs import QUIET
 
 import pyro_scale as ps
 from pyro_scale.diagnostics.verdict import report as verdict_on
@@ -20,7 +21,6 @@ from pyro_scale.run import budget
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-QUIET = {"seed": 0, "progress": False}
 #: A Gaussian of three correlated elements in units from 1e-4 to 1e4.
 SCALES = double(1e-4, 1.0, 1e4)
 CORRELATION = double([1.0, 0.95, 0.5], [0.95, 1.0, 0.6], [0.5, 0.6, 1.0])

@@ -13,6 +13,7 @@ from densities import logistic_regression, normal_mean, prepare_run
 from methods import METHODS, STOCHASTIC, by_name
 from reference import Doubled, close, double, normals
 from repetitions import each_once, long_but
+from runs import EVERY_STEP, ONE_CHAIN
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -29,9 +30,6 @@ from pyro_scale.tuning.step_size import tune
 pytestmark = pytest.mark.usefixtures("float64")
 
 QUIET = {"progress": False}
-#: Every state is a draw, from the first.
-EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
-ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 N, B = 24, 6
 X = normals(N, 2, seed=1)
 Y = X @ double(0.7, -1.2) + 0.5 * normals(N, seed=2)

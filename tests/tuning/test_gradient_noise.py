@@ -5,6 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from reference import close, normals
+from runs import EVERY_STEP, QUIET
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -18,15 +19,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 N, B = 160, 80
 X = normals(N, 3, seed=1)
 Y = (X.sum(1) > 0).long()
-HOW = {
-    "batch_size": B,
-    "num_samples": 12,
-    "warmup_steps": 0,
-    "thinning": 1,
-    "num_chains": 2,
-    "seed": 0,
-    "progress": False,
-}
+HOW = {**EVERY_STEP, **QUIET, "batch_size": B, "num_samples": 12, "num_chains": 2}
 
 
 def network_model():

@@ -15,6 +15,7 @@ from logistic import PRIOR_SD, Logistic, Problem
 from methods import METHODS, STOCHASTIC
 from reference import double, normals
 from repetitions import long_but
+from runs import EVERY_STEP, ONE_CHAIN
 
 import pyro_scale as ps
 from pyro_scale import kernels
@@ -27,9 +28,6 @@ from pyro_scale.tuning import step_size
 pytestmark = pytest.mark.usefixtures("float64")
 
 QUIET = {"progress": False}
-#: Every state is a draw, from the first.
-EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
-ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 #: Latents as they are, moved by the gradients of batches as they are.
 PLAIN = {"precondition": None, "control_variates": False}
 SEEDS = range(5)
