@@ -6,6 +6,7 @@ from tempfile import mkdtemp
 import pyro
 import pytest
 import torch
+from dtypes import default_dtype
 from stores import small_files
 
 from pyro_scale.diagnostics import crash_dump
@@ -31,10 +32,8 @@ def pytest_collection_finish():
 @pytest.fixture(scope="module")
 def float64():
     """Literals in models are float64; for a module, since hypothesis refuses narrower fixtures."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+    with default_dtype(torch.float64):
+        yield
 
 
 @pytest.fixture(scope="module")

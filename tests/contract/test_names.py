@@ -6,7 +6,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from both_arviz import IS_1
-from models import normal, of_rows
+from models import normal, of_network, of_rows
 from pyro.infer import MCMC
 from pyro.infer.autoguide import AutoNormal
 from runs import EVERY_STEP, ONE_CHAIN, QUIET
@@ -223,10 +223,7 @@ def test_only_of_networks_it_is_said_that_predictions_count():
     assert not any("network" in each for each in said)
     network = ps.bayesianize(torch.nn.Linear(2, 1), dist.Normal(0.0, 1.0))
 
-    def regression(x, y):
-        mean = network(x)[:, 0]
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+    regression = of_network(network, lambda f: dist.Normal(f[:, 0], 1.0))
 
     starts = {"weight": torch.tensor([[[3.0, 3.0]], [[-3.0, -3.0]]]), "bias": torch.zeros(2, 1)}
     slow = ps.BAOA(regression, lr=1e-5, compile=False, init_strategy=starts)

@@ -235,7 +235,7 @@ REFUSED = {
 def test_the_page_quotes_what_is_said(code):
     program, data, more = REFUSED[code]
     with pytest.raises(errors.PyroScaleError) as raised:
-        ps.BAOA(program, lr=0.1).run(data, **HOW | more, seed=0, progress=False)
+        ps.BAOA(program, lr=0.1).run(data, **HOW | more)
     assert raised.value.code == code
     assert str(raised.value).endswith(f"{LINK}{code}")
     section = PAGE[PAGE.index(f"{{ #{code} }}") :].partition("\n### ")[0]

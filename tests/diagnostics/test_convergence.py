@@ -11,6 +11,7 @@ import pytest
 import torch
 import warned
 from densities import prior_only
+from models import of_rows
 from reference import double, normals
 from repetitions import long_but
 from runs import ONE_CHAIN, QUIET
@@ -35,11 +36,8 @@ def two_modes_and_v():
     pyro.sample("v", dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
 
-def sign(x, y=None):
-    """The sign of w does not matter to what is predicted."""
-    w = pyro.sample("w", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(w.abs() * x.abs(), 0.5), obs=y)
+#: The sign of w does not matter to what is predicted.
+sign = of_rows(lambda x, w: dist.Normal(w.abs() * x.abs(), 0.5), w=lambda: dist.Normal(0.0, 1.0))
 
 
 def classes_and_values(x, y=None):

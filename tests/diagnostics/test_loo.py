@@ -57,13 +57,9 @@ def exact_by_row():
 
 
 @pytest.fixture(scope="module")
-def fit_of_all():
+def fit_of_all(float64):
     """1,000 draws of the exact posterior, which is Gaussian."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    fit = ps.Laplace(linear, structure="dense").run((X, Y), **QUIET)
-    torch.set_default_dtype(default)
-    return fit
+    return ps.Laplace(linear, structure="dense").run((X, Y), **QUIET)
 
 
 def test_all_rows_are_those_of_the_closed_form(fit_of_all):

@@ -15,6 +15,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from densities import linear_regression
+from models import of_network
 from reference import close, double, normals
 from repetitions import long_but
 from runs import ONE_CHAIN
@@ -409,10 +410,7 @@ def test_features_of_a_frozen_base_are_not_written():
     net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     bayesian = ps.bayesianize(net, prior=dist.Normal(0.0, 1.0), include=["2.*"])
 
-    def last_layer(x, y):
-        mean = bayesian(x)[:, 0]
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mean, 0.1), obs=y)
+    last_layer = of_network(bayesian, lambda f: dist.Normal(f[:, 0], 0.1))
 
     assert "replay" not in broken(ps.SGLD(last_layer, lr=5.0))
 

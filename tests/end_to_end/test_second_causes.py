@@ -222,7 +222,7 @@ def test_a_density_of_straight_pieces_is_not_called_improper():
 
     sampler = ps.BAOA(model, lr="auto", precondition=None, compile=False)
     with pytest.raises(ArgumentError, match=r"straight pieces") as raised:
-        sampler.run((X, Y), batch_size=B, progress=False, **SHORT)
+        sampler.run((X, Y), batch_size=B, **SHORT)
     assert "proper" not in str(raised.value)
 
 
@@ -243,7 +243,7 @@ def test_a_data_set_that_cannot_begin_anew():
     ]:
         sampler = ps.BAOA(unusual_regression(), lr=0.01, num_data=N, compile=False)
         with pytest.raises(DataError, match=told):
-            sampler.run(loader, progress=False, **SHORT | {"num_samples": 9})
+            sampler.run(loader, **SHORT | {"num_samples": 9})
 
 
 def test_predict_names_columns_that_the_model_was_not_run_on():

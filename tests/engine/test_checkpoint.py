@@ -14,6 +14,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from damage import damage
+from models import of_network
 from processes import kill_until_done, launch
 from reference import double, normals
 from repetitions import long_but
@@ -86,12 +87,7 @@ def head():
     net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1))
     net = ps.bayesianize(net, include="2")
 
-    def model(x, y=None):
-        mean = net(x)[:, 0]
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-
-    return model
+    return of_network(net, lambda f: dist.Normal(f[:, 0], 1.0))
 
 
 def method_of(method=ps.BAOA, model=line, lr=0.02, compile=False, **options):

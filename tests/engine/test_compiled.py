@@ -14,10 +14,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from dtypes import default_dtype
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from methods import STOCHASTIC
-from models import normal, of_rows
+from models import normal, of_network, of_rows
 from pyro.nn import PyroModule, PyroSample
 from reference import close_in_scale, double, normals
 from repetitions import long_but
@@ -396,12 +397,9 @@ def test_rows_of_several_types_beside_float32_latents(batch_size):
 @pytest.mark.parametrize("method", long_but(METHODS, ps.SGNHT))
 def test_float32(method):
     """Beside 1e-5 of rounding, a wrong number would show just as well."""
-    torch.set_default_dtype(torch.float32)
-    try:
-        make = functools.partial(method, logistic, **hypers(method, "schedules"))
+    make = functools.partial(method, logistic, **hypers(method, "schedules"))
+    with default_dtype(torch.float32):
         fast = compiled_as_eager(make, (X.float(), Y.float()), tolerance=1e-5, batch_size=B)
-    finally:
-        torch.set_default_dtype(torch.float64)
     assert fast.posterior.draws.positions.dtype == torch.float32
 
 
@@ -580,15 +578,6 @@ def per_datum(params, batch):
     return -0.5 * error - 0.5 * (params["w"].square().sum() + params["b"].cosh()) / N
 
 
-def observed(net, likelihood):
-    def model(x, y):
-        out = net(x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", likelihood(out), obs=y)
-
-    return model
-
-
 def categorical(out):
     return dist.Categorical(logits=out)
 
@@ -638,7 +627,7 @@ MODELS = {  # model, data, program, lr
         0.2,
     ),
     "mlp": lambda: (
-        observed(ps.bayesianize(mlp()), categorical),
+        of_network(ps.bayesianize(mlp()), categorical),
         (normals(N, 4), CLASS),
         LOOP,
         0.05,
@@ -646,7 +635,7 @@ MODELS = {  # model, data, program, lr
     "frozen part": lambda: (PartlyFrozen(point=False), (X, Y), LOOP, 0.1),
     "Gaussian process": lambda: (gaussian_process, normals(N, 5), LOOP, 0.1),
     "convolutions": lambda: (
-        observed(ps.bayesianize(convolutions()), categorical),
+        of_network(ps.bayesianize(convolutions()), categorical),
         (normals(N, 1, 4, 4), CLASS),
         STEP,
         0.05,

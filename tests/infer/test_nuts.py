@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from dtypes import default_dtype
 from linear import linear_data, linear_posterior, regression
 from models import normal, of_rows
 from pyro.contrib import gp
@@ -166,9 +167,8 @@ def test_a_gaussian_process_against_quadrature(compiled):
 
 @pytest.fixture
 def _float32():
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(torch.float64)
+    with default_dtype(torch.float32):
+        yield
 
 
 @pytest.mark.slow

@@ -2,11 +2,10 @@
 
 import importlib.util
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import normal, of_rows
+from models import normal, of_network, of_rows
 from reference import normals
 from runs import QUIET
 from torch import nn
@@ -80,10 +79,7 @@ def test_without_the_time_for_nuts_it_is_baoa():
 def test_a_network_is_an_ensemble():
     net = ps.bayesianize(nn.Sequential(nn.Linear(2, 200), nn.Tanh(), nn.Linear(200, 2)))
 
-    def model(x, y=None):
-        logits = net(x)
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+    model = of_network(net, lambda f: dist.Categorical(logits=f))
 
     run = ps.sample(model, (X, (Y > 0).long()), num_samples=50, **QUIET)
     assert "the model is a network" in run.diagnostics().attrs["sample"]

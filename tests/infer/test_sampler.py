@@ -16,7 +16,7 @@ import pytest
 import torch
 from densities import normal_mean
 from methods import STOCHASTIC
-from models import of_rows
+from models import of_network, of_rows
 from pyro.infer.autoguide import initialization
 from pyro.nn import PyroModule, PyroSample
 from reference import close_to_largest, double, normals, z_of_variance
@@ -649,12 +649,7 @@ class TestBayesianized:
     def model(self):
         bayesian = ps.bayesianize(self.net, prior=dist.Normal(0.0, 1.0))
 
-        def model(x, y):
-            mean = bayesian(x).squeeze(-1)
-            with pyro.plate("data", len(x)):
-                pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-
-        return model
+        return of_network(bayesian, lambda f: dist.Normal(f.squeeze(-1), 1.0))
 
     data = (torch.randn(5, 2), torch.randn(5))
 

@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from densities import linear_regression, regression_of
+from models import normal, of_rows
 from reference import double, normals
 from row_datasets import RowByRow, Stream
 from runs import ONE_CHAIN, QUIET
@@ -208,10 +209,7 @@ def test_rounding_is_not_taken_for_the_rows(dtype):
 counts = regression_of(lambda fit: dist.Poisson(fit.exp()), sd=0.3)
 
 
-def categorical(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
+categorical = of_rows(lambda x, w: dist.Categorical(logits=x @ w), w=normal(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -259,10 +257,7 @@ def test_masked_rows_and_those_that_are_not_validated_pass():
 
 
 def test_a_support_that_a_latent_decides_is_left_to_the_density():
-    def model(y):
-        b = pyro.sample("b", dist.Gamma(200.0, 100.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Uniform(0.0, b), obs=y)
+    model = of_rows(lambda b: dist.Uniform(0.0, b), b=lambda: dist.Gamma(200.0, 100.0))
 
     y = torch.full((N,), 0.1)
     y[317] = 50.0

@@ -13,6 +13,7 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from densities import initialize
+from models import of_rows
 from pyro.infer.autoguide.initialization import init_to_value
 from reference import averaged, batches, close, full_log_joint, log_jacobian, pyro_log_joint
 from runs import ONE_CHAIN, QUIET
@@ -662,10 +663,7 @@ def test_temperature_of_the_data_is_theirs_alone():
     """The posterior of a conjugate model: were the prior counted N/B times, or the likelihood
     averaged, its curvature would be another."""
 
-    def model(y):
-        m = pyro.sample("m", dist.Normal(0.0, 0.5))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(m, 2.0), obs=y)
+    model = of_rows(lambda m: dist.Normal(m, 2.0), m=lambda: dist.Normal(0.0, 0.5))
 
     y = data()[1]
     log_posterior, _ = initialize(model, y[:B], num_data=N)

@@ -10,6 +10,7 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from densities import initialize, prior_only
+from models import normal, of_network, of_rows
 from pyro.distributions import constraints
 from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from pyro.nn import PyroModule, PyroParam, PyroSample
@@ -281,10 +282,7 @@ def test_gradients_hold_no_graph_of_a_modules_weights():
     # the next position is made of the gradient, so a graph would grow with every step of a run
     net = nn.Linear(2, 1)
 
-    def model(x, y):
-        s = pyro.sample("s", dist.HalfNormal(1.0))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(net(x).squeeze(-1), s), obs=y)
+    model = of_rows(lambda x, s: dist.Normal(net(x).squeeze(-1), s), s=lambda: dist.HalfNormal(1.0))
 
     gradient, value = ps.LogPosterior(model, num_data=9).grad(
         {"s": torch.tensor(0.0)}, rows_of(3)[:2]
@@ -605,10 +603,7 @@ def test_a_reparametrized_density_is_the_same_density():
 
 
 def test_transform_reparam_moves_the_jacobian_into_the_base():
-    def plain(y):
-        s = pyro.sample("s", dist.LogNormal(0.5, 0.3))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(0.0, s), obs=y)
+    plain = of_rows(lambda s: dist.Normal(0.0, s), s=lambda: dist.LogNormal(0.5, 0.3))
 
     y = normals(6)
     log_posterior, _ = initialize(plain, y, num_data=6)
@@ -649,10 +644,7 @@ def test_two_models_conditioned_on_the_outside():
 
 
 def test_rows_with_missing_values_by_a_distribution_that_allows_them():
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.NanMaskedNormal(x @ w, torch.ones(len(x))), obs=y)
+    model = of_rows(lambda x, w: dist.NanMaskedNormal(x @ w, torch.ones(len(x))), w=normal(2))
 
     x, y, _ = rows_of(12)
     y[[1, 7]] = math.nan
@@ -831,10 +823,7 @@ def test_bayesianized_weights_are_sites_named_as_in_the_module():
     weights = {name: value.clone() for name, value in net.named_parameters()}
     bayesian = ps.bayesianize(net, prior=dist.Normal(0.0, 0.5))
 
-    def model(x, y):
-        mean = bayesian(x).squeeze(-1)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+    model = of_network(bayesian, lambda f: dist.Normal(f.squeeze(-1), 1.0))
 
     x, y, _ = rows_of(6)
     log_posterior, params = initialize(model, x, y, num_data=18)

@@ -15,7 +15,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import normal, of_rows
+from dtypes import default_dtype
+from models import normal, of_network, of_rows
 from pyro import poutine
 from reference import close, double, normals
 from repetitions import each_once, long_but
@@ -251,12 +252,9 @@ def test_variances_far_from_zero_are_added_up_in_double_precision():
     """What comes out has the model's precision."""
     x = X.float()
     narrow = model_of(lambda e: dist.Normal(4000 + e, x.new_tensor(0.5)))
-    torch.set_default_dtype(torch.float32)
-    try:
+    with default_dtype(torch.float32):
         fit = run_method(narrow, (x, 4000 + x[:, 0]), lr=0.01)
         found = fit.predict(x, reduce="variance")["y"]
-    finally:
-        torch.set_default_dtype(torch.float64)
     close_parts(found.epistemic.double(), outputs(fit, x).double().var(0, correction=0), 2e-3)
     assert {part.dtype for part in found} == {torch.float32}
 
@@ -401,10 +399,7 @@ def test_networks_with_a_frozen_base(batch_size):
     net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
     bayesian = ps.bayesianize(net, include="2")
 
-    def model(x, y=None):
-        logits = bayesian(x)
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+    model = of_network(bayesian, lambda f: dist.Categorical(logits=f))
 
     fit = run_method(model, (X, torch.arange(SIZE) % 3), lr=0.02)
     weights = {f"2.{name.split('.')[-1]}": value for name, value in fit.get_samples().items()}

@@ -17,7 +17,8 @@ import pytest
 import stored as s
 import torch
 from both_arviz import as_own, dataset_of, groups_of, identical
-from models import normal, of_rows
+from dtypes import default_dtype
+from models import normal, of_network, of_rows
 from places import SUPPORT
 from processes import launch
 from reference import double
@@ -98,12 +99,7 @@ def network():
     torch.manual_seed(0)
     net = ps.bayesianize(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double())
 
-    def model(x, y=None):
-        mean = net(x)[:, 0]
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-
-    return model
+    return of_network(net, lambda f: dist.Normal(f[:, 0], 1.0))
 
 
 def decaying(step):
@@ -241,10 +237,8 @@ def indefinite(x, y=None):
 @pytest.fixture
 def float64():
     """For a test, as models of other tests have two dtypes."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(default)
+    with default_dtype(torch.float64):
+        yield
 
 
 def with_broken_chains(model=cliff, **kwargs):

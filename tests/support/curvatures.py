@@ -4,6 +4,7 @@ import mpmath
 import pyro
 import pyro.distributions as dist
 import torch
+from models import normal, of_rows
 from reference import close, double, normals
 
 import pyro_scale as ps
@@ -107,32 +108,18 @@ CELLS = normals(B, 3, seed=10).abs()
 
 def observed(make):
     """A model of w and v whose observations' distribution is make(x, w, v)."""
-
-    def model(x, y):
-        w, v = weights(2), weights(2, name="v")
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", make(x, w, v), obs=y)
-
-    return model
+    return of_rows(lambda x, w, v: make(x, w, v), w=normal(2), v=normal(2))
 
 
-def poisson(x, y):
-    w = weights(2)
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Poisson((x @ w).exp()), obs=y)
+poisson = of_rows(lambda x, w: dist.Poisson((x @ w).exp()), w=normal(2))
 
 
 def poisson_by_hand(w, x):
     return (x.T * (x @ w).exp()) @ x
 
 
-def squared(function, scale=0.5):
-    def model(x, y):
-        w = weights(2)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(function(x, w), scale), obs=y)
-
-    return model
+def squared(function):
+    return of_rows(lambda x, w: dist.Normal(function(x, w), 0.5), w=normal(2))
 
 
 def logits_of(x, w, v):

@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from densities import linear_regression, prior_only
+from models import of_rows
 from reference import double, normals
 from repetitions import long_but
 from runs import QUIET
@@ -228,10 +229,7 @@ def test_a_model_that_breaks_everywhere_says_what_to_do():
 
 @pytest.mark.slow
 def test_modes_that_some_rows_show_are_polished_and_kept():
-    def mirrored(y):
-        a = pyro.sample("a", dist.Normal(0.0, 3.0))
-        with pyro.plate("rows", len(y)):
-            pyro.sample("y", dist.Normal(a.abs(), 1.0), obs=y)
+    mirrored = of_rows(lambda a: dist.Normal(a.abs(), 1.0), a=lambda: dist.Normal(0.0, 3.0))
 
     y = 3 + normals(25_000, seed=0)
     with pytest.warns(VerdictWarning):

@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import of_network
 from reference import close, normals
 from runs import EVERY_STEP, QUIET
 from torch import nn
@@ -26,12 +27,7 @@ def network_model():
     torch.manual_seed(0)
     net = ps.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double())
 
-    def model(x, y):
-        logits = net(x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
-
-    return model
+    return of_network(net, lambda f: dist.Categorical(logits=f))
 
 
 def another_alone(x, y):

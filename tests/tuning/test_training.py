@@ -5,6 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from densities import linear_regression
+from models import of_network
 from pyro.nn import PyroModule, PyroSample
 from reference import double, normals
 from repetitions import each_once, long_but
@@ -32,12 +33,7 @@ def relu_classifier():
     layers = nn.Linear(3, 40), nn.ReLU(), nn.Linear(40, 20), nn.ReLU(), nn.Linear(20, 2)
     net = ps.bayesianize(nn.Sequential(*layers))
 
-    def model(x, y=None):
-        logits = net(x)
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
-
-    return model
+    return of_network(net, lambda f: dist.Categorical(logits=f))
 
 
 Y = X @ double(1.0, -0.5, 0.2) + NOISE * normals(200, seed=1)
@@ -116,12 +112,7 @@ def binary(*layers):
     torch.manual_seed(0)
     net = ps.bayesianize(nn.Sequential(*layers))
 
-    def model(x, y=None):
-        logits = net(x)[:, 0]
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
-
-    return model
+    return of_network(net, lambda f: dist.Bernoulli(logits=f[:, 0]))
 
 
 def hidden():
@@ -210,10 +201,7 @@ def test_a_network_whose_chains_agree_in_predictions_is_no_ensemble():
     prior = dist.Normal(0.0, spread)
     net = ps.bayesianize(nn.Linear(600, 1, bias=False), prior=prior)
 
-    def model(x, y=None):
-        mean = net(x)[:, 0]
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", dist.Normal(mean, NOISE), obs=y)
+    model = of_network(net, lambda f: dist.Normal(f[:, 0], NOISE))
 
     run = ps.BAOA(model).run((wide, y), **QUIET)
     report = run.report()
@@ -237,11 +225,7 @@ def units(rows=300):
     net = nn.Linear(600, 1, bias=False)
     net = ps.bayesianize(net, prior=lambda name, weight: dist.Normal(torch.zeros(1, 600), sds))
 
-    def model(x, y=None):
-        mean = net(x)[:, 0]
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", dist.Normal(mean, NOISE), obs=y)
-
+    model = of_network(net, lambda f: dist.Normal(f[:, 0], NOISE))
     return x, sds, y, model
 
 
