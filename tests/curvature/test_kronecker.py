@@ -7,7 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from curvatures import kronecker_block
+from curvatures import check_gaussian, kronecker_block
 from models import normal, of_network, of_rows
 from reference import close, normals
 from runs import QUIET
@@ -231,18 +231,8 @@ def test_the_gaussian_is_its_matrices(tmp_path):
     precision = torch.diag(torch.tensor([0, 0, 0, 1 / 2, 0, 0, 1 / 3, 0]))
     flat = places.flatten()
     precision[flat[:, None], flat] = torch.kron(left, right) + 0.5 * torch.eye(6)
+    check_gaussian(gaussian, precision)
     covariance = torch.linalg.inv(precision)
-    close(gaussian.precision, precision, 1e-12)
-    close(gaussian.covariance, covariance, 1e-12)
-    close(gaussian.variance, covariance.diagonal(), 1e-12)
-    close(gaussian.precision_diagonal, precision.diagonal(), 1e-12)
-    close(gaussian.log_det, torch.logdet(covariance), 1e-12)
-    x = normals(6, 8, seed=4)
-    reference = torch.distributions.MultivariateNormal(gaussian.mean, precision_matrix=precision)
-    close(torch.vmap(gaussian.log_prob)(x), reference.log_prob(x), 1e-12)
-    root = gaussian.sample(torch.eye(8)) - gaussian.mean
-    close(root.T @ root, covariance, 1e-12)
-    close(gaussian.temper(0.3).covariance, 0.3 * covariance, 1e-12)
     close(Kronecker.from_contents(**gaussian.contents()).covariance, covariance, 1e-12)
 
 

@@ -18,7 +18,7 @@ from pyro_scale.errors import ConvergenceWarning
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.measurements import Measurements
 
-CHAINS, DRAWS, SD = 4, 1000, 0.1
+CHAINS, DRAWS = 4, 1000
 
 
 def some_constant(y):

@@ -31,7 +31,7 @@ from torch.distributions import MultivariateNormal, biject_to, constraints
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, NotRunError
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "store")
 
 QUIET = {"progress": False}
 SIZE, DRAWS = 12, 1000
@@ -144,13 +144,6 @@ some = pytest.mark.parametrize("row", long_but(TABLE, *FEW), ids=lambda row: row
 def fit_of(name):
     """One fit of each method, which tests do not change."""
     return ROWS[name].fitted()
-
-
-@pytest.fixture(autouse=True)
-def clean_store():
-    pyro.clear_param_store()
-    yield
-    pyro.clear_param_store()
 
 
 def unconstrained(samples, supports=SUPPORTS):

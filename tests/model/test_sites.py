@@ -360,6 +360,12 @@ class TestMixture:
         close(gradient["m"], torch.vmap(torch.func.grad(by_hand))(chains))
 
 
+def log_lik_at(m, model, *data):
+    """Of half of all rows."""
+    log_posterior, _ = initialize(model, *data, num_data=2 * len(data[0]))
+    return log_posterior({"m": m}, data).log_lik
+
+
 def test_rows_of_several_observations_share_their_component():
     def model(y):
         m = component_means()
@@ -370,8 +376,7 @@ def test_rows_of_several_observations_share_their_component():
 
     m, y = normals(3), normals(4, 5, seed=1)
     log_lik = (PROBS.log() + Normal(m, 1.0).log_prob(y[..., None]).sum(1)).logsumexp(-1)
-    log_posterior, _ = initialize(model, y, num_data=8)
-    close(log_posterior({"m": m}, (y,)).log_lik, log_lik)
+    close(log_lik_at(m, model, y), log_lik)
 
 
 def test_a_component_for_each_of_several_columns():
@@ -382,8 +387,7 @@ def test_a_component_for_each_of_several_columns():
             pyro.sample("y", dist.Normal(m[z], 1.0), obs=y.T)
 
     m, y = normals(3), normals(4, 5, seed=1)
-    log_posterior, _ = initialize(model, y, num_data=8)
-    close(log_posterior({"m": m}, (y,)).log_lik, mixture_log_lik(m, y).sum(-1))
+    close(log_lik_at(m, model, y), mixture_log_lik(m, y).sum(-1))
 
 
 def test_deeper_plates_are_summed_out_first():
@@ -401,8 +405,7 @@ def test_deeper_plates_are_summed_out_first():
     each = [Normal(sign * m, 1.0).log_prob(y[..., None]) for sign in (1, -1)]
     repeat = torch.logaddexp(math.log(0.8) + each[0], math.log(0.2) + each[1])
     log_lik = (PROBS.log() + repeat.sum(1)).logsumexp(-1)
-    log_posterior, _ = initialize(model, y, num_data=8)
-    close(log_posterior({"m": m}, (y,)).log_lik, log_lik)
+    close(log_lik_at(m, model, y), log_lik)
 
 
 def test_two_enumerated_sites_of_which_one_depends_on_the_other():
@@ -419,8 +422,7 @@ def test_two_enumerated_sites_of_which_one_depends_on_the_other():
     joint = PROBS[:, None] * table
     each = Normal(m[:, None] + torch.arange(2), 1.0).log_prob(y[:, None, None])
     log_lik = (joint.log() + each).flatten(1).logsumexp(1)
-    log_posterior, _ = initialize(model, y, num_data=8)
-    close(log_posterior({"m": m}, (y,)).log_lik, log_lik)
+    close(log_lik_at(m, model, y), log_lik)
 
 
 TRANSITION = torch.tensor([[0.9, 0.1], [0.3, 0.7]], dtype=torch.float64)
@@ -474,8 +476,7 @@ def test_masked_rows_of_a_mixture_add_nothing(both):
                 pyro.sample("y", dist.Normal(m[z], 1.0), obs=y)
 
     m, y = normals(3), normals(8, seed=1)
-    log_posterior, _ = initialize(model, y, num_data=16)
-    close(log_posterior({"m": m}, (y,)).log_lik, mixture_log_lik(m, y) * (y > 0))
+    close(log_lik_at(m, model, y), mixture_log_lik(m, y) * (y > 0))
 
 
 def test_weighted_rows_of_a_mixture():
@@ -486,8 +487,7 @@ def test_weighted_rows_of_a_mixture():
             pyro.sample("y", dist.Normal(m[z], 1.0), obs=y)
 
     m, y, weight = normals(3), normals(8, seed=1), normals(8, seed=2).exp()
-    log_posterior, _ = initialize(model, y, weight, num_data=16)
-    close(log_posterior({"m": m}, (y, weight)).log_lik, weight * mixture_log_lik(m, y))
+    close(log_lik_at(m, model, y, weight), weight * mixture_log_lik(m, y))
 
 
 def global_component(y):

@@ -41,6 +41,8 @@ from pyro_scale.errors import ArgumentError, FileError, NonFiniteError, NotRunEr
 from pyro_scale.infer.method import Method
 from pyro_scale.storage import files
 
+pytestmark = pytest.mark.usefixtures("store")
+
 GROUP = torch.arange(SIZE) % 3
 VECTOR = normal(2, dtype=torch.float64)
 
@@ -237,13 +239,6 @@ def same_results(actual, expected, data, arguments):
     if data is not None:
         same(actual.log_likelihood(data), expected.log_likelihood(data))
         same_groups(actual.to_arviz(data=data), expected.to_arviz(data=data))
-
-
-@pytest.fixture(autouse=True)
-def clean_params():
-    pyro.clear_param_store()
-    yield
-    pyro.clear_param_store()
 
 
 # ------------------------------------------------------------------ round trips

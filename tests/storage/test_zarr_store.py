@@ -44,16 +44,9 @@ from pyro_scale.errors import ArgumentError, NonFiniteError, NotRunError
 
 zarr = pytest.importorskip("zarr")
 pytestmark = [
-    pytest.mark.usefixtures("small_store_files"),
+    pytest.mark.usefixtures("small_store_files", "store"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def clean_params():
-    pyro.clear_param_store()
-    yield
-    pyro.clear_param_store()
 
 
 def of_many_supports(x):

@@ -156,3 +156,19 @@ def kronecker_block(places, left, right, isotropic):
     """A block of the precision `left x right + isotropic I`."""
     (a, left), (b, right) = torch.linalg.eigh(left), torch.linalg.eigh(right)
     return Block(places, left, right, 1 / (torch.outer(a, b) + isotropic))
+
+
+def check_gaussian(gaussian, precision):
+    """That a Gaussian of some structure is the one of this dense precision."""
+    covariance, size = torch.linalg.inv(precision), len(precision)
+    close(gaussian.precision, precision, 1e-12)
+    close(gaussian.covariance, covariance, 1e-12)
+    close(gaussian.variance, covariance.diagonal(), 1e-12)
+    close(gaussian.precision_diagonal, precision.diagonal(), 1e-12)
+    close(gaussian.log_det, torch.logdet(covariance), 1e-12)
+    root = gaussian.sample(torch.eye(size)) - gaussian.mean
+    close(root.T @ root, covariance, 1e-12)
+    x = normals(6, size, seed=4)
+    reference = torch.distributions.MultivariateNormal(gaussian.mean, precision_matrix=precision)
+    close(torch.vmap(gaussian.log_prob)(x), reference.log_prob(x), 1e-12)
+    close(gaussian.temper(0.3).covariance, 0.3 * covariance, 1e-12)
