@@ -24,10 +24,11 @@ from models import normal, of_rows
 from pyro import poutine
 from reference import close_to_largest, double, normals, z_of_variance
 from repetitions import long_but
+from row_datasets import RowByName
 from stored import mixture, own_subsamples, regression
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleError
@@ -292,14 +293,6 @@ def test_chains_that_share_batches_are_found_out():
 # ------------------------------------------------------------------ log likelihood
 
 
-class RowByRow(Dataset):
-    def __len__(self):
-        return SIZE
-
-    def __getitem__(self, index):
-        return {"x": X[index], "y": Y[index]}
-
-
 def parameters():
     w = pyro.sample("w", dist.Normal(torch.zeros(2).double(), 1.0).to_event(1))
     return w, pyro.sample("s", dist.LogNormal(torch.zeros(()).double(), 0.5))
@@ -329,14 +322,15 @@ class AnyOrder:
 
 
 DATASET = TensorDataset(X, Y)
+NAMED = RowByName(x=X, y=Y)
 FITS = {
     "whole": lambda: fitted(),
     "minibatch": lambda: fitted(batch_size=5),
     "by name": lambda: fitted(data={"y": Y, "x": X}, batch_size=5),
     "loader": lambda: fitted(data=DataLoader(DATASET, 5, shuffle=True, drop_last=True)),
-    "by index": lambda: fitted(data=DataLoader(RowByRow(), 5, shuffle=True)),
-    "stream": lambda: fitted(data=DataLoader(RowByRow(), batch_sampler=[range(7), range(7, 12)])),
-    "own order": lambda: fitted(data=DataLoader(RowByRow(), batch_sampler=AnyOrder())),
+    "by index": lambda: fitted(data=DataLoader(NAMED, 5, shuffle=True)),
+    "stream": lambda: fitted(data=DataLoader(NAMED, batch_sampler=[range(7), range(7, 12)])),
+    "own order": lambda: fitted(data=DataLoader(NAMED, batch_sampler=AnyOrder())),
     "own subsamples": lambda: fitted(own_subsamples),
     "scaled plate": lambda: fitted(pre_scaled, batch_size=5),
     "to_event": lambda: fitted(event_rows, batch_size=5),
