@@ -6,6 +6,8 @@ from tempfile import mkdtemp
 import pyro
 import pytest
 import torch
+from dtypes import default_dtype
+from stores import small_files
 
 from pyro_scale.diagnostics import crash_dump
 from pyro_scale.engine import compile_step, loop
@@ -30,10 +32,8 @@ def pytest_collection_finish():
 @pytest.fixture(scope="module")
 def float64():
     """Literals in models are float64; for a module, since hypothesis refuses narrower fixtures."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+    with default_dtype(torch.float64):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,13 @@ def _no_crash_dumps_left_behind(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         own = partial(mkdtemp, dir=tmp_path_factory.mktemp("crash-dumps"))
         patch.setattr(crash_dump, "mkdtemp", own)
+        yield
+
+
+@pytest.fixture
+def small_store_files():
+    """Files of stores hold seven draws."""
+    with small_files():
         yield
 
 

@@ -12,6 +12,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import of_network, of_rows
 
 import pyro_scale as ps
 from pyro_scale.calibration.simulations import Generator
@@ -28,10 +29,7 @@ long = functools.partial(pytest.param, marks=pytest.mark.long)
 FIXED = {"warmup_steps": 20, "thinning": 2}
 
 
-def normal_rows(y):
-    mu = pyro.sample("mu", dist.Normal(1.0, 2.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(mu, 0.5), obs=y)
+normal_rows = of_rows(lambda mu: dist.Normal(mu, 0.5), mu=lambda: dist.Normal(1.0, 2.0))
 
 
 def line_with_noise(x, y):
@@ -88,10 +86,7 @@ def test_networks_that_are_trained_are_fitted_one_by_one(monkeypatch, layers, se
     pairs = itertools.pairwise(layers)
     net = ps.bayesianize(torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in pairs)))
 
-    def model(x, y):
-        mean = net(x[:, None])[:, 0]
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mean, 0.5), obs=y)
+    model = of_network(lambda x: net(x[:, None]), lambda f: dist.Normal(f[:, 0], 0.5))
 
     fitter_of = sbc.fitter_for
 
@@ -207,10 +202,7 @@ def test_the_log_likelihood_finds_draws_of_the_prior():
 
 @pytest.mark.slow
 def test_another_prior_is_found():
-    def wide(y):
-        mu = pyro.sample("mu", dist.Normal(4.0, 4.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(mu, 3.0), obs=y)
+    wide = of_rows(lambda mu: dist.Normal(mu, 3.0), mu=lambda: dist.Normal(4.0, 4.0))
 
     how = {"num_simulations": 200, "simulator": wide}
     assert ps.sbc(ps.BAOA(normal_rows), Y, **how, **QUIET).verdict == "miscalibrated"
@@ -381,10 +373,7 @@ def test_what_is_no_method_is_refused():
 
 
 def test_data_off_the_support_are_refused_by_site():
-    def positive(y):
-        mu = pyro.sample("mu", dist.Normal(1.0, 2.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.LogNormal(mu, 0.5), obs=y)
+    positive = of_rows(lambda mu: dist.LogNormal(mu, 0.5), mu=lambda: dist.Normal(1.0, 2.0))
 
     with pytest.raises(SiteError, match="'y'"):
         ps.sbc(ps.BAOA(positive), Y + 1, simulator=normal_rows, num_simulations=20, **QUIET)
@@ -479,10 +468,7 @@ def test_one_data_set_without_a_mode_breaks_alone():
 
 @pytest.mark.slow
 def test_chains_that_do_not_move_are_not_effective():
-    def model(y):
-        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+    model = of_rows(lambda mu: dist.Normal(mu, 1.0), mu=lambda: dist.Normal(0.0, 1.0))
 
     method = ps.GHMC(model, lr=50.0, friction=1.0)
     found = ps.sbc(method, torch.zeros(10), num_simulations=30, seed=1, progress=False)

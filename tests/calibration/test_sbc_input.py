@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import of_rows
 from pyro import poutine
 
 import pyro_scale as ps
@@ -18,10 +19,7 @@ ROWS = torch.linspace(-1.0, 2.0, 12)
 SHORT = {"warmup_steps": 5, "thinning": 1}
 
 
-def normal_mean_of(y):
-    mu = pyro.sample("mu", dist.Normal(0.5, 2.0))
-    with pyro.plate("rows", len(y)):
-        pyro.sample("y", dist.Normal(mu, 1.5), obs=y)
+normal_mean_of = of_rows(lambda mu: dist.Normal(mu, 1.5), mu=lambda: dist.Normal(0.5, 2.0))
 
 
 def slope_model(prior=1.0, sd=1.0, by=1.0):

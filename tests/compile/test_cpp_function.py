@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pyro.distributions as dist
 import pytest
 import torch
+from dtypes import default_dtype
 from reference import double, normals
 from repetitions import long_but
 
@@ -179,11 +180,7 @@ def test_what_cannot_be_called_is_refused(density):
 def test_tensors_without_a_dtype_have_that_of_the_trace():
     """A graph that says torch.eye(2) is compiled where the default may be another one: 0.1 is not
     the same number in float32."""
-    was = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
+    with default_dtype(torch.float64):
         graph = trace(lambda x: [(0.1 * torch.eye(2) * x).sum(0), x.sum()], [double(1.0, 2.0)])
-    finally:
-        torch.set_default_dtype(was)
     made = [node for node in graph.module.graph.nodes if "eye" in str(node.target)]
     assert [node.kwargs["dtype"] for node in made] == [torch.float64]

@@ -6,7 +6,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from both_arviz import IS_1
-from models import normal, of_rows
+from models import normal, of_network, of_rows
 from pyro.infer import MCMC
 from pyro.infer.autoguide import AutoNormal
 from runs import EVERY_STEP, ONE_CHAIN, QUIET
@@ -22,7 +22,7 @@ Y = X.sum(1)
 model = of_rows(lambda x, w: dist.Normal(x @ w, 1.0), w=normal(2))
 
 
-def run(**how):
+def short(**how):
     settings = {"num_samples": 5, **ONE_CHAIN, **QUIET, **how}
     return ps.BAOA(model, lr=0.1, compile=False).run((X, Y), **settings)
 
@@ -32,14 +32,17 @@ WRONG = {
         lambda: ps.BAOA(model, lr=0.1).run(X, Y, num_samples=5),
         r"BAOA.run takes 1 positional .* not 2: pass .* run\(\(x, y\), ...\)",
     ),
-    "num_warmup": (lambda: run(num_warmup=5), r"no argument 'num_warmup': .* warmup_steps="),
-    "a typo": (lambda: run(num_chain=5), r"no argument 'num_chain': did you mean num_chains=\?"),
+    "num_warmup": (lambda: short(num_warmup=5), r"no argument 'num_warmup': .* warmup_steps="),
+    "a typo": (
+        lambda: short(num_chain=5),
+        r"no argument 'num_chain': did you mean num_chains=\?",
+    ),
     "a hyperparameter of run's": (
         lambda: ps.BAOA(model, lr=0.1, num_samples=5),
         r"no hyperparameter 'num_samples'.*: pass it to run\(\)",
     ),
     "an argument of the constructor's": (
-        lambda: run(temperature=0.5),
+        lambda: short(temperature=0.5),
         "no argument 'temperature': pass it to the constructor",
     ),
     "a misspelt hyperparameter": (
@@ -55,10 +58,10 @@ WRONG = {
         lambda: ps.VI(model, optimizer=pyro.optim.Adam({"lr": 0.1})),
         "pass one of TorchOpt's",
     ),
-    "steps of a sampler": (lambda: run(num_steps=5), "here it is num_samples=, warmup_steps="),
-    "an interval": (lambda: run().summary(prob=0.9), r"no argument 'prob': .* arviz.summary"),
+    "steps of a sampler": (lambda: short(num_steps=5), "here it is num_samples=, warmup_steps="),
+    "an interval": (lambda: short().summary(prob=0.9), r"no argument 'prob': .* arviz.summary"),
     "a misspelt argument of results": (
-        lambda: run().get_samples(num_sample=3),
+        lambda: short().get_samples(num_sample=3),
         r"get_samples has no argument 'num_sample': did you mean num_samples=\?",
     ),
     "the step size by place": (lambda: ps.BAOA(model, 0.1), "passed by name, such as lr="),
@@ -66,42 +69,51 @@ WRONG = {
         lambda: ps.Laplace(model).run((X, Y), num_steps=5),
         "it looks for the mode by itself",
     ),
-    "a word for a flag": (lambda: run(share_batches="yes"), "share_batches='yes': pass True or"),
+    "a word for a flag": (
+        lambda: short(share_batches="yes"),
+        "share_batches='yes': pass True or",
+    ),
     "another": (
         lambda: ps.BAOA(model, lr=0.1, subtract_noise="no"),
         "subtract_noise='no': pass True or False",
     ),
-    "a flag for a path": (lambda: run(store=True), "store=True: pass the path"),
+    "a flag for a path": (lambda: short(store=True), "store=True: pass the path"),
     "data one by one": (lambda: ps.explain(model, X, Y), r"one tuple or dict, data=\(x, y\)"),
     "data one by one, as arrays": (
         lambda: ps.explain(model, X.numpy(), Y.numpy()),
         r"batch_size is given rows: .* data=\(x, y\)",
     ),
     "data one by one, after a run": (
-        lambda: run().log_likelihood(X, Y),
+        lambda: short().log_likelihood(X, Y),
         r"log_likelihood takes 1 positional .* log_likelihood\(\(x, y\), ...\)",
     ),
     "a function's data one by one": (
         lambda: ps.sample(model, X, Y),
         r"sample takes 2 positional .* sample\(model, \(x, y\), ...\)",
     ),
-    "rows in place of a count": (lambda: run().loo((X, Y)), r"num_rows is given rows"),
+    "rows in place of a count": (lambda: short().loo((X, Y)), r"num_rows is given rows"),
     "a device": (
         lambda: ps.BAOA(model, device="cuda"),
         r"no hyperparameter 'device'; it has .*: here it is the model's .*x\.to\(device\)",
     ),
-    "a run's device": (lambda: run(device="cuda"), "no argument 'device': here it is the model's"),
+    "a run's device": (
+        lambda: short(device="cuda"),
+        "no argument 'device': here it is the model's",
+    ),
     "a function's device": (
         lambda: ps.explain(model, (X, Y), device="cuda"),
         "explain has no argument 'device': here it is the model's",
     ),
     "a prediction's device": (
-        lambda: run().predict(x=X, device="cuda"),
+        lambda: short().predict(x=X, device="cuda"),
         r"the model, which takes \(x, y=None\): .*'device'",
     ),
-    "a prediction of nothing": (lambda: run().predict(), r"takes \(x, y=None\): missing.*'x'"),
-    "a prediction of a tuple": (lambda: run().predict((X,)), r"one by one: write predict\(x\)"),
-    "a prediction of a list": (lambda: run().predict([X]), r"one by one: write predict\(x\)"),
+    "a prediction of nothing": (lambda: short().predict(), r"takes \(x, y=None\): missing.*'x'"),
+    "a prediction of a tuple": (
+        lambda: short().predict((X,)),
+        r"one by one: write predict\(x\)",
+    ),
+    "a prediction of a list": (lambda: short().predict([X]), r"one by one: write predict\(x\)"),
     "a step on a tuple": (
         lambda: ps.BAOA(model, lr=0.1, num_data=20).step((X, Y)),
         r"one by one: write .*step\(x, y\)",
@@ -128,7 +140,7 @@ def test_a_wrong_call_says_the_right_one(name):
 
 def test_a_call_that_python_refuses_is_a_type_error_too():
     with pytest.raises(TypeError, match="num_warmup"):
-        run(num_warmup=5)
+        short(num_warmup=5)
 
 
 def test_pyros_mcmc_is_told_that_it_is_not_needed():
@@ -139,18 +151,18 @@ def test_pyros_mcmc_is_told_that_it_is_not_needed():
 @pytest.mark.skipif(IS_1, reason="ArviZ 1 has no converter of Pyro's own")
 def test_arvizs_converter_is_told_that_it_is_not_needed():
     with pytest.raises(AttributeError, match=r"call .to_arviz\(\)"):
-        arviz.from_pyro(run())
+        arviz.from_pyro(short())
 
 
 def test_a_method_says_what_it_is():
     given = "BAOA(lr=0.1, temperature=1, friction=1, mass=1)"
     assert repr(ps.BAOA(model, lr=0.1)) == f"<{given}, not run>"
-    assert repr(run(num_chains=3)) == f"<{given}, N = 20, 3 x 5 draws>"
+    assert repr(short(num_chains=3)) == f"<{given}, N = 20, 3 x 5 draws>"
     assert repr(ps.VI(model, structure="dense")).startswith("<VI(structure=dense")
     fit = ps.Laplace(model).run((X, Y), progress=False)
     assert repr(fit) == "<Laplace(structure=dense), N = 20, starts: 1>"
     with pytest.raises(AttributeError, match="'BAOA' object has no attribute 'color'"):
-        run().color  # noqa: B018
+        short().color  # noqa: B018
 
 
 def test_torch_does_not_ask_for_issues_to_be_filed(recwarn):
@@ -211,10 +223,7 @@ def test_only_of_networks_it_is_said_that_predictions_count():
     assert not any("network" in each for each in said)
     network = ps.bayesianize(torch.nn.Linear(2, 1), dist.Normal(0.0, 1.0))
 
-    def regression(x, y):
-        mean = network(x)[:, 0]
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+    regression = of_network(network, lambda f: dist.Normal(f[:, 0], 1.0))
 
     starts = {"weight": torch.tensor([[[3.0, 3.0]], [[-3.0, -3.0]]]), "bias": torch.zeros(2, 1)}
     slow = ps.BAOA(regression, lr=1e-5, compile=False, init_strategy=starts)

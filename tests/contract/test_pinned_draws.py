@@ -14,7 +14,7 @@ Y = X @ double(1.0, -0.5) + 0.3 * normals(40, seed=2)
 HOW = {"num_samples": 3, "warmup_steps": 4, "thinning": 2, "num_chains": 2, "seed": 7}
 
 
-def regression(x, y):
+def with_unknown_noise(x, y):
     w = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=torch.float64), 1.0).to_event(1))
     sd = pyro.sample("sd", dist.HalfNormal(double(1.0)[0]))
     with pyro.plate("data", len(x)):
@@ -22,12 +22,12 @@ def regression(x, y):
 
 
 RUNS = {
-    "shuffled": lambda: ps.BAOA(regression, lr=0.05, compile=False),
-    "anew": lambda: ps.SGNHT(regression, lr=0.05, compile=False),
+    "shuffled": lambda: ps.BAOA(with_unknown_noise, lr=0.05, compile=False),
+    "anew": lambda: ps.SGNHT(with_unknown_noise, lr=0.05, compile=False),
     "at the mode": lambda: ps.SGLD(
-        regression, lr="auto", precondition=None, control_variates=True, compile=False
+        with_unknown_noise, lr="auto", precondition=None, control_variates=True, compile=False
     ),
-    "free motion": lambda: ps.UBU(regression, lr=0.05, compile=False),
+    "free motion": lambda: ps.UBU(with_unknown_noise, lr=0.05, compile=False),
 }
 #: The last draw of the second chain: both weights, and the sd; the last ELBO.
 LAST = {
@@ -48,6 +48,6 @@ def test_draws_are_those_of_version_0_2(name):
 
 
 def test_a_fit_is_that_of_version_0_2():
-    fit = ps.VI(regression, optimizer=torchopt.adam(1e-2), compile=False)
+    fit = ps.VI(with_unknown_noise, optimizer=torchopt.adam(1e-2), compile=False)
     fit.run((X, Y), num_steps=20, batch_size=8, seed=7, progress=False)
     assert float(fit.trace[0, -1]) == pytest.approx(LAST["VI"], rel=1e-9)

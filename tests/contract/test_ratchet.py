@@ -83,7 +83,7 @@ def is_number(node):
     return isinstance(node, ast.Constant) and type(node.value) in (int, float)
 
 
-def numbers(body):
+def names_of_numbers(body):
     """Names that a module or a class gives numbers to."""
     for node in body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value and is_number(node.value):
@@ -121,9 +121,9 @@ def measured():
             len(lines & set(range(f.lineno, f.end_lineno + 1))) > 50 for f in functions
         )
         whole["most imports of a file"] = max(whole["most imports of a file"], len(imports))
-        whole["numeric constants of modules"] += len([*numbers(tree.body)])
+        whole["numeric constants of modules"] += len([*names_of_numbers(tree.body)])
         whole["numeric defaults of fields"] += sum(
-            len([*numbers(node.body)]) for node in nodes if isinstance(node, ast.ClassDef)
+            len([*names_of_numbers(node.body)]) for node in nodes if isinstance(node, ast.ClassDef)
         )
         whole["isinstance, hasattr and case"] += sum(
             bool(re.search(r"\b(isinstance|hasattr)\(|^\s*case \w+\(", line)) for line in code

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from dtypes import default_dtype
 from scipy import stats
 
 import pyro_scale as ps
@@ -21,12 +22,9 @@ SECONDS = 1.7e9 + np.arange(200.0)
 @pytest.fixture(autouse=True)
 def in_float32():
     """Whatever other tests have made the default."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    with warnings.catch_warnings():
+    with default_dtype(torch.float32), warnings.catch_warnings():
         warnings.simplefilter("error")  # NumPy's and torch's, of memory that is not writable
         yield
-    torch.set_default_dtype(default)
 
 
 def tensor(table):

@@ -11,6 +11,7 @@ import torch
 from densities import density_of_all_rows, linear_regression, prepare_run
 from reference import close, double, normals
 from row_datasets import RowByRow, Stream
+from runs import ONE_CHAIN, QUIET
 from scipy import optimize
 from torch.utils.data import (
     DataLoader,
@@ -336,16 +337,7 @@ def test_a_part_of_the_data_is_refused(data, kwargs, asked):
     """The data hold 23 rows (the stream 19), whereas N is 200."""
     sampler = ps.BAOA(of_rows, num_data=200, **asked)
     with pytest.raises(DataError, match=r"the data hold (19|23) rows, not N = 200"):
-        sampler.run(
-            data,
-            num_samples=2,
-            warmup_steps=0,
-            thinning=1,
-            num_chains=1,
-            seed=0,
-            progress=False,
-            **kwargs,
-        )
+        sampler.run(data, num_samples=2, **ONE_CHAIN, **QUIET, **kwargs)
 
 
 def test_a_stream_that_says_more_than_it_holds_is_refused():

@@ -36,6 +36,7 @@ from curvatures import (
     squared,
     weights,
 )
+from models import of_network
 from pyro.nn import PyroModule, PyroSample
 from reference import batches, close, double, normals
 from torch import nn
@@ -176,15 +177,10 @@ def small_network(dtype=torch.float64):
 
 
 def classifier_of(net):
-    def model(x, y):
-        logits = net(x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
-
-    return model
+    return of_network(net, lambda f: dist.Categorical(logits=f))
 
 
-def of_network(net, x):
+def weights_and_curvature(net, x):
     weights = {name: value.detach() for name, value in net.named_parameters()}
     return weights, gauss_newton(
         lambda p: torch.func.functional_call(net, p, (x,)), of_classes, weights
@@ -193,7 +189,7 @@ def of_network(net, x):
 
 def test_a_bayesianized_network():
     net = small_network()
-    params, expected = of_network(net, X)
+    params, expected = weights_and_curvature(net, X)
     assert expected.shape == (27, 27)
     check(of(classifier_of(ps.bayesianize(net))), params, (X, CLASSES), expected)
 
@@ -201,7 +197,7 @@ def test_a_bayesianized_network():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_subset_of_the_params(kind):
     net = small_network()
-    params, _ = of_network(net, X)
+    params, _ = weights_and_curvature(net, X)
     found = of(classifier_of(ps.bayesianize(net)), kind, num_draws=2)
     whole = found.dense(params, (X, CLASSES))
     layout = Layout.from_tensors(params)
@@ -223,9 +219,9 @@ def test_a_subset_of_the_params(kind):
 
 def test_a_network_in_single_precision():
     net = small_network(torch.float32)
-    params, _ = of_network(net, X.float())
+    params, _ = weights_and_curvature(net, X.float())
     found = of(classifier_of(ps.bayesianize(net, dist.Normal(torch.tensor(0.0).float(), 1.0))))
-    _, expected = of_network(net.double(), X)
+    _, expected = weights_and_curvature(net.double(), X)
     dense = found.dense(params, (X.float(), CLASSES))
     assert dense.dtype is torch.float32
     close(dense.double(), expected, 1e-5)

@@ -7,8 +7,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from curvatures import kronecker_block
+from curvatures import check_gaussian, kronecker_block
+from models import normal, of_network, of_rows
 from reference import close, normals
+from runs import QUIET
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +22,6 @@ from pyro_scale.curvature.uses import Product
 from pyro_scale.errors import ArgumentError, ModelError
 
 pytestmark = pytest.mark.usefixtures("float64", "store")
-QUIET = {"progress": False, "seed": 0}
 
 
 class Attention(nn.Module):
@@ -64,11 +65,7 @@ def network_model(make, head):
     weights = {name: value.detach().clone() for name, value in net.named_parameters()}
     bayesian = ps.bayesianize(net)
 
-    def model(x, y=None):
-        f = bayesian(x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", head(f), obs=y)
-
+    model = of_network(bayesian, head)
     return model, weights
 
 
@@ -208,10 +205,7 @@ def test_corrected_blocks_have_the_curvatures_diagonal_in_their_bases(network):
 def test_a_vector_is_corrected_with_a_prior_of_several_scales():
     scales, x, y = torch.tensor([0.5, 1.0, 2.0, 3.0]), normals(9, 4, seed=1), normals(9, seed=2)
 
-    def counts(x, y=None):
-        w = pyro.sample("w", dist.Normal(torch.zeros(4), scales).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Poisson((x @ w).exp()), obs=y)
+    counts = of_rows(lambda x, w: dist.Poisson((x @ w).exp()), w=normal(4, sd=scales))
 
     mode = {"w": 0.1 * torch.ones(4)}
     fit = ps.Laplace(counts, structure="kron", corrected=True)
@@ -237,26 +231,13 @@ def test_the_gaussian_is_its_matrices(tmp_path):
     precision = torch.diag(torch.tensor([0, 0, 0, 1 / 2, 0, 0, 1 / 3, 0]))
     flat = places.flatten()
     precision[flat[:, None], flat] = torch.kron(left, right) + 0.5 * torch.eye(6)
+    check_gaussian(gaussian, precision)
     covariance = torch.linalg.inv(precision)
-    close(gaussian.precision, precision, 1e-12)
-    close(gaussian.covariance, covariance, 1e-12)
-    close(gaussian.variance, covariance.diagonal(), 1e-12)
-    close(gaussian.precision_diagonal, precision.diagonal(), 1e-12)
-    close(gaussian.log_det, torch.logdet(covariance), 1e-12)
-    x = normals(6, 8, seed=4)
-    reference = torch.distributions.MultivariateNormal(gaussian.mean, precision_matrix=precision)
-    close(torch.vmap(gaussian.log_prob)(x), reference.log_prob(x), 1e-12)
-    root = gaussian.sample(torch.eye(8)) - gaussian.mean
-    close(root.T @ root, covariance, 1e-12)
-    close(gaussian.temper(0.3).covariance, 0.3 * covariance, 1e-12)
     close(Kronecker.from_contents(**gaussian.contents()).covariance, covariance, 1e-12)
 
 
 def test_what_has_no_factors_is_said():
-    def effects(x, y):
-        z = pyro.sample("z", dist.Normal(torch.zeros(4), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(z[x], 0.5), obs=y)
+    effects = of_rows(lambda x, z: dist.Normal(z[x], 0.5), z=normal(4))
 
     data = torch.arange(8) % 4, normals(8, seed=1)
     with pytest.raises(ArgumentError, match="no site is the weight of a matrix product"):
@@ -308,10 +289,7 @@ def test_a_vector_has_any_gaussian_prior(prior):
     ],
 )
 def test_a_matrix_needs_a_prior_of_one_scale(prior, words):
-    def model(x, y):
-        w = pyro.sample("w", prior)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(x @ w, 0.5).to_event(1), obs=y)
+    model = of_rows(lambda x, w: dist.Normal(x @ w, 0.5).to_event(1), w=lambda: prior)
 
     data = normals(8, 3, seed=1), normals(8, 2, seed=2)
     with pytest.raises(ModelError, match=f"'w': structure='kron' needs .*{words}"):
@@ -373,11 +351,9 @@ def test_weights_that_are_products_of_weights_are_alike_in_all_chunks(size):
 
 
 def test_units_that_are_dead_in_a_chunk_change_nothing():
-    def model(x, y):
-        a = pyro.sample("a", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
-        b = pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal((x @ a).relu() @ b, 0.5), obs=y)
+    model = of_rows(
+        lambda x, a, b: dist.Normal((x @ a).relu() @ b, 0.5), a=normal(3, 2), b=normal(2)
+    )
 
     data = normals(16, 3, seed=1), normals(16, seed=2)
     mode = {"a": normals(3, 2, seed=3), "b": normals(2, seed=4)}
@@ -389,11 +365,9 @@ def test_units_that_are_dead_in_a_chunk_change_nothing():
 def test_masked_weights_are_on_the_diagonal():
     mask = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
 
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
-        v = pyro.sample("v", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal((x @ (w * mask)).tanh() @ v, 0.5), obs=y)
+    model = of_rows(
+        lambda x, w, v: dist.Normal((x @ (w * mask)).tanh() @ v, 0.5), w=normal(3, 2), v=normal(2)
+    )
 
     data = normals(9, 3, seed=1), normals(9, seed=2)
     gaussian = kron_of(model, data, mode={"w": normals(3, 2, seed=3), "v": normals(2, seed=4)})
@@ -408,10 +382,7 @@ def test_a_mask_that_lets_all_through_changes_nothing(size):
 
     mask = torch.ones(4, 2)
 
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(4, 2), 1.0).to_event(2))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(x @ (w * mask), 0.5).to_event(1), obs=y)
+    model = of_rows(lambda x, w: dist.Normal(x @ (w * mask), 0.5).to_event(1), w=normal(4, 2))
 
     data, mode = (normals(41, 4, seed=1), normals(41, 2, seed=2)), {"w": normals(4, 2, seed=3)}
     expected = torch.kron(4 * data[0].T @ data[0], torch.eye(2)) + torch.eye(8)
@@ -475,11 +446,9 @@ def test_a_weight_times_a_number():
 def test_what_is_broadcast_over_outputs_is_summed():
     noise = 0.1 * torch.eye(4) + 0.9
 
-    def model(x, y):
-        a = pyro.sample("a", dist.Normal(torch.zeros(2, 4), 1.0).to_event(2))
-        m = pyro.sample("m", dist.Normal(torch.zeros(1), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.MultivariateNormal(x @ a + m, noise), obs=y)
+    model = of_rows(
+        lambda x, a, m: dist.MultivariateNormal(x @ a + m, noise), a=normal(2, 4), m=normal(1)
+    )
 
     gaussian = kron_of(model, (normals(6, 2, seed=1), normals(6, 4, seed=2)))
     expected = 1 + 6 * torch.linalg.inv(noise).sum()

@@ -6,13 +6,13 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import of_network
 from repetitions import long_but
+from runs import QUIET
 from torch import nn
 
 import pyro_scale as ps
 from pyro_scale.errors import ApproximationWarning, ArgumentError
-
-QUIET = {"seed": 0, "progress": False}
 
 
 def tanh_regression(width, activation, seed):
@@ -22,11 +22,7 @@ def tanh_regression(width, activation, seed):
     x = torch.randn(100, 4)
     y = torch.sin(2 * x[:, 0]) * x[:, 1] + 0.3 * torch.randn(100)
 
-    def model(x, y=None):
-        mean = bnn(x)[:, 0]
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(mean, 0.3), obs=y)
-
+    model = of_network(bnn, lambda f: dist.Normal(f[:, 0], 0.3))
     return model, (x, y)
 
 
@@ -87,10 +83,7 @@ def test_a_stale_mode_is_said_to_be_far_away(width, structure):
     net = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3))
     bnn = ps.bayesianize(net)
 
-    def model(x, y=None):
-        logits = bnn(x)
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+    model = of_network(bnn, lambda f: dist.Categorical(logits=f))
 
     with pytest.warns(
         ApproximationWarning, match="posterior sds away from that of the dens"

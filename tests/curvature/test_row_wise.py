@@ -1,10 +1,10 @@
 """The squares of rows' gradients from autograd's graph, against Jacobians of the same functions;
 and of which params they are not to be had that way."""
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import of_network
 from reference import close, normals
 from torch import nn
 from torch.nn import functional as F
@@ -277,10 +277,7 @@ def test_a_networks_diagonal_is_that_of_its_matrix(network, head, kind, store):
     weights = {name: value.detach().clone() for name, value in net.named_parameters()}
     bayesian = ps.bayesianize(net)
 
-    def model(x, y=None):
-        f = bayesian(x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", likelihood(f), obs=y)
+    model = of_network(bayesian, likelihood)
 
     curvature = ps.Curvature(ps.LogPosterior(model, num_data=B), kind)
     found = curvature.diagonal(weights, (x, y))

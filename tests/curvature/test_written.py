@@ -33,6 +33,7 @@ from curvatures import (
     poisson_by_hand,
     weights,
 )
+from dtypes import default_dtype
 from pyro import poutine
 from reference import batches, close, double, normals
 from torch.distributions import transforms
@@ -524,11 +525,8 @@ def test_scales_keep_their_digits():
         with pyro.plate("data", len(x)), poutine.scale(scale=0.3):
             pyro.sample("y", dist.Normal(x @ w, double(1.0)), obs=y)
 
-    torch.set_default_dtype(torch.float32)
-    try:
+    with default_dtype(torch.float32):
         check(of(model), {"w": W}, (X, REAL), 0.3 * X.T @ X)
-    finally:
-        torch.set_default_dtype(torch.float64)
 
 
 def test_observations_outside_the_plate_are_the_priors():

@@ -11,6 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from densities import normal_mean
 from runs import QUIET
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -23,10 +24,7 @@ ROWS = 1 + torch.randn(N, generator=torch.Generator().manual_seed(0), dtype=torc
 BY_HAND = {"num_samples": 20, "warmup_steps": 20, "thinning": 1, "num_chains": 2, **QUIET}
 
 
-def normal(x):
-    mean = pyro.sample("mean", dist.Normal(torch.zeros((), dtype=x.dtype), 10.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("x", dist.Normal(mean, 1.0), obs=x)
+normal = normal_mean(sd=10.0, name="mean")
 
 
 class Endless(IterableDataset):

@@ -53,7 +53,7 @@ class Interrupted:
             pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
 
 
-def run(dataset, after=-1, num_chains=1, **options):
+def run_loader(dataset, after=-1, num_chains=1, **options):
     loader = stateful.StatefulDataLoader(dataset, batch_size=BATCH)
     sampler = ps.BAOA(Interrupted(after), lr=0.05, compile=False)
     return sampler.run(
@@ -69,15 +69,15 @@ def run(dataset, after=-1, num_chains=1, **options):
 @pytest.mark.filterwarnings("ignore:interrupted:UserWarning")
 def test_a_run_goes_on_where_its_loader_was(tmp_path, after, num_chains):
     """Bit for bit, in any epoch, and without the rows that it has had."""
-    whole = run(Counted(), num_chains=num_chains).get_samples(group_by_chain=True)["mean"]
-    first = run(Counted(), after, num_chains, checkpoint=tmp_path, checkpoint_every=0).get_samples(
-        group_by_chain=True
-    )["mean"]
+    whole = run_loader(Counted(), num_chains=num_chains).get_samples(group_by_chain=True)["mean"]
+    first = run_loader(
+        Counted(), after, num_chains, checkpoint=tmp_path, checkpoint_every=0
+    ).get_samples(group_by_chain=True)["mean"]
     had = first.shape[1]
     assert 0 < had < 350
     assert torch.equal(whole[:, :had], first)
     left = Counted()
-    again = run(left, num_chains=num_chains, resume=tmp_path)
+    again = run_loader(left, num_chains=num_chains, resume=tmp_path)
     assert torch.equal(whole, again.get_samples(group_by_chain=True)["mean"])
     # the model is understood on a batch; without its state, reading would go on after that
     assert left.read[BATCH] != BATCH + 1

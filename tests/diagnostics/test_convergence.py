@@ -11,8 +11,10 @@ import pytest
 import torch
 import warned
 from densities import prior_only
+from models import of_rows
 from reference import double, normals
 from repetitions import long_but
+from runs import ONE_CHAIN, QUIET
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError
@@ -20,7 +22,6 @@ from pyro_scale.run.measurements import VirialTemperature
 
 pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
-QUIET = {"seed": 0, "progress": False}
 run = warned.quiet_runs(num_samples=200, warmup_steps=200, thinning=3, num_chains=4, **QUIET)
 #: (The table, what it said of chains that do not agree).
 disagreement = partial(warned.told, about="do not agree")
@@ -35,11 +36,8 @@ def two_modes_and_v():
     pyro.sample("v", dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
 
-def sign(x, y=None):
-    """The sign of w does not matter to what is predicted."""
-    w = pyro.sample("w", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(w.abs() * x.abs(), 0.5), obs=y)
+#: The sign of w does not matter to what is predicted.
+sign = of_rows(lambda x, w: dist.Normal(w.abs() * x.abs(), 0.5), w=lambda: dist.Normal(0.0, 1.0))
 
 
 def classes_and_values(x, y=None):
@@ -152,14 +150,7 @@ def test_a_step_that_was_chosen_gets_more_steps_for_advice():
 
 
 def exploding(method=ps.SGLD, lr=300.0, num_samples=70, **how):
-    how = {
-        "num_samples": num_samples,
-        "warmup_steps": 0,
-        "thinning": 1,
-        "num_chains": 1,
-        "batch_size": 10,
-        **how,
-    }
+    how = {**ONE_CHAIN, "num_samples": num_samples, "batch_size": 10, **how}
     return warned.told(method(sign, lr=lr).run, (X, Y), **QUIET, **how)
 
 

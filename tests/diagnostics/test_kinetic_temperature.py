@@ -12,6 +12,7 @@ from gaussian import bound, stationary
 from linear import location, standardized
 from reference import double
 from repetitions import each_once, long_but
+from runs import QUIET
 from warned import quiet_runs, told
 
 import pyro_scale as ps
@@ -27,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 N, B = 1000, 20
 Y = standardized(N)
 MANY = {"num_samples": 256, "warmup_steps": 300, "thinning": 5, "num_chains": 60}
-QUIET = {"progress": False, "seed": 0}
 run = quiet_runs(**MANY, **QUIET)
 #: The temperature of draws by gradients of further batches.
 on_batches = functools.partial(virial, work=GradientWork(enough=10**9))

@@ -12,6 +12,7 @@ import torch
 from linear import PRIOR_MEAN, SD, D, linear_data, linear_posterior, regression
 from reference import Doubled, close, normals
 from repetitions import long_but
+from runs import QUIET
 from torch.utils.data import DataLoader, TensorDataset
 from warned import quiet_runs
 
@@ -22,7 +23,6 @@ from pyro_scale.metrics import ksd
 
 N = 200
 X, Y = linear_data(N)
-QUIET = {"seed": 0, "progress": False}
 
 
 def kernel(x, y):
@@ -118,7 +118,7 @@ run = quiet_runs((X, Y), num_samples=300, num_chains=1, warmup_steps=300, thinni
 
 
 @functools.cache
-def sampled(temperature=1.0):
+def baoa_run(temperature=1.0):
     return run(ps.BAOA(regression(), lr=0.3, temperature=temperature), num_chains=2)
 
 
@@ -133,7 +133,7 @@ def exact_ksd(fit, temperature=1.0):
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", long_but([1.0, 0.25], 0.25))
 def test_it_is_that_of_the_posterior(temperature):
-    fit = sampled(temperature)
+    fit = baoa_run(temperature)
     assert fit.ksd() == pytest.approx(float(exact_ksd(fit, temperature)), rel=1e-9)
     assert fit.ksd() < 0.1  # the posterior's sds are whitened: 600 correlated draws
 
@@ -194,7 +194,7 @@ def test_some_rows_are_unbiased_and_an_upper_bound():
 
 @pytest.mark.slow
 def test_a_saved_run_takes_its_data_again(tmp_path):
-    fit = sampled()
+    fit = baoa_run()
     fit.save(tmp_path / "run.ps")
     again = ps.BAOA.load(tmp_path / "run.ps", regression())
     assert again.ksd((X, Y)) == fit.ksd()
@@ -222,15 +222,15 @@ def undivided(x, y=None):
 @pytest.mark.parametrize(
     ("fit", "how", "message"),
     [
-        (lambda: sampled(0.0), {}, "temperature 0"),
+        (lambda: baoa_run(0.0), {}, "temperature 0"),
         (
             lambda: run(ps.SGLD(regression(), lr=0.1, temperature=lambda k: 1 + k / 1000)),
             {},
             "several temperatures",
         ),
         (lambda: ps.MAP(regression()).run((X, Y), num_steps=5, **QUIET), {}, "site 'w' has"),
-        (sampled, {"num_samples": 601}, "num_samples=601"),
-        (sampled, {"num_rows": 0}, "num_rows=0"),
+        (baoa_run, {"num_samples": 601}, "num_samples=601"),
+        (baoa_run, {"num_rows": 0}, "num_rows=0"),
         (
             lambda: run(ps.BAOA(undivided, lr=0.3), num_samples=30),
             {"num_rows": 20},

@@ -10,10 +10,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from both_arviz import IS_1, elpd_of, rows_of
+from both_arviz import IS_1, elpd_of, elpd_of_rows
 from densities import linear_regression
 from reference import double
 from repetitions import long_but
+from runs import QUIET
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -22,7 +23,6 @@ from pyro_scale.errors import ArgumentError
 pytestmark = pytest.mark.usefixtures("float64")
 
 N = 300
-QUIET = {"seed": 0, "progress": False}
 
 
 SOURCE = torch.Generator().manual_seed(1)
@@ -57,13 +57,9 @@ def exact_by_row():
 
 
 @pytest.fixture(scope="module")
-def fit_of_all():
+def fit_of_all(float64):
     """1,000 draws of the exact posterior, which is Gaussian."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    fit = ps.Laplace(linear, structure="dense").run((X, Y), **QUIET)
-    torch.set_default_dtype(default)
-    return fit
+    return ps.Laplace(linear, structure="dense").run((X, Y), **QUIET)
 
 
 def test_all_rows_are_those_of_the_closed_form(fit_of_all):
@@ -88,7 +84,7 @@ def test_all_rows_are_those_of_arviz(model):
     times = (len(found.pointwise) / (len(found.pointwise) - IS_1)) ** 0.5
     assert found.se * times == pytest.approx(theirs.se, rel=1e-10)
     assert found.pareto_k.numpy() == pytest.approx(theirs.pareto_k.values, rel=1e-6)
-    assert found.pointwise.numpy() == pytest.approx(rows_of(theirs), rel=1e-10)
+    assert found.pointwise.numpy() == pytest.approx(elpd_of_rows(theirs), rel=1e-10)
 
 
 @pytest.mark.slow

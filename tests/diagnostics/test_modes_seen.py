@@ -28,14 +28,11 @@ def mirrored():
 
 
 @pytest.fixture(scope="module")
-def mirrored_run():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+def mirrored_run(float64):
     # chains that stay in two modes would go on for long
     how = {"num_samples": 100, "seed": 0, "progress": False, "max_rows": 30_000}
     with choices.recorded() as made:
         fit = ps.BAOA(mirrored).run(None, **how)
-    torch.set_default_dtype(before)
     return fit.posterior.draws, made[-1].modes
 
 

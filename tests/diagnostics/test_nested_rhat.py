@@ -11,6 +11,7 @@ import pytest
 import torch
 import warned
 from reference import close, double, normals
+from runs import QUIET
 
 import pyro_scale as ps
 from pyro_scale.diagnostics.convergence import warn_of_remembered_starts
@@ -20,7 +21,6 @@ from pyro_scale.run.measurements import Measurements, VirialTemperature
 
 pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 
-QUIET = {"seed": 0, "progress": False}
 run = warned.quiet_runs(num_chains=8, superchains=2, warmup_steps=0, thinning=1, **QUIET)
 #: (The table, what it said of starts).
 remembered = partial(warned.told, about="remember their starts")

@@ -7,14 +7,15 @@ import pyro.distributions as dist
 import pytest
 import torch
 from linear import linear_data, regression
+from models import normal, of_rows
 from reference import close
+from runs import QUIET
 
 import pyro_scale as ps
 from pyro_scale.errors import ApproximationWarning, ArgumentError, ModelError
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-QUIET = {"seed": 0, "progress": False}
 X, Y = linear_data(37)
 EFFECTS = torch.tensor([28.0, 8, -3, 7, -1, 1, 18, 12])
 ERRORS = torch.tensor([15.0, 10, 16, 11, 9, 11, 10, 18])
@@ -28,10 +29,7 @@ def eight_schools(y, error):
         pyro.sample("y", dist.Normal(mu + tau * away, error), obs=y)
 
 
-def skewed(y):
-    rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Poisson(rate), obs=y)
+skewed = of_rows(lambda rate: dist.Poisson(rate), rate=lambda: dist.Gamma(2.0, 1.0))
 
 
 @pytest.mark.slow
@@ -53,10 +51,7 @@ def test_eight_schools_are_warned_of():
 
 
 def test_a_diagonal_of_correlated_elements_has_a_large_k():
-    def model(y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(8), 10.0).to_event(1))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(w.sum(), 1.0), obs=y)
+    model = of_rows(lambda w: dist.Normal(w.sum(), 1.0), w=normal(8, sd=10.0))
 
     with pytest.warns(ApproximationWarning):
         fit = ps.Laplace(model, structure="diag").run((Y,), **QUIET)
@@ -124,10 +119,7 @@ def test_some_rows_stand_for_all():
     x = torch.randn(9000, 2)
     y = torch.bernoulli(torch.sigmoid(x @ torch.tensor([1.0, -0.5])))
 
-    def logistic(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+    logistic = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(2))
 
     fit = ps.Laplace(logistic).run((x, y), **QUIET)
     some, every = fit.psis(num_rows=3000), fit.psis()

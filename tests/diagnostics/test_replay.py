@@ -15,8 +15,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 from densities import linear_regression
+from models import of_network
 from reference import close, double, normals
 from repetitions import long_but
+from runs import ONE_CHAIN
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,14 +33,7 @@ from pyro_scale.storage import files
 N, B = 60, 10
 X = normals(N, 2, seed=1)
 Y = X @ double(1.0, -0.5) + 0.3 * normals(N, seed=2)
-QUIET = {
-    "progress": False,
-    "num_samples": 300,
-    "warmup_steps": 0,
-    "thinning": 1,
-    "num_chains": 1,
-    "seed": 3,
-}
+QUIET = {**ONE_CHAIN, "num_samples": 300, "seed": 3, "progress": False}
 IN_BATCHES = {**QUIET, "batch_size": B}
 regression = linear_regression(0.3)
 
@@ -273,13 +268,14 @@ def test_points_go_with_all_chains(num_chains, store):
 
 
 @pytest.mark.slow
-def test_there_is_room_for_so_many_bytes(monkeypatch):
-    monkeypatch.setattr(last_steps, "_RECORD_BYTES", 3 * (B * 3 + 6) * 8)
+@pytest.mark.parametrize(
+    ("room", "count", "words"), [(3 * (B * 3 + 6) * 8, 3, "last 3 steps"), (1, 1, "last step")]
+)
+def test_there_is_room_for_so_many_bytes(room, count, words, monkeypatch):
+    monkeypatch.setattr(last_steps, "_RECORD_BYTES", room)
     message = broken(ps.SGLD(regression, lr=1e3))
-    assert "reruns the last 3 steps of chain 0" in message
-    assert len(replay_of(message, regression).steps) == 3
-    monkeypatch.setattr(last_steps, "_RECORD_BYTES", 1)
-    assert "reruns the last step of chain 0" in broken(ps.SGLD(regression, lr=1e3))
+    assert f"reruns the {words} of chain 0" in message
+    assert len(replay_of(message, regression).steps) == count
 
 
 def test_states_that_are_too_large_are_not_held(monkeypatch):
@@ -414,10 +410,7 @@ def test_features_of_a_frozen_base_are_not_written():
     net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     bayesian = ps.bayesianize(net, prior=dist.Normal(0.0, 1.0), include=["2.*"])
 
-    def last_layer(x, y):
-        mean = bayesian(x)[:, 0]
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mean, 0.1), obs=y)
+    last_layer = of_network(bayesian, lambda f: dist.Normal(f[:, 0], 0.1))
 
     assert "replay" not in broken(ps.SGLD(last_layer, lr=5.0))
 

@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import of_rows
 from reference import normals
 
 import pyro_scale as ps
@@ -17,7 +18,7 @@ from pyro_scale.errors import ConvergenceWarning
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.measurements import Measurements
 
-CHAINS, DRAWS, SD = 4, 1000, 0.1
+CHAINS, DRAWS = 4, 1000
 
 
 def some_constant(y):
@@ -30,10 +31,7 @@ def some_constant(y):
         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
 
 
-def far_mean(y):
-    mu = pyro.sample("mu", dist.Normal(0.0, 1e9))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+far_mean = of_rows(lambda mu: dist.Normal(mu, 1.0), mu=lambda: dist.Normal(0.0, 1e9))
 
 
 def short_run(model):

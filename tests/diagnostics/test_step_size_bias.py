@@ -14,6 +14,7 @@ from densities import prior_only
 from linear import location, standardized
 from reference import double
 from repetitions import long_but
+from runs import QUIET
 from warned import quiet, quiet_runs, told
 
 import pyro_scale as ps
@@ -27,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("float64", "compiled_early")
 N, B = 1000, 20
 Y = standardized(N)
 MANY = {"num_samples": 400, "warmup_steps": 200, "thinning": 3, "num_chains": 40}
-QUIET = {"progress": False, "seed": 0}
 run = quiet_runs(**MANY, **QUIET)
 
 

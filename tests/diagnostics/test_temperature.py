@@ -9,8 +9,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 from densities import linear_regression, prior_only
+from models import normal, of_rows
 from reference import normals
 from repetitions import each_once, long_but
+from runs import QUIET
 from torch.utils.data import DataLoader, TensorDataset
 from warned import quiet, quiet_runs, told
 
@@ -25,23 +27,17 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 N, B = 1000, 32
 Y = normals(N)
-QUIET = {"seed": 0, "progress": False}
 LONG = {"num_samples": 2000, "warmup_steps": 2000, "thinning": 10, "num_chains": 4}
 run = quiet_runs((Y,), **LONG, **QUIET)
 
 
-def mean_of_normal(y):
-    """The posterior's precision is N + 1/100."""
-    mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+#: The posterior's precision is N + 1/100.
+mean_of_normal = of_rows(lambda mu: dist.Normal(mu, 1.0), mu=lambda: dist.Normal(0.0, 10.0))
 
 
-def mean_and_scale(y):
-    a = pyro.sample("a", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    b = pyro.sample("b", dist.LogNormal(0.0, 1.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(a.sum(), b), obs=y)
+mean_and_scale = of_rows(
+    lambda a, b: dist.Normal(a.sum(), b), a=normal(3), b=lambda: dist.LogNormal(0.0, 1.0)
+)
 
 
 @pytest.mark.slow

@@ -101,17 +101,17 @@ def run(method, data, **how):
         return method.run(data, **how)
 
 
-def by_hand(**how):
+def baoa_by_hand(**how):
     return found(run(ps.BAOA(model, lr=0.05), (X, Y), batch_size=20, **BY_HAND | how))
 
 
 CASES = {
-    "eager": by_hand,
+    "eager": baoa_by_hand,
     "compiled": lambda: found(
         run(ps.SGHMC(model, lr=0.05, compile=True), (X, Y), batch_size=20, **BY_HAND)
     ),
-    "everywhere": lambda: by_hand(distributed="all"),
-    "ignored": lambda: by_hand(distributed=False, num_chains=2),
+    "everywhere": lambda: baoa_by_hand(distributed="all"),
+    "ignored": lambda: baoa_by_hand(distributed=False, num_chains=2),
     "loader": lambda: found(
         run(ps.BAOA(model, lr=0.05), DataLoader(TensorDataset(X, Y), 20, shuffle=True), **BY_HAND)
     ),
@@ -124,7 +124,7 @@ CASES = {
 }
 
 
-def told(call):
+def error_of(call):
     """The error's class and message."""
     try:
         call()
@@ -158,9 +158,11 @@ def other_on_rank_1(what):
                 starts[5] += 1e-2
             case "version":
                 with mock.patch.object(resume, "version", return_value="0.0"):
-                    return told(lambda: run(ps.BAOA(model, lr=0.05), data, batch_size=20, **how))
+                    return error_of(
+                        lambda: run(ps.BAOA(model, lr=0.05), data, batch_size=20, **how)
+                    )
     sampler = ps.BAOA(how_model, lr=0.05, init_strategy={"w": starts})
-    return told(lambda: run(sampler, data, batch_size=20, **how))
+    return error_of(lambda: run(sampler, data, batch_size=20, **how))
 
 
 def dies_on_rank_1():
@@ -169,7 +171,7 @@ def dies_on_rank_1():
             os._exit(7)
         return 0.05
 
-    return told(lambda: run(ps.BAOA(model, lr=kill), (X, Y), batch_size=20, **BY_HAND))
+    return error_of(lambda: run(ps.BAOA(model, lr=kill), (X, Y), batch_size=20, **BY_HAND))
 
 
 def breaks_chain_3():
@@ -189,7 +191,7 @@ def breaking(chains, **how):
             pyro.sample("x", dist.Normal(w.sum(), 1.0), obs=x[:, 0])
 
     sampler = ps.BAOA(quartic, lr=0.05, init_strategy={"w": starts})
-    return sampler, told(lambda: run(sampler, (X,), batch_size=20, **BY_HAND, **how))
+    return sampler, error_of(lambda: run(sampler, (X,), batch_size=20, **BY_HAND, **how))
 
 
 def checkpointed(folder, seconds=0.05, resume=False, **how):
@@ -219,8 +221,8 @@ def stores(folder):
         "compiled": found(kept("compiled", compiled())),
         "everywhere": found(kept("everywhere", compiled(), distributed="all")),
         "points": found(kept("points", ps.SGHMC(with_param, lr=0.05, compile=True))),
-        "exists": told(lambda: kept("compiled", compiled())),
-        "another": told(lambda: kept(f"rank-{RANK}", compiled())),
+        "exists": error_of(lambda: kept("compiled", compiled())),
+        "another": error_of(lambda: kept(f"rank-{RANK}", compiled())),
     }
     fit = kept("nowhere", compiled(), store=False, num_samples=300)
     result["nowhere"] = moments(fit), fit.summary().to_dict(), fit.diagnostics().to_dict()
@@ -230,7 +232,7 @@ def stores(folder):
         none = isinstance(counted._last, NotRun)  # a rank whose chains have all stopped
         result[f"{name}, nowhere"] = None if none else moments(counted)
         result[f"{name}, draws"] = None if none else sampler.get_samples(group_by_chain=True)["w"]
-    result["full"] = told(lambda: on_a_full_disk(kept, compiled()))
+    result["full"] = error_of(lambda: on_a_full_disk(kept, compiled()))
     return result
 
 
@@ -389,27 +391,29 @@ def on_mesh(shape, folder, names):
         "compiled": compiled.get_samples(group_by_chain=True),
         "program": compiled.diagnostics().attrs["program"],
         "rows read": len(read_by_index.read),
-        "few starts": told(lambda: fitted(ps.MAP(model), num_chains=1)) if shape[0] > 1 else None,
+        "few starts": error_of(lambda: fitted(ps.MAP(model), num_chains=1))
+        if shape[0] > 1
+        else None,
         "batches by rank": drawn(
             ps.BAOA(model, lr=0.05), OWN_ROWS, **by_rank | {"num_samples": 50}
         ),
-        "rows by rank, untuned": told(
+        "rows by rank, untuned": error_of(
             lambda: drawn(ps.BAOA(model), num_chains=2, rows_by_rank=True)
         ),
         "gone on with": begun_and_resumed(),
         "places read": places_read(drawn),
-        "too few rows": told(
+        "too few rows": error_of(
             lambda: drawn(ps.BAOA(model, lr=0.05), (X[:few_rows], Y[:few_rows]), **by_rank)
         ),
-        "other rows in a team": told(
+        "other rows in a team": error_of(
             lambda: drawn(ps.BAOA(model, lr=0.05), (X[RANK:], Y[RANK:]), batch_size=None, **by_rank)
         ),
         "diagnostics": compiled.diagnostics().to_dict(),
-        "own subsamples": told(
+        "own subsamples": error_of(
             lambda: drawn(ps.BAOA(subsampling, lr=0.05), num_chains=2, batch_size=None)
         ),
-        "clock": told(lambda: drawn(ps.BAOA(model, lr=0.05), num_chains=2, max_seconds=9.0)),
-        "fails": told(lambda: drawn(ps.BAOA(fails_on_rank_1(), lr=0.05), num_chains=2)),
+        "clock": error_of(lambda: drawn(ps.BAOA(model, lr=0.05), num_chains=2, max_seconds=9.0)),
+        "fails": error_of(lambda: drawn(ps.BAOA(fails_on_rank_1(), lr=0.05), num_chains=2)),
     }
 
 
@@ -431,9 +435,9 @@ def found_in(case, folder, names):
         kinds = ("data", "seed", "length", "checkpoint", "who keeps", "bad argument")
         kinds += ("bad data", "model", "starts", "version")
         result = {kind: other_on_rank_1(kind) for kind in kinds}
-        result["few"] = told(lambda: by_hand(num_chains=1))
+        result["few"] = error_of(lambda: baoa_by_hand(num_chains=1))
         result["breaks"] = breaks_chain_3()
-        result["afterwards"] = by_hand()
+        result["afterwards"] = baoa_by_hand()
         return result
     if case.startswith("mesh"):
         return on_mesh(tuple(int(size) for size in case.split("-")[1:]), folder, names)

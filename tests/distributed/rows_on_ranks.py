@@ -10,7 +10,7 @@ from unittest import mock
 import pyro
 import pyro.distributions as dist
 import torch
-from on_ranks import BY_HAND, QUIET, RANK, Rows, X, Y, model, run, subsampling, told, with_param
+from on_ranks import BY_HAND, QUIET, RANK, Rows, X, Y, error_of, model, run, subsampling, with_param
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -41,7 +41,7 @@ def with_shift(x, y=None):
         pyro.sample("y", dist.Normal(x @ w + shift, 1e-6), obs=y)
 
 
-def network(x, y=None):
+def scaled_network(x, y=None):
     w = pyro.sample("w", dist.Normal(ZERO.expand(3, 4), 1.0).to_event(2))
     b = pyro.sample("b", dist.Normal(ZERO.expand(4), 1.0).to_event(1))
     v = pyro.sample("v", dist.Normal(ZERO.expand(4), 1.0).to_event(1))
@@ -58,7 +58,7 @@ WEIGHTS = {
 }
 
 
-def laplace(a_model=model, data=(X, Y), how=(), **asked):
+def laplace_numbers(a_model=model, data=(X, Y), how=(), **asked):
     fit = run(ps.Laplace(a_model, **asked), data, **QUIET, **dict(how)).fit
     return {
         "center": fit.centers,
@@ -78,30 +78,37 @@ def updated():
 def laplaces():
     loader = DataLoader(TensorDataset(X, Y), 20)
     exact = {
-        **{f"dense, {kind}": laplace(structure="dense", curvature=kind) for kind in KINDS},
-        **{f"diag, {kind}": laplace(structure="diag", curvature=kind) for kind in KINDS},
-        "many chunks": laplace(how={"batch_size": 10}),
-        "some of the rows weighed": laplace(data=(X.repeat(40, 1), Y.repeat(40))),
-        "starts": laplace(how={"num_chains": 2}),
-        "where it is given": laplace(how={"mode": {"w": 0.5 + torch.zeros(3)}}),
-        "loader": laplace(data=loader),
-        "stream": laplace(data=DataLoader(Rows(), 20)),
-        "own subsamples": laplace(subsampling),
-        "points": laplace(with_param),
-        "one density": laplace(process, data=(X[:60], Y[:60])),
-        "fewer rows than ranks": laplace(data=(X[:2], Y[:2])),
-        "kron": laplace(network, structure="kron", how={"mode": WEIGHTS}),
-        "kron, many chunks": laplace(
-            network, structure="kron", how={"mode": WEIGHTS, "batch_size": 10}
+        **{f"dense, {kind}": laplace_numbers(structure="dense", curvature=kind) for kind in KINDS},
+        **{f"diag, {kind}": laplace_numbers(structure="diag", curvature=kind) for kind in KINDS},
+        "many chunks": laplace_numbers(how={"batch_size": 10}),
+        "some of the rows weighed": laplace_numbers(data=(X.repeat(40, 1), Y.repeat(40))),
+        "starts": laplace_numbers(how={"num_chains": 2}),
+        "where it is given": laplace_numbers(how={"mode": {"w": 0.5 + torch.zeros(3)}}),
+        "loader": laplace_numbers(data=loader),
+        "stream": laplace_numbers(data=DataLoader(Rows(), 20)),
+        "own subsamples": laplace_numbers(subsampling),
+        "points": laplace_numbers(with_param),
+        "one density": laplace_numbers(process, data=(X[:60], Y[:60])),
+        "fewer rows than ranks": laplace_numbers(data=(X[:2], Y[:2])),
+        "kron": laplace_numbers(scaled_network, structure="kron", how={"mode": WEIGHTS}),
+        "kron, many chunks": laplace_numbers(
+            scaled_network, structure="kron", how={"mode": WEIGHTS, "batch_size": 10}
         ),
-        "kron, one row": laplace(network, (X[:1], Y[:1]), structure="kron", how={"mode": WEIGHTS}),
-        "kron, corrected": laplace(
-            network, structure="kron", corrected=True, how={"mode": WEIGHTS, "batch_size": 10}
+        "kron, one row": laplace_numbers(
+            scaled_network, (X[:1], Y[:1]), structure="kron", how={"mode": WEIGHTS}
         ),
-        "low rank": laplace(network, structure="low_rank", rank=3, how={"mode": WEIGHTS}),
+        "kron, corrected": laplace_numbers(
+            scaled_network,
+            structure="kron",
+            corrected=True,
+            how={"mode": WEIGHTS, "batch_size": 10},
+        ),
+        "low rank": laplace_numbers(
+            scaled_network, structure="low_rank", rank=3, how={"mode": WEIGHTS}
+        ),
         "update": updated(),
     }
-    drawn = {"monte_carlo": laplace(curvature="monte_carlo")}
+    drawn = {"monte_carlo": laplace_numbers(curvature="monte_carlo")}
     return {"exact": exact, "drawn": drawn}
 
 
@@ -158,16 +165,18 @@ def mistakes():
     fit = run(ps.Laplace(model), (X, Y), **QUIET, distributed="all")
     quiet = QUIET | ({"seed": 6} if is_1 else {})
     return {
-        "data": told(lambda: run(ps.Laplace(model), other, **QUIET)),
-        "seed": told(lambda: run(ps.Laplace(model), (X, Y), **quiet)),
-        "model": told(lambda: run(ps.Laplace(with_param if is_1 else model), (X, Y), **QUIET)),
-        "curvature": told(lambda: run(ps.Laplace(model, curvature=KINDS[is_1]), (X, Y), **QUIET)),
-        "no mode": told(lambda: run(ps.Laplace(endless), (X, Y), **QUIET)),
-        "rows": told(lambda: run(ps.Laplace(model, num_data=500), (X, Y), **QUIET)),
-        "breaks": told(breaks_on_rank_1),
-        "predict": told(lambda: fit.predict(other[0])),
-        "reduce": told(lambda: fit.predict(X, reduce="mean" if is_1 else None)),
-        "calls": told(fit.loo if is_1 else fit.log_likelihood),
+        "data": error_of(lambda: run(ps.Laplace(model), other, **QUIET)),
+        "seed": error_of(lambda: run(ps.Laplace(model), (X, Y), **quiet)),
+        "model": error_of(lambda: run(ps.Laplace(with_param if is_1 else model), (X, Y), **QUIET)),
+        "curvature": error_of(
+            lambda: run(ps.Laplace(model, curvature=KINDS[is_1]), (X, Y), **QUIET)
+        ),
+        "no mode": error_of(lambda: run(ps.Laplace(endless), (X, Y), **QUIET)),
+        "rows": error_of(lambda: run(ps.Laplace(model, num_data=500), (X, Y), **QUIET)),
+        "breaks": error_of(breaks_on_rank_1),
+        "predict": error_of(lambda: fit.predict(other[0])),
+        "reduce": error_of(lambda: fit.predict(X, reduce="mean" if is_1 else None)),
+        "calls": error_of(fit.loo if is_1 else fit.log_likelihood),
         "afterwards": fit.log_likelihood()["y"].shape,
     }
 
@@ -230,7 +239,7 @@ def searches():
         "factors": torch.stack([mode.gaussian.scale_tril for mode in every.modes]),
         "evidence": [mode.log_evidence for mode in every.modes],
         "too dear": [
-            told(lambda most=most: found(most, seed=0)) is not None
+            error_of(lambda most=most: found(most, seed=0)) is not None
             for most in (total // 2, total - 20, total - 4, total, 2 * total)
         ],
         "diagonal": [

@@ -44,7 +44,7 @@ METHODS = {
 }
 
 
-def network(dtype=torch.float64):
+def plain_network(dtype=torch.float64):
     torch.manual_seed(1)
     layers = nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 1)
     return nn.Sequential(*layers).to(dtype).to(DEVICE)
@@ -53,13 +53,13 @@ def network(dtype=torch.float64):
 def sharded(shape=(WORLD,), dtype=torch.float64, **how):
     """Weights of 7 and of 1 row on 2 or 3 ranks: uneven parts, and some without elements."""
     mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
-    net = network(dtype)
+    net = plain_network(dtype)
     for layer in (net[0], net[2], net[4]):
         fully_shard(layer, mesh=mesh, **how)
     return fully_shard(net, mesh=mesh, **how)
 
 
-def model_of(net, **how):
+def regression_with(net, **how):
     """A regression with a network; its noise is a latent beside the weights."""
     bayes = ps.bayesianize(net, **how)
 
@@ -86,12 +86,12 @@ def mine(rows):
 
 
 def new_net(**how):
-    return network() if RANK < 0 else sharded(**how)
+    return plain_network() if RANK < 0 else sharded(**how)
 
 
 def stepped(name, **how):
     """(Log joint, latents) after each of 20 steps, each rank with rows of its own."""
-    method = METHODS[name](model_of(new_net(**how)), num_data=101)
+    method = METHODS[name](regression_with(new_net(**how)), num_data=101)
     torch.manual_seed(7)
     trace, place = [], 0
     for size in SIZES:
@@ -111,8 +111,8 @@ def stepped(name, **how):
     return trace
 
 
-def ran(name, data=(X, Y), **how):
-    method = METHODS[name](model_of(new_net()))
+def run_method(name, data=(X, Y), **how):
+    method = METHODS[name](regression_with(new_net()))
     lengths = BY_HAND if name not in ("IVON", "MAP") else {"num_steps": 20, "batch_size": 21}
     return method.run(data, **lengths | QUIET | how)
 
@@ -121,7 +121,7 @@ def by_loader():
     """Rows are read by index; every rank has the whole data set."""
     loader = DataLoader(TensorDataset(X, Y), 21, shuffle=True)
     how = {key: value for key, value in BY_HAND.items() if key != "batch_size"}
-    fit = METHODS["BAOA"](model_of(new_net())).run(loader, **how, **QUIET)
+    fit = METHODS["BAOA"](regression_with(new_net())).run(loader, **how, **QUIET)
     return whole(fit.get_samples())
 
 
@@ -132,7 +132,7 @@ class StoppedError(Exception):
 def checkpointed(folder, resume=False, stops_at=None):
     """A run that ends once it has written a state, or goes on with what is there."""
     path = Path(folder) / "run"
-    model = model_of(new_net())
+    model = regression_with(new_net())
 
     def stopping(x, y=None):
         if (path / f"state-{stops_at}").exists():
@@ -149,7 +149,7 @@ def checkpointed(folder, resume=False, stops_at=None):
     return whole(method.get_samples())
 
 
-def told(call):
+def error_of(call):
     """The error's class and message."""
     try:
         call()
@@ -160,12 +160,12 @@ def told(call):
 
 def refused():
     net = sharded()
-    model = model_of(net)
+    model = regression_with(net)
 
     def by_hand(method, **how):
         return lambda: method.run((X, Y), **BY_HAND | QUIET | how)
 
-    half = network()
+    half = plain_network()
     fully_shard(half[0], mesh=init_device_mesh(DEVICE, (WORLD,)))
     done = by_hand(ps.BAOA(model, lr=0.01))()
     batch = X[:9], Y[:9]
@@ -205,7 +205,7 @@ def refused():
         "no rows": lambda: ps.BAOA(model, lr=0.01, num_data=101).step(X[:0], Y[:0]),
         "diverges": by_hand(ps.SGLD(model, lr=1e3)),
     }
-    return {name: told(call) for name, call in calls.items()}
+    return {name: error_of(call) for name, call in calls.items()}
 
 
 def in_half_precision():
@@ -213,7 +213,7 @@ def in_half_precision():
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     found = {}
     for name, how in {"bf16": {"mp_policy": policy}, "float32": {}}.items():
-        method = ps.BAOA(model_of(sharded(dtype=torch.float32, **how)), lr=0.01)
+        method = ps.BAOA(regression_with(sharded(dtype=torch.float32, **how)), lr=0.01)
         method.run((X.float(), Y.float()), **BY_HAND, **QUIET)
         found[name] = whole(method.get_samples())
     return found
@@ -221,23 +221,23 @@ def in_half_precision():
 
 def cases(folder):
     found = {"steps": {name: stepped(name) for name in METHODS}}
-    found["runs"] = {n: whole(ran(n).get_samples()) for n in METHODS if n != "IVON"}
+    found["runs"] = {n: whole(run_method(n).get_samples()) for n in METHODS if n != "IVON"}
     found["loader"] = by_loader()
     if RANK < 0:
-        found["trace"] = ran("IVON").trace
-    baoa = ran("BAOA")
+        found["trace"] = run_method("IVON").trace
+    baoa = run_method("BAOA")
     torch.manual_seed(5)
     found["predictions"] = baoa.predict(X[:9], num_samples=4)
     found["one row"] = baoa.predict(X[:1], return_sites=["mean"])
     if RANK < 0:
         return found
-    ivon = ran("IVON")
+    ivon = run_method("IVON")
     found["draws of a fit"] = whole(ivon.get_samples(4))
     found["kind"] = {name: type(v).__name__ for name, v in baoa.get_samples().items()}
-    found["linearized"] = told(lambda: ivon.predict(X[:9], num_samples=2, linearized=True))
+    found["linearized"] = error_of(lambda: ivon.predict(X[:9], num_samples=2, linearized=True))
     found["trace"] = ivon.trace
     net = sharded()
-    ps.MAP(model_of(net), optimizer=torchopt.adam(1e-2)).run(
+    ps.MAP(regression_with(net), optimizer=torchopt.adam(1e-2)).run(
         (X, Y), num_steps=20, batch_size=21, **QUIET
     )
     found["network"] = whole({name: weight.detach() for name, weight in net.named_parameters()})
@@ -245,7 +245,7 @@ def cases(folder):
     found["half"] = in_half_precision()
     offloaded = stepped("BAOA", offload_policy=CPUOffloadPolicy(pin_memory=DEVICE == "cuda"))
     found["offloaded"] = offloaded
-    plain = ps.BAOA(model_of(network()), lr=0.01)  # while there are sharded ones
+    plain = ps.BAOA(regression_with(plain_network()), lr=0.01)  # while there are sharded ones
     plain.run((X, Y), **BY_HAND | QUIET, num_chains=1, distributed=False)
     found["unsharded"] = plain.get_samples()
     if WORLD == 2:

@@ -20,7 +20,7 @@ METHODS = ["SGLD", "SGHMC", "BAOA", "IVON", "MAP"]
 pytestmark = needs_gloo
 
 
-def results(case, folder, world, **environment):
+def torchrun(case, folder, world, **environment):
     """What each rank has found; without a world, a process by itself."""
     folder.mkdir(exist_ok=True, parents=True)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
@@ -43,23 +43,23 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    (found,) = results("cases", folder / "alone", 0)
+    (found,) = torchrun("cases", folder / "alone", 0)
     return found
 
 
 @pytest.fixture(scope="module")
 def two(folder):
-    return results("cases", folder / "two", 2)
+    return torchrun("cases", folder / "two", 2)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
 def ranks(request, folder):
     if request.param == 2:
         return request.getfixturevalue("two")
-    return results("cases", folder / "three", 3)
+    return torchrun("cases", folder / "three", 3)
 
 
-def close(found, expected, tolerance):
+def close_sites(found, expected, tolerance):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance)
@@ -73,7 +73,7 @@ def test_steps_are_those_of_one_process(name, alone, ranks):
     for rank in ranks:
         steps = zip(rank["steps"][name], alone["steps"][name], strict=True)
         for number, (found, expected) in enumerate(steps):
-            close(found[1], expected[1], 1e-12 if number == 0 else 1e-8)
+            close_sites(found[1], expected[1], 1e-12 if number == 0 else 1e-8)
             assert found[0] == pytest.approx(expected[0], rel=1e-10)
 
 
@@ -81,19 +81,19 @@ def test_steps_are_those_of_one_process(name, alone, ranks):
 @pytest.mark.parametrize("name", ["SGLD", "SGHMC", "BAOA", "MAP"])
 def test_runs_are_those_of_one_process(name, alone, ranks):
     for rank in ranks:
-        close(rank["runs"][name], alone["runs"][name], 1e-8)
+        close_sites(rank["runs"][name], alone["runs"][name], 1e-8)
 
 
 @pytest.mark.slow
 def test_a_loader_has_the_batches_of_one_process(alone, ranks):
     for rank in ranks:
-        close(rank["loader"], alone["loader"], 1e-8)
+        close_sites(rank["loader"], alone["loader"], 1e-8)
 
 
 @pytest.mark.slow
 def test_draws_of_a_fit_do_not_depend_on_the_number_of_ranks(two, ranks):
     for rank in ranks:
-        close(rank["draws of a fit"], two[0]["draws of a fit"], 1e-8)
+        close_sites(rank["draws of a fit"], two[0]["draws of a fit"], 1e-8)
         assert rank["draws of a fit"]["0.weight"].shape == (4, 7, 5)
 
 
@@ -110,7 +110,7 @@ def test_predictions_are_of_all_rows_on_every_rank(alone, ranks):
     for rank in ranks:
         for case in ("predictions", "one row"):
             found, expected = rank[case], alone[case]
-            close({"mean": found["mean"]}, {"mean": expected["mean"]}, 1e-8)
+            close_sites({"mean": found["mean"]}, {"mean": expected["mean"]}, 1e-8)
         assert rank["predictions"]["y"].shape == (4, 9)
         assert torch.equal(rank["predictions"]["y"], ranks[0]["predictions"]["y"])
         residuals = rank["predictions"]["y"] - rank["predictions"]["mean"]
@@ -121,7 +121,7 @@ def test_predictions_are_of_all_rows_on_every_rank(alone, ranks):
 def test_the_network_is_left_where_the_run_ends(alone, two):
     for rank in two:
         mode = {n: value[0] for n, value in alone["runs"]["MAP"].items() if n != "sigma"}
-        close(rank["network"], mode, 1e-8)
+        close_sites(rank["network"], mode, 1e-8)
 
 
 @pytest.mark.slow
@@ -148,22 +148,22 @@ def test_offloaded_parameters_move_alike(alone, two):
     for rank in two:
         steps = zip(rank["offloaded"], alone["steps"]["BAOA"], strict=True)
         for (_, found), (_, expected) in steps:
-            close(found, expected, 1e-8)
+            close_sites(found, expected, 1e-8)
 
 
 @pytest.mark.slow
 def test_other_models_run_as_ever_beside_a_sharded_one(alone, two):
     for rank in two:
-        close(rank["unsharded"], alone["runs"]["BAOA"], 1e-8)
+        close_sites(rank["unsharded"], alone["runs"]["BAOA"], 1e-8)
 
 
 @pytest.mark.long
 def test_ranks_can_have_the_same_parts(alone, tmp_path):
     """A mesh of two dimensions: two copies of the network, each on two ranks."""
-    for rank in results("copies", tmp_path, 4):
+    for rank in torchrun("copies", tmp_path, 4):
         for name, steps in rank.items():
             for (log_joint, found), expected in zip(steps, alone["steps"][name], strict=True):
-                close(found, expected[1], 1e-8)
+                close_sites(found, expected[1], 1e-8)
                 assert log_joint == pytest.approx(expected[0], rel=1e-10)
 
 
@@ -212,8 +212,8 @@ def test_what_sharded_networks_have_not_is_refused_on_all_ranks(what, kind, word
 @pytest.mark.parametrize("world", long_but([1, 2, 3], 1))
 def test_a_run_goes_on_on_any_number_of_processes(world, alone, two, folder):
     place = folder / "two" / str(world - 1)
-    for found in results("resume", place, world):
-        close(found, alone["runs"]["SGHMC"], 1e-8)
+    for found in torchrun("resume", place, world):
+        close_sites(found, alone["runs"]["SGHMC"], 1e-8)
 
 
 @pytest.mark.long
@@ -229,8 +229,8 @@ def test_the_state_before_is_taken_where_the_latest_is_not_whole(how, alone, two
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
-    for found in results("resume", tmp_path, 2):
-        close(found, alone["runs"]["SGHMC"], 1e-8)
+    for found in torchrun("resume", tmp_path, 2):
+        close_sites(found, alone["runs"]["SGHMC"], 1e-8)
 
 
 # ------------------------------------------------------------------ noise
@@ -256,9 +256,9 @@ def test_noise_does_not_depend_on_the_number_of_parts(world):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_gpus_take_the_same_steps(alone, tmp_path):
     """With nccl; unmeasured."""
-    for rank in results("cases", tmp_path, 2, ON_CUDA="1"):
+    for rank in torchrun("cases", tmp_path, 2, ON_CUDA="1"):
         for name in METHODS:
             for (_, found), (_, expected) in zip(
                 rank["steps"][name], alone["steps"][name], strict=True
             ):
-                close(found, expected, 1e-8)
+                close_sites(found, expected, 1e-8)

@@ -120,7 +120,7 @@ def shared(request, alone, tmp_path_factory):
     return results("cases", tmp_path_factory.mktemp("ranks") / "n", request.param, names=alone)
 
 
-def same(case, found, expected):
+def same_bits(case, found, expected):
     """Compiled programs give the same bits; a vmapped step rounds by how many chains it moves."""
     if case in EAGER:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
@@ -136,7 +136,9 @@ def test_draws_are_those_of_one_process(case, alone, shared):
     for rank, found in enumerate(shared):
         own = slice(None) if rank == 0 or has_all else slice(rank, None, len(shared))
         for name in ("w", "lp"):
-            same(case, torch.as_tensor(found[case][name]), torch.as_tensor(expected[name][own]))
+            same_bits(
+                case, torch.as_tensor(found[case][name]), torch.as_tensor(expected[name][own])
+            )
 
 
 @pytest.mark.slow

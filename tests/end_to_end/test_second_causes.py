@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from runs import ONE_CHAIN, QUIET
 from torch.utils.data import DataLoader, IterableDataset
 
 import pyro_scale as ps
@@ -33,10 +34,10 @@ from pyro_scale.run.measurements import Measurements
 N, B = 40, 20
 X = torch.randn(N, 2, generator=torch.Generator().manual_seed(0))
 Y = X @ torch.tensor([1.0, -1.0]) + 0.3 * torch.randn(N, generator=torch.Generator().manual_seed(1))
-SHORT = {"num_samples": 1, "warmup_steps": 0, "thinning": 1, "num_chains": 1, "seed": 0}
+SHORT = {**ONE_CHAIN, **QUIET, "num_samples": 1}
 
 
-def regression(mean=lambda x, w: x @ w, likelihood=lambda mean: dist.Normal(mean, 0.3)):
+def unusual_regression(mean=lambda x, w: x @ w, likelihood=lambda mean: dist.Normal(mean, 0.3)):
     """A regression whose mean, or likelihood, has something about it."""
 
     def model(x, y=None):
@@ -47,10 +48,10 @@ def regression(mean=lambda x, w: x @ w, likelihood=lambda mean: dist.Normal(mean
     return model
 
 
-def run(model, data=(X, Y), lr=0.01, init_strategy=None, **how):
+def run_baoa(model, data=(X, Y), lr=0.01, init_strategy=None, **how):
     start = {} if init_strategy is None else {"init_strategy": init_strategy}
     sampler = ps.BAOA(model, lr=lr, compile=False, **start)
-    return sampler.run(data, progress=False, **(SHORT | how))
+    return sampler.run(data, **(SHORT | how))
 
 
 def with_nan(values, row):
@@ -83,11 +84,11 @@ ROWS = {
 def test_why_a_model_does_not_run_on_half_of_its_batch(cause):
     mean, told = ROWS[cause]
     with pytest.raises(PlateError, match=rf"runs on 20 rows but not on 10 .*{told}"):
-        run(regression(mean), batch_size=B)
+        run_baoa(unusual_regression(mean), batch_size=B)
 
 
 def changing(draw):
-    return regression(lambda x, w: x @ w + draw())
+    return unusual_regression(lambda x, w: x @ w + draw())
 
 
 CHANGES = {
@@ -101,12 +102,12 @@ COUNTER = itertools.count()
 @pytest.mark.parametrize("cause", CHANGES)
 def test_what_changes_without_torch_is_not_called_dropout(cause):
     with pytest.raises(ModelError, match=r"torch's generator has not moved: .*counter.*NumPy"):
-        run(changing(CHANGES[cause]))
+        run_baoa(changing(CHANGES[cause]))
 
 
 def test_what_draws_by_torch_is_told_so():
     with pytest.raises(ModelError, match=r"differ, so something in the model draws at random"):
-        run(changing(lambda: torch.randn(())))
+        run_baoa(changing(lambda: torch.randn(())))
 
 
 def off_its_domain(x, w):
@@ -116,29 +117,35 @@ def off_its_domain(x, w):
 @pytest.mark.parametrize("batch_size", [None, B])
 def test_nan_of_the_data_and_nan_of_the_start(batch_size):
     with pytest.raises(SiteError, match=r"NaN .*argument 0 is NaN in row 3 of the batch"):
-        run(regression(), (with_nan(X, 3), Y), batch_size=batch_size)
+        run_baoa(unusual_regression(), (with_nan(X, 3), Y), batch_size=batch_size)
     with pytest.raises(SiteError, match=r"NaN .*no argument .* is NaN or infinite there: start"):
-        run(regression(off_its_domain), batch_size=batch_size)
+        run_baoa(unusual_regression(off_its_domain), batch_size=batch_size)
 
 
 def test_nan_of_a_chain_s_own_start():
     start = {"w": torch.tensor([[60.0, 0.0], [40.0, 0.0]])}
-    model = regression(off_its_domain)
+    model = unusual_regression(off_its_domain)
     with pytest.raises(SiteError, match=r"chain 1 starts; no argument of the model is NaN"):
-        run(model, init_strategy=start, num_chains=2)
+        run_baoa(model, init_strategy=start, num_chains=2)
 
 
 @pytest.mark.parametrize(
     ("method", "error"),
     [
-        (lambda data: ps.Laplace(regression()).run(data, batch_size=B, progress=False), DataError),
         (
-            lambda data: ps.BAOA(regression(), compile=False).run(
+            lambda data: ps.Laplace(unusual_regression()).run(data, batch_size=B, progress=False),
+            DataError,
+        ),
+        (
+            lambda data: ps.BAOA(unusual_regression(), compile=False).run(
                 data, batch_size=B, num_samples=9, progress=False
             ),
             ArgumentError,
         ),
-        (lambda data: ps.EKF(regression()).run(data, batch_size=B, progress=False), NonFiniteError),
+        (
+            lambda data: ps.EKF(unusual_regression()).run(data, batch_size=B, progress=False),
+            NonFiniteError,
+        ),
     ],
 )
 def test_nan_beyond_the_first_batch_is_found(method, error):
@@ -147,7 +154,7 @@ def test_nan_beyond_the_first_batch_is_found(method, error):
 
 
 def test_rows_of_some_are_not_numbered_as_rows_of_the_data():
-    log_posterior = ps.LogPosterior(regression(), N)
+    log_posterior = ps.LogPosterior(unusual_regression(), N)
     start = log_posterior.init(0, X, Y)
     engine = {
         "data": TensorData((with_nan(X, range(33, N)), Y), N),
@@ -180,19 +187,19 @@ def test_masked_nan_is_not_blamed_for_a_long_step():
     data = X, Y.where(seen, math.nan)
     for batch_size in (None, B):
         with pytest.raises(NonFiniteError, match=r"step size above the stable range"):
-            run(model, data, lr=100.0, num_samples=50, batch_size=batch_size)
-    unmasked = regression()
+            run_baoa(model, data, lr=100.0, num_samples=50, batch_size=batch_size)
+    unmasked = unusual_regression()
     with pytest.raises(NonFiniteError, match=r"batch of that step holds NaN"):
-        run(unmasked, (with_nan(X, 33), Y), num_samples=50, batch_size=B)
+        run_baoa(unmasked, (with_nan(X, 33), Y), num_samples=50, batch_size=B)
 
 
 def test_observed_nan_and_observed_values_off_the_support():
     with pytest.raises(SiteError, match=r"value is NaN; leave such rows out") as raised:
-        run(regression(), (X, with_nan(Y, 3)))
+        run_baoa(unusual_regression(), (X, with_nan(Y, 3)))
     assert "-100" not in str(raised.value)
-    counts = regression(likelihood=lambda mean: dist.Poisson(mean.exp()))
+    counts = unusual_regression(likelihood=lambda mean: dist.Poisson(mean.exp()))
     with pytest.raises(SiteError, match=r"outside the support of its Poisson .*data, or choose"):
-        run(counts, (X, -Y.abs().round() - 1))
+        run_baoa(counts, (X, -Y.abs().round() - 1))
 
 
 def test_labels_that_are_out_of_range_are_not_called_a_dtype():
@@ -204,7 +211,7 @@ def test_labels_that_are_out_of_range_are_not_called_a_dtype():
             pyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
 
     with pytest.raises(SiteError, match=r"clamp labels of -100 to 0"):
-        run(model, (X, labels))
+        run_baoa(model, (X, labels))
 
 
 def test_a_density_of_straight_pieces_is_not_called_improper():
@@ -215,7 +222,7 @@ def test_a_density_of_straight_pieces_is_not_called_improper():
 
     sampler = ps.BAOA(model, lr="auto", precondition=None, compile=False)
     with pytest.raises(ArgumentError, match=r"straight pieces") as raised:
-        sampler.run((X, Y), batch_size=B, progress=False, **SHORT)
+        sampler.run((X, Y), batch_size=B, **SHORT)
     assert "proper" not in str(raised.value)
 
 
@@ -234,20 +241,20 @@ def test_a_data_set_that_cannot_begin_anew():
         (batches(), "pass a DataLoader"),
         (DataLoader(Once(), batch_size=B), "__iter__ has to begin anew"),
     ]:
-        sampler = ps.BAOA(regression(), lr=0.01, num_data=N, compile=False)
+        sampler = ps.BAOA(unusual_regression(), lr=0.01, num_data=N, compile=False)
         with pytest.raises(DataError, match=told):
-            sampler.run(loader, progress=False, **SHORT | {"num_samples": 9})
+            sampler.run(loader, **SHORT | {"num_samples": 9})
 
 
 def test_predict_names_columns_that_the_model_was_not_run_on():
-    method = run(regression(), num_samples=4)
+    method = run_baoa(unusual_regression(), num_samples=4)
     told = r"argument 0 has rows of shape \[3\], and those that the model was run on have \[2\]"
     with pytest.raises(ArgumentError, match=told):
         method.predict(torch.ones(5, 3))
 
 
 def test_frozen_chains_of_rejected_proposals():
-    sampler = ps.GHMC(regression(), lr=1e3, compile=False)
+    sampler = ps.GHMC(unusual_regression(), lr=1e3, compile=False)
     how = {"num_samples": 20, "warmup_steps": 1, "thinning": 1, "num_chains": 2, "seed": 0}
     sampler.run((X, Y), progress=False, **how)
     with pytest.warns(ConvergenceWarning, match=r"of the proposals were accepted: lower lr"):
@@ -257,7 +264,7 @@ def test_frozen_chains_of_rejected_proposals():
 def result_of(positions):
     """A run's result with other draws, `[chains, draws, 2]`."""
     chains, draws = positions.shape[:2]
-    result = run(regression(), num_samples=draws, num_chains=chains).posterior.draws
+    result = run_baoa(unusual_regression(), num_samples=draws, num_chains=chains).posterior.draws
     return dataclasses.replace(result, positions=positions)
 
 

@@ -14,11 +14,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 from damage import damage
+from models import of_network
 from processes import kill_until_done, launch
 from reference import double, normals
 from repetitions import long_but
+from row_datasets import RowByRow
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import pyro_scale as ps
 from pyro_scale.engine import checkpoint, loop, progress
@@ -62,21 +64,11 @@ def with_point(x, y=None):
         pyro.sample("y", dist.Normal(x @ w, s), obs=y)
 
 
-class Plain(Dataset):
-    """The rows, but not as tensors that can be seen."""
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, i):
-        return X[i], Y[i]
-
-
-class Twin(Plain):
+class Twin(RowByRow):
     """Another class with the same rows."""
 
 
-class Noisy(Plain):
+class Noisy(RowByRow):
     """Rows with noise of their own each time that they are read, from torch's generator."""
 
     def __getitem__(self, i):
@@ -95,12 +87,7 @@ def head():
     net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1))
     net = ps.bayesianize(net, include="2")
 
-    def model(x, y=None):
-        mean = net(x)[:, 0]
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-
-    return model
+    return of_network(net, lambda f: dist.Normal(f[:, 0], 1.0))
 
 
 def method_of(method=ps.BAOA, model=line, lr=0.02, compile=False, **options):
@@ -134,24 +121,24 @@ CASES = {
     "own subsamples": (method_of(model=subsampling), (X, Y), TWO),
     "points": (method_of(model=with_point), (X, Y), IN_BATCHES),
     "frozen base": (lambda: ps.BAOA(head(), **SMALL), (X, Y), IN_BATCHES),
-    "a loader by index": (method_of(), loader(Noisy(), shuffle=True), TWO),
+    "a loader by index": (method_of(), loader(Noisy(X, Y), shuffle=True), TWO),
     "frozen base, a loader": (
         lambda: ps.BAOA(head(), **SMALL),
-        loader(Noisy(), shuffle=True),
+        loader(Noisy(X, Y), shuffle=True),
         TWO,
     ),
-    "workers": (method_of(), loader(Noisy(), num_workers=2), TWO),
+    "workers": (method_of(), loader(Noisy(X, Y), num_workers=2), TWO),
     "a stream": (method_of(num_data=N), loader(Endless()), THREE),
     "a stream of lists": (method_of(num_data=N), LISTS, THREE),
 }
 
 
-def run(case, changes=None, **options):
+def run_case(case, changes=None, **options):
     method, data, how = CASES[case]
     return method().run(data, **{**STEPS, **how, **QUIET, **options, **(changes or {})})
 
 
-def same(one, other):
+def same_runs(one, other):
     draws, expected = one.get_samples(group_by_chain=True), other.get_samples(group_by_chain=True)
     assert draws.keys() == expected.keys()
     for name, value in expected.items():
@@ -173,14 +160,14 @@ def same(one, other):
     ),
 )
 def test_a_run_that_was_cut_short_goes_on_bit_for_bit(case, cut, tmp_path, monkeypatch):
-    whole = run(case)
+    whole = run_case(case)
     for step in (70, 100):
         cut(step)
         where = {"resume": tmp_path} if step == 100 else {"checkpoint": tmp_path}
-        part = run(case, **where, checkpoint_every=0)
+        part = run_case(case, **where, checkpoint_every=0)
         assert part.get_samples()["w" if "w" in whole.get_samples() else "2.weight"].shape[0] > 0
         monkeypatch.undo()
-    same(run(case, resume=tmp_path), whole)
+    same_runs(run_case(case, resume=tmp_path), whole)
     assert len(list(tmp_path.glob("state-*"))) == 2
 
 
@@ -189,12 +176,12 @@ def test_a_run_that_was_cut_short_goes_on_bit_for_bit(case, cut, tmp_path, monke
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_the_draws_until_then(cut):
-    whole = run("BAOA")
+    whole = run_case("BAOA")
     cut(100)
     with pytest.warns(
         UserWarning, match=r"interrupted after 95 steps; get_samples\(\) holds the 28"
     ) as told:
-        part = run("BAOA")
+        part = run_case("BAOA")
     assert not [each for each in told if "resume" in str(each.message)]  # nothing is written down
     drawn, expected = (each.get_samples(group_by_chain=True)["w"] for each in (part, whole))
     assert torch.equal(drawn, expected[:, :28])
@@ -205,10 +192,10 @@ def test_an_interrupt_leaves_the_draws_until_then(cut):
 def test_an_interrupt_before_the_first_draw_is_one(cut, tmp_path):
     cut(9)
     with pytest.raises(KeyboardInterrupt) as raised:
-        run("BAOA")
+        run_case("BAOA")
     assert raised.value.__notes__[-1].endswith("steps; no draws")
     with pytest.raises(KeyboardInterrupt) as raised:
-        run("BAOA", checkpoint=tmp_path)
+        run_case("BAOA", checkpoint=tmp_path)
     assert raised.value.__notes__[-1].endswith(f"; the same call with resume='{tmp_path}' goes on")
 
 
@@ -216,10 +203,10 @@ def test_an_interrupt_before_the_first_draw_is_one(cut, tmp_path):
 def test_an_interrupt_says_how_to_go_on(cut, tmp_path, monkeypatch):
     cut(100)
     with pytest.warns(UserWarning, match=r"interrupted .*; the same call with resume='") as told:
-        run("BAOA", checkpoint=tmp_path)
+        run_case("BAOA", checkpoint=tmp_path)
     said = next(str(each.message) for each in told if "interrupted" in str(each.message))
     monkeypatch.undo()
-    same(run("BAOA", resume=said.split("'")[1]), run("BAOA"))
+    same_runs(run_case("BAOA", resume=said.split("'")[1]), run_case("BAOA"))
 
 
 @pytest.mark.slow
@@ -264,7 +251,7 @@ def test_a_chain_that_stopped_stays_so(tmp_path, cut, monkeypatch):
     # Of chains that stopped before the checkpoint their last steps, and so their sites, are lost.
     assert re.findall(r"chain (\d+) at step (\d+)", str(found.value)) == stops
     assert "site 'cliff': its log density is NaN" in str(found.value)
-    same(resumed, whole)
+    same_runs(resumed, whole)
 
 
 # ------------------------------------------------------------------ going on
@@ -272,12 +259,12 @@ def test_a_chain_that_stopped_stays_so(tmp_path, cut, monkeypatch):
 
 @pytest.mark.slow
 def test_a_finished_run_is_extended(tmp_path):
-    longer = run("BAOA", num_samples=70)
-    run("BAOA", checkpoint=tmp_path)
-    same(run("BAOA", resume=tmp_path), run("BAOA"))  # nothing is left to do
-    same(run("BAOA", num_samples=70, resume=tmp_path), longer)
+    longer = run_case("BAOA", num_samples=70)
+    run_case("BAOA", checkpoint=tmp_path)
+    same_runs(run_case("BAOA", resume=tmp_path), run_case("BAOA"))  # nothing is left to do
+    same_runs(run_case("BAOA", num_samples=70, resume=tmp_path), longer)
     with pytest.raises(ArgumentError, match=r"num_samples=40: .* holds 70 draws a chain already"):
-        run("BAOA", resume=tmp_path)
+        run_case("BAOA", resume=tmp_path)
 
 
 @pytest.mark.parametrize("compiled", long_but([False, True], True))
@@ -293,7 +280,7 @@ def test_a_run_is_extended_by_the_program_that_it_was_run_by(compiled, tmp_path)
     longer = ran(compiled, most)
     ran(compiled, checkpoint=tmp_path)
     extended = ran("auto", most, resume=tmp_path)
-    same(extended, longer)
+    same_runs(extended, longer)
     finished = ran("auto", most, resume=tmp_path)  # nothing is left to do
     for each in (extended, finished):
         assert each.posterior.draws.attrs["program"] == ("compiled loop" if compiled else "eager")
@@ -301,15 +288,15 @@ def test_a_run_is_extended_by_the_program_that_it_was_run_by(compiled, tmp_path)
 
 @pytest.mark.slow
 def test_the_seed_is_that_of_the_run(tmp_path):
-    whole = run("BAOA", checkpoint=tmp_path)
-    same(run("BAOA", resume=tmp_path, seed=None), whole)
+    whole = run_case("BAOA", checkpoint=tmp_path)
+    same_runs(run_case("BAOA", resume=tmp_path, seed=None), whole)
 
 
 @pytest.fixture(scope="module")
-def finished(float64, tmp_path_factory):
+def finished_checkpoints(float64, tmp_path_factory):
     """The checkpoints of a run."""
     directory = tmp_path_factory.mktemp("finished")
-    run("BAOA", checkpoint=directory)
+    run_case("BAOA", checkpoint=directory)
     return directory
 
 
@@ -331,8 +318,8 @@ def finished(float64, tmp_path_factory):
         ({"data": (X[:50], Y[:50])}, "num_data was 60, is 50"),
     ],
 )
-def test_another_run_is_refused_with_what_differs(changed, what, finished):
-    before = {file.name: file.read_bytes() for file in finished.iterdir()}
+def test_another_run_is_refused_with_what_differs(changed, what, finished_checkpoints):
+    before = {file.name: file.read_bytes() for file in finished_checkpoints.iterdir()}
     method, data, how = CASES["BAOA"]
     changed = dict(changed)
     method, data = changed.pop("method", method), changed.pop("data", data)
@@ -340,8 +327,8 @@ def test_another_run_is_refused_with_what_differs(changed, what, finished):
     if "not there" in what:
         how.pop("batch_size")
     with pytest.raises(FileError, match=rf"is another run \(.*{what}"):
-        method().run(data, resume=finished, **how)
-    assert before == {file.name: file.read_bytes() for file in finished.iterdir()}
+        method().run(data, resume=finished_checkpoints, **how)
+    assert before == {file.name: file.read_bytes() for file in finished_checkpoints.iterdir()}
 
 
 def test_of_hyperparameters_by_site_those_that_differ_are_named(tmp_path):
@@ -367,10 +354,10 @@ class Mine:
 
 KINDS = {
     "tensors": ((X, Y), {"batch_size": B}),
-    "a data set": (DataLoader(Plain(), B), {}),
-    "another one": (DataLoader(Twin(), B), {}),
-    "as they come": (DataLoader(Plain(), batch_sampler=[*torch.arange(N).split(B)]), {}),
-    "another loader": (Mine(Plain()), {}),
+    "a data set": (DataLoader(RowByRow(X, Y), B), {}),
+    "another one": (DataLoader(Twin(X, Y), B), {}),
+    "as they come": (DataLoader(RowByRow(X, Y), batch_sampler=[*torch.arange(N).split(B)]), {}),
+    "another loader": (Mine(RowByRow(X, Y)), {}),
 }
 
 
@@ -398,9 +385,9 @@ def test_the_kind_of_data_counts(then, now, tmp_path):
 def test_the_bar_of_a_run_that_goes_on_shows_no_log_joint_before_there_is_one(
     tmp_path, monkeypatch, capfd
 ):
-    run("BAOA", checkpoint=tmp_path)
+    run_case("BAOA", checkpoint=tmp_path)
     monkeypatch.setattr(progress, "tqdm", partial(progress.tqdm, mininterval=0, miniters=1))
-    run("BAOA", num_samples=70, resume=tmp_path, progress=True)
+    run_case("BAOA", num_samples=70, resume=tmp_path, progress=True)
     shown = capfd.readouterr().err
     assert "log joint -" in shown
     assert "131/221 [" in shown
@@ -408,10 +395,10 @@ def test_the_bar_of_a_run_that_goes_on_shows_no_log_joint_before_there_is_one(
 
 
 def test_the_version_counts(tmp_path, monkeypatch):
-    run("BAOA", checkpoint=tmp_path)
+    run_case("BAOA", checkpoint=tmp_path)
     monkeypatch.setattr("pyro_scale.run.resume.version", lambda _: "9.9")
     with pytest.raises(FileError, match=r"version was '.*', is '9.9'"):
-        run("BAOA", resume=tmp_path)
+        run_case("BAOA", resume=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -430,22 +417,22 @@ def test_the_version_counts(tmp_path, monkeypatch):
 def test_bad_arguments_are_refused(options, error, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message):
-        run("BAOA", **options)
+        run_case("BAOA", **options)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_runs_checkpoints_are_not_written_over(tmp_path):
-    run("BAOA", checkpoint=tmp_path)
+    run_case("BAOA", checkpoint=tmp_path)
     with pytest.raises(ArgumentError, match=r"holds the checkpoints of a run: pass resume="):
-        run("BAOA", checkpoint=tmp_path)
+        run_case("BAOA", checkpoint=tmp_path)
     with pytest.raises(ArgumentError, match="leave checkpoint out"):
-        run("BAOA", checkpoint=tmp_path / "other", resume=tmp_path)
-    run("BAOA", checkpoint=tmp_path, resume=tmp_path)
+        run_case("BAOA", checkpoint=tmp_path / "other", resume=tmp_path)
+    run_case("BAOA", checkpoint=tmp_path, resume=tmp_path)
 
 
 @pytest.mark.slow
 def test_one_run_at_a_time_writes_into_a_directory(tmp_path):
-    run("BAOA", {"checkpoint": tmp_path}, num_samples=5)
+    run_case("BAOA", {"checkpoint": tmp_path}, num_samples=5)
     other = """
 from pyro_scale.storage import files
 with files.locked(Path(sys.argv[1])):
@@ -455,10 +442,10 @@ with files.locked(Path(sys.argv[1])):
     with launch(other, tmp_path, stdin=subprocess.PIPE) as process:
         before = sorted(tmp_path.iterdir())
         with pytest.raises(FileError, match="another run is writing into"):
-            run("BAOA", {"resume": tmp_path}, num_samples=8)
+            run_case("BAOA", {"resume": tmp_path}, num_samples=8)
         assert sorted(tmp_path.iterdir()) == before
         process.kill()
-    run("BAOA", {"resume": tmp_path}, num_samples=8)
+    run_case("BAOA", {"resume": tmp_path}, num_samples=8)
 
 
 def test_checkpoints_leave_nothing_behind(tmp_path):
@@ -466,7 +453,7 @@ def test_checkpoints_leave_nothing_behind(tmp_path):
     own = {"draws-final.nc", "draws-2024.csv", "state-notes.txt", ".pyro-scale-mine"}
     for name in own:
         (tmp_path / name).write_text("the user's own")
-    run("BAOA", checkpoint=tmp_path, checkpoint_every=0)
+    run_case("BAOA", checkpoint=tmp_path, checkpoint_every=0)
     names = {file.name for file in tmp_path.iterdir()} - own
     assert len(list(tmp_path.iterdir())) == len(names) + len(own)
     assert {re.sub("[0-9]+", "", name) for name in names} == {"state-", "draws-"}
@@ -474,7 +461,7 @@ def test_checkpoints_leave_nothing_behind(tmp_path):
 
 @pytest.mark.long
 def test_schedules_of_ours_are_compared(tmp_path):
-    run("cycles", checkpoint=tmp_path)
+    run_case("cycles", checkpoint=tmp_path)
     method = method_of(ps.SGHMC, lr=ps.schedules.Cyclical(0.03, 50))()
     with pytest.raises(FileError, match=r"is another run .*cycle_steps"):
         method.run((X, Y), resume=tmp_path, **{**STEPS, **IN_BATCHES, **QUIET})
@@ -506,11 +493,11 @@ def cut_short(float64, tmp_path_factory):
             raise KeyboardInterrupt
         move(self, program, batches, block, *others)
 
-    whole = run("BAOA")
+    whole = run_case("BAOA")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(loop.Chains, "move", interrupted)
-        run("BAOA", checkpoint=directory, checkpoint_every=0)
+        run_case("BAOA", checkpoint=directory, checkpoint_every=0)
     files = (file for file in directory.iterdir() if not file.name.startswith("."))
     return {file.name: file.read_bytes() for file in files}, whole
 
@@ -534,14 +521,14 @@ def test_damage_is_noticed(seed, unfinished, tmp_path):
     latest = max((n for n in held if "state" in n), key=lambda n: int(n.partition("-")[2]))
     older = {n for n in held if "state" in n} - {latest}
     if name in older:
-        same(run("BAOA", resume=tmp_path), whole)
+        same_runs(run_case("BAOA", resume=tmp_path), whole)
     elif name == latest or name not in parts_of(tmp_path / older.pop()):
         with pytest.warns(UserWarning, match="the one before it is taken"):
-            resumed = run("BAOA", resume=tmp_path)
-        same(resumed, whole)
+            resumed = run_case("BAOA", resume=tmp_path)
+        same_runs(resumed, whole)
     else:
         with pytest.raises(FileError, match=rf"holds no intact checkpoint: .*{name}"):
-            run("BAOA", resume=tmp_path)
+            run_case("BAOA", resume=tmp_path)
 
 
 @pytest.mark.slow
@@ -553,8 +540,8 @@ def test_a_state_that_was_whole_stays_as_the_one_before(unfinished, tmp_path):
         assert len(states) == 2
         states[1].write_bytes(states[1].read_bytes()[:-50])
         with pytest.warns(UserWarning, match=f"{states[1].name}.*the one before it is taken"):
-            resumed = run("BAOA", resume=tmp_path, checkpoint_every=1000)
-        same(resumed, whole)
+            resumed = run_case("BAOA", resume=tmp_path, checkpoint_every=1000)
+        same_runs(resumed, whole)
         assert states[0].exists()
         assert not states[1].exists()
 
@@ -568,7 +555,7 @@ def test_a_file_that_is_gone_is_named(unfinished, tmp_path):
     first = min((n for n in held if "draws" in n), key=lambda n: int(n.partition("-")[2]))
     (tmp_path / first).unlink()
     with pytest.raises(FileError, match=rf"{first}' cannot be read"):
-        run("BAOA", resume=tmp_path)
+        run_case("BAOA", resume=tmp_path)
 
 
 # ------------------------------------------------------------------ kill -9
@@ -602,7 +589,7 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(case, kills, draws, tmp_pat
 
     kill_until_done(begin, directory, saved, kills)
     found = torch.load(saved)
-    expected = run(case, num_samples=draws).get_samples(group_by_chain=True)
+    expected = run_case(case, num_samples=draws).get_samples(group_by_chain=True)
     for name, value in expected.items():
         assert torch.equal(found[name], value)
 

@@ -17,9 +17,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 from models import normal, of_rows
-from reference import double, normals
+from reference import close_in_scale, double, normals
 from repetitions import long_but
-from runs import EVERY_STEP, QUIET
+from runs import EVERY_STEP, QUIET, same_steps
 from torch.utils.data import DataLoader, Dataset
 from warned import without_replay
 
@@ -40,10 +40,6 @@ X = normals(40, 3)
 Y = (X.sum(1) > 0).double()
 
 
-def close(actual, expected, tolerance=1e-10):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
-
-
 logistic = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(3))
 
 
@@ -57,11 +53,6 @@ def program_of(sampler):
     name = sampler.posterior.draws.attrs["program"]
     assert sampler.to_arviz(log_likelihood=False).posterior.attrs["program"] == name
     return name
-
-
-def same(one, other):
-    close(one.posterior.draws.positions, other.posterior.draws.positions)
-    close(one.posterior.draws.sample_stats["lp"], other.posterior.draws.sample_stats["lp"])
 
 
 def reasons(caught):
@@ -101,7 +92,7 @@ def plain():
 def test_a_loop_first(recwarn):
     sampler = ran(logistic, True)
     assert program_of(sampler) == LOOP
-    same(sampler, plain())
+    same_steps(sampler, plain())
     assert not reasons(recwarn)
 
 
@@ -112,7 +103,7 @@ def test_then_a_compiled_step(recwarn, monkeypatch):
     monkeypatch.setattr(compiled, "library_for", refuse(NotALoop(left)))
     sampler = ran(logistic, True)
     assert program_of(sampler) == STEP
-    same(sampler, plain())
+    same_steps(sampler, plain())
     assert not reasons(recwarn)
     (warning,) = [str(w.message) for w in recwarn if issubclass(w.category, CompileWarning)]
     assert "torch.ops.aten.linalg_cholesky_ex.default is nothing that" in warning
@@ -270,13 +261,13 @@ def test_a_built_loop_is_found_again(monkeypatch):
     monkeypatch.setattr(compiled, "compile_graph", refuse(RuntimeError("asked for")))
     again = ran(scaled(0.5), True, data=(-X, Y), seed=3)
     assert program_of(again) == LOOP
-    same(again, ran(scaled(0.5), False, data=(-X, Y), seed=3))
+    same_steps(again, ran(scaled(0.5), False, data=(-X, Y), seed=3))
 
 
 @pytest.mark.long
 def test_a_model_that_differs_in_one_number_is_built_anew():
     for factor in (0.5, 0.25):
-        same(ran(scaled(factor), True), ran(scaled(factor), False))
+        same_steps(ran(scaled(factor), True), ran(scaled(factor), False))
 
 
 linear = of_rows(lambda x, w: dist.Normal(x @ w, 1.0), w=normal(3))
@@ -298,7 +289,7 @@ def test_data_of_another_geometry_are_built_anew(change):
     ran(linear, True)
     fast, slow = (ran(linear, c, data=data, batch_size=size) for c in (True, False))
     assert program_of(fast) == LOOP
-    same(fast, slow)
+    same_steps(fast, slow)
 
 
 # ------------------------------------------------------------------ nothing is left changed
@@ -377,7 +368,7 @@ def test_settings_while_a_model_is_traced_that_raises():
     assert calls
     (reason,) = reasons(caught)
     assert "KeyError" in reason
-    same(sampler, plain())
+    same_steps(sampler, plain())
     after = settings_now()
     assert {k: v for k, v in after.items() if before[k] != v} == {}
 
@@ -447,10 +438,10 @@ def test_a_bad_row_stops_each_chain_when_it_comes_to_it(thinning, warmup):
     assert failures(said) == expected
     assert said == said_slowly
     assert "holds NaN or infinite numbers" in said
-    same(fast, slow)
+    same_steps(fast, slow)
     healthy = ran(two_sites, True, data=rows, num_chains=6, **steps)
     sound = [chain for chain in range(6) if chain not in expected]
-    close(fast.posterior.draws.positions, healthy.posterior.draws.positions[sound])
+    close_in_scale(fast.posterior.draws.positions, healthy.posterior.draws.positions[sound])
 
 
 @pytest.mark.slow
@@ -476,7 +467,7 @@ def test_a_chain_that_diverges_stops_alone():
     assert set(failures(said)) >= {4}
     assert {site for _, site in failures(said).values()} == {"v"}
     assert "a step size above the stable range" in said
-    same(fast, slow)
+    same_steps(fast, slow)
 
 
 @pytest.mark.long
@@ -492,9 +483,9 @@ def test_a_chain_that_fails_beside_points():
     assert program_of(fast) == LOOP
     assert said == said_slowly
     assert 1 <= len(failures(said)) < 6
-    same(fast, slow)
+    same_steps(fast, slow)
     assert torch.isfinite(fast.params["p"]).all()
-    close(fast.params["p"], slow.params["p"])
+    close_in_scale(fast.params["p"], slow.params["p"])
 
 
 def curves(y):
@@ -518,7 +509,7 @@ def test_a_broken_chain_upsets_no_factorization():
     assert said == said_slowly
     assert 0 in failures(said)
     assert 1 < len(failures(said)) < 6
-    same(fast, slow)
+    same_steps(fast, slow)
 
 
 @pytest.mark.slow

@@ -14,17 +14,19 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from dtypes import default_dtype
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from methods import STOCHASTIC
-from models import normal, of_rows
+from models import normal, of_network, of_rows
 from pyro.nn import PyroModule, PyroSample
-from reference import double, normals
+from reference import close_in_scale, double, normals
 from repetitions import long_but
-from runs import EVERY_STEP, QUIET
+from row_datasets import RowByRow, Stream
+from runs import EVERY_STEP, QUIET, same_steps
 from torch import nn
 from torch.distributions import constraints
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 import pyro_scale as ps
 from pyro_scale.engine import inputs as step_inputs
@@ -42,27 +44,10 @@ N, B = 40, 7  # the batch does not divide the rows
 STEPS = 200
 
 
-def close(actual, expected, tolerance=1e-10):
-    scale = max(1.0, float(expected.abs().max()))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
-
-
 def ran(make, compile, data, **kwargs):
     """A finished sampler."""
     chosen = {**EVERY_STEP, **QUIET, "num_samples": STEPS, "num_chains": 2, **kwargs}
     return make(compile=compile).run(data, **chosen)
-
-
-def same(fast, slow, tolerance=1e-10):
-    """Asserts that two samplers hold the same draws and statistics, and moved at all."""
-    mine, theirs = fast.posterior.draws, slow.posterior.draws
-    close(mine.positions, theirs.positions, tolerance)
-    assert mine.positions.dtype == theirs.positions.dtype
-    assert mine.sample_stats.keys() == theirs.sample_stats.keys()
-    for name, column in theirs.sample_stats.items():
-        close(mine.sample_stats[name], column, tolerance)
-    if mine.positions.shape[1] > 2:
-        assert (mine.positions.std(1) > 0).all()
 
 
 def compiled_as_eager(make, data, program=LOOP, tolerance=1e-10, **kwargs):
@@ -70,7 +55,7 @@ def compiled_as_eager(make, data, program=LOOP, tolerance=1e-10, **kwargs):
     fast, slow = (ran(make, compile, data, **kwargs) for compile in (True, False))
     assert fast.posterior.draws.attrs["program"].startswith(program)
     assert slow.posterior.draws.attrs["program"].startswith("eager")
-    same(fast, slow, tolerance)
+    same_steps(fast, slow, tolerance)
     return fast
 
 
@@ -276,24 +261,6 @@ def test_many_chains_over_threads(method):
 # ------------------------------------------------------------------ data
 
 
-class Rows(Dataset):
-    """A map-style data set that is no TensorDataset."""
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, i):
-        return X[i], Y[i]
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(zip(X, Y, strict=True))
-
-    def __len__(self):
-        return N
-
-
 def as_dict(batch):
     x, y = zip(*batch, strict=True)
     return {"y": torch.stack(y), "x": torch.stack(x)}
@@ -334,11 +301,11 @@ DATA = {
     "not tensors": (with_constants, constants(X, Y), {}),
     "not tensors, batches": (with_constants, constants(X, Y), {"batch_size": B}),
     "model subsamples": (by_itself, (X, Y), {}),
-    "loader, map-style": (logistic, DataLoader(Rows(), B), {}),
-    "loader, dict": (logistic, DataLoader(Rows(), B, collate_fn=as_dict), {}),
-    "stream": (logistic, DataLoader(Stream(), B), {}),
+    "loader, map-style": (logistic, DataLoader(RowByRow(X, Y), B), {}),
+    "loader, dict": (logistic, DataLoader(RowByRow(X, Y), B, collate_fn=as_dict), {}),
+    "stream": (logistic, DataLoader(Stream(X, Y), B), {}),
     "shared": (logistic, (X, Y), {"batch_size": B, "share_batches": True}),
-    "shared stream": (logistic, DataLoader(Stream(), B), {"share_batches": True}),
+    "shared stream": (logistic, DataLoader(Stream(X, Y), B), {"share_batches": True}),
     "none": (without_data, None, {}),
 }
 
@@ -430,12 +397,9 @@ def test_rows_of_several_types_beside_float32_latents(batch_size):
 @pytest.mark.parametrize("method", long_but(METHODS, ps.SGNHT))
 def test_float32(method):
     """Beside 1e-5 of rounding, a wrong number would show just as well."""
-    torch.set_default_dtype(torch.float32)
-    try:
-        make = functools.partial(method, logistic, **hypers(method, "schedules"))
+    make = functools.partial(method, logistic, **hypers(method, "schedules"))
+    with default_dtype(torch.float32):
         fast = compiled_as_eager(make, (X.float(), Y.float()), tolerance=1e-5, batch_size=B)
-    finally:
-        torch.set_default_dtype(torch.float64)
     assert fast.posterior.draws.positions.dtype == torch.float32
 
 
@@ -458,7 +422,7 @@ def every_state():
         fast, slow = (
             ran(make, c, (X, Y), batch_size=B, num_chains=3, num_samples=300) for c in (True, False)
         )
-    same(fast, slow)
+    same_steps(fast, slow)
     assert programs[0].name == LOOP
     return (
         plans[0],
@@ -500,8 +464,8 @@ def test_exactly_the_right_states_are_kept(warmup, thinning, num_samples, length
             start = stop
     kept = torch.arange(warmup + thinning - 1, warmup + num_samples * thinning, thinning)
     assert chains.count == steps.total == kept[-1] + 1
-    close(draws.positions, positions[:, kept])
-    close(draws.log_joint, lp[:, kept])
+    close_in_scale(draws.positions, positions[:, kept])
+    close_in_scale(draws.log_joint, lp[:, kept])
     assert torch.equal(draws.kept_steps, kept)
     assert chains.log_joint == pytest.approx(float(lp[:, kept[-1]].mean()), abs=1e-9)
 
@@ -515,7 +479,7 @@ def test_where_tapes_are_cut_changes_nothing(length, monkeypatch):
     whole = ran(make, True, (X, Y), **kwargs)
     monkeypatch.setattr(simulation, "steps_within_budget", lambda *_: length)
     cut = ran(make, True, (X, Y), **kwargs)
-    same(cut, whole, tolerance=0.0)
+    same_steps(cut, whole, tolerance=0.0)
 
 
 # ------------------------------------------------------------------ models
@@ -550,7 +514,7 @@ def correlated(x):
         )
 
 
-def mixture(y):
+def three_components(y):
     weights = pyro.sample("weights", dist.Dirichlet(torch.tensor([2.0, 3.0, 4.0])))
     m = pyro.sample("m", dist.Normal(torch.tensor([-1.0, 0.0, 2.0]), 1.0).to_event(1))
     with pyro.plate("data", len(y)):
@@ -614,15 +578,6 @@ def per_datum(params, batch):
     return -0.5 * error - 0.5 * (params["w"].square().sum() + params["b"].cosh()) / N
 
 
-def observed(net, likelihood):
-    def model(x, y):
-        out = net(x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", likelihood(out), obs=y)
-
-    return model
-
-
 def categorical(out):
     return dist.Categorical(logits=out)
 
@@ -660,7 +615,7 @@ CLASS = torch.arange(N) % 3
 MODELS = {  # model, data, program, lr
     "hierarchical": lambda: (hierarchical, (X, GROUP, Y), LOOP, 0.05),
     "simplex": lambda: (simplex, (X, Y), LOOP, 0.1),
-    "mixture": lambda: (mixture, normals(N, seed=5) * 2, EITHER, 0.1),
+    "mixture": lambda: (three_components, normals(N, seed=5) * 2, EITHER, 0.1),
     "ordered": lambda: (ordered, (X, CLASS), EITHER, 0.1),
     "scaled products": lambda: (scaled_products, (X, Y), LOOP, 0.1),
     "from_function": lambda: (
@@ -672,7 +627,7 @@ MODELS = {  # model, data, program, lr
         0.2,
     ),
     "mlp": lambda: (
-        observed(ps.bayesianize(mlp()), categorical),
+        of_network(ps.bayesianize(mlp()), categorical),
         (normals(N, 4), CLASS),
         LOOP,
         0.05,
@@ -680,7 +635,7 @@ MODELS = {  # model, data, program, lr
     "frozen part": lambda: (PartlyFrozen(point=False), (X, Y), LOOP, 0.1),
     "Gaussian process": lambda: (gaussian_process, normals(N, 5), LOOP, 0.1),
     "convolutions": lambda: (
-        observed(ps.bayesianize(convolutions()), categorical),
+        of_network(ps.bayesianize(convolutions()), categorical),
         (normals(N, 1, 4, 4), CLASS),
         STEP,
         0.05,
@@ -757,10 +712,10 @@ def test_points_are_the_same(model, settings):
     make = functools.partial(ps.SGHMC, model, lr=0.1)
     fast, slow = (ran(make, c, (X, Y), **settings) for c in (True, False))
     assert fast.posterior.draws.attrs["program"] == LOOP
-    same(fast, slow)
+    same_steps(fast, slow)
     assert fast.params.keys() == slow.params.keys()
     for name, value in slow.params.items():
-        close(fast.params[name], value)
+        close_in_scale(fast.params[name], value)
 
 
 # ------------------------------------------------------------------ again and again
@@ -781,10 +736,10 @@ def test_a_second_run_takes_its_own_data_and_seed():
         }
         for sampler in (fast, slow):
             sampler.run(data, seed=seed, **kwargs)
-        same(fast, slow)
+        same_steps(fast, slow)
         make = functools.partial(ps.BAOA, logistic, lr=0.3)
         new = ran(make, True, data, seed=seed, batch_size=size)
-        same(new, fast, tolerance=0.0)
+        same_steps(new, fast, tolerance=0.0)
 
 
 @pytest.mark.slow
@@ -796,7 +751,7 @@ def test_data_written_to_between_two_runs_are_read_anew():
     x.neg_()
     after = sampler.run((x, y), **kwargs).posterior.draws
     assert not torch.isclose(before.positions[0, -1], after.positions[0, -1]).any()
-    same(sampler, ps.BAOA(logistic, lr=0.3, compile=False).run((x, y), **kwargs))
+    same_steps(sampler, ps.BAOA(logistic, lr=0.3, compile=False).run((x, y), **kwargs))
 
 
 def numbered(i):

@@ -50,7 +50,7 @@ def sampler(model):
     return ps.BAOA(model, lr=0.01, compile=True)
 
 
-def ran(method, data=(X, Y), **how):
+def outcome_of(method, data=(X, Y), **how):
     """What a run comes to."""
     how = {"seed": 0, "batch_size": B, "progress": False} | how
     if isinstance(method, ps.MAP | ps.VI):
@@ -74,16 +74,16 @@ def test_a_step_is_traced_once(how, traced):
     first = sampler(Regression())
     for seed, num_samples in enumerate([20, 7, 60]):
         this = {**how, "seed": seed, "num_samples": num_samples}
-        found = ran(first, **this)
+        found = outcome_of(first, **this)
         assert len(traced) == 1 + seed  # one, and those of the samplers below
-        assert torch.equal(found, ran(sampler(Regression()), **this))
+        assert torch.equal(found, outcome_of(sampler(Regression()), **this))
 
 
 @pytest.mark.slow
 def test_every_kind_of_step_is_traced_once(traced):
     """A run that is not tuned trains by one program and samples by another."""
     first, kinds = sampler(Regression()), [{"batch_size": 8}, {"batch_size": 4}, {"num_chains": 2}]
-    found = [[ran(first, **kind) for kind in kinds] for _ in range(2)]
+    found = [[outcome_of(first, **kind) for kind in kinds] for _ in range(2)]
     assert len(traced) == len(kinds)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
@@ -92,7 +92,7 @@ def test_of_a_loader(traced):
     """The very rows of its data set."""
     first, dataset = sampler(Regression()), TensorDataset(X, Y)
     for _ in range(2):
-        ran(first, DataLoader(dataset, B, shuffle=True), batch_size=None)
+        outcome_of(first, DataLoader(dataset, B, shuffle=True), batch_size=None)
     assert len(traced) == 1
 
 
@@ -104,12 +104,12 @@ def test_of_a_step_that_is_no_loop(traced, monkeypatch):
     monkeypatch.setattr(compiled, "library_for", refuse)
     first = sampler(Regression())
     with pytest.warns(CompileWarning):
-        ran(first)
-    found = ran(first, seed=1)
+        outcome_of(first)
+    found = outcome_of(first, seed=1)
     assert len(traced) == 1
     assert first.to_arviz().posterior.attrs["program"] == "compiled step"
     with pytest.warns(CompileWarning):
-        assert torch.equal(found, ran(sampler(Regression()), seed=1))
+        assert torch.equal(found, outcome_of(sampler(Regression()), seed=1))
 
 
 @pytest.mark.slow
@@ -117,9 +117,9 @@ def test_of_a_step_that_is_no_loop(traced, monkeypatch):
 def test_of_optimizers(kind, traced):
     first = kind(Regression(), compile=True)
     for seed in range(2):
-        found = ran(first, seed=seed)
+        found = outcome_of(first, seed=seed)
         assert len(traced) == 1 + seed
-        assert torch.equal(found, ran(kind(Regression(), compile=True), seed=seed))
+        assert torch.equal(found, outcome_of(kind(Regression(), compile=True), seed=seed))
 
 
 CHANGES = {
@@ -141,9 +141,9 @@ def test_what_changes_is_seen(change):
     try:
         model = Regression()
         first = sampler(model)
-        ran(first)
+        outcome_of(first)
         CHANGES[change](model)
-        assert torch.equal(ran(first), ran(sampler(model)))
+        assert torch.equal(outcome_of(first), outcome_of(sampler(model)))
     finally:
         Y.copy_(before)
 
@@ -161,10 +161,10 @@ OTHER_CALLS = {
 @pytest.mark.parametrize("call", long_but(OTHER_CALLS, "data", "fewer rows"))
 def test_another_call_is_traced(call, traced):
     first = sampler(Regression())
-    ran(first)
-    found = ran(first, **OTHER_CALLS[call])
+    outcome_of(first)
+    found = outcome_of(first, **OTHER_CALLS[call])
     assert len(traced) == 2
-    assert torch.equal(found, ran(sampler(Regression()), **OTHER_CALLS[call]))
+    assert torch.equal(found, outcome_of(sampler(Regression()), **OTHER_CALLS[call]))
 
 
 @pytest.mark.slow
@@ -178,9 +178,9 @@ def test_a_frozen_branch_is_seen_at_the_new_point(traced):
             pyro.sample("y", family, obs=y)
 
     heavy, first = False, sampler(model)
-    ran(first)
+    outcome_of(first)
     heavy = True
-    assert torch.equal(ran(first), ran(sampler(model)))
+    assert torch.equal(outcome_of(first), outcome_of(sampler(model)))
     assert len(traced) == 3
 
 
@@ -188,7 +188,7 @@ def test_nothing_is_held():
     """Neither the data nor what the model reads."""
     model, data = Regression(), (X.clone(), Y.clone())
     first = sampler(model)
-    ran(first, data)
+    outcome_of(first, data)
     kept = first._earlier
     watched = [weakref.ref(x) for x in (*data, model.loc, model.sd, model.weight)]
     del first, model, data
@@ -200,7 +200,7 @@ def test_nothing_is_held():
 @pytest.mark.slow
 def test_copies_of_a_sampler_trace_for_themselves(traced):
     first = sampler(Regression())
-    expected = ran(first)
+    expected = outcome_of(first)
     for other in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
-        assert torch.equal(ran(other), expected)
+        assert torch.equal(outcome_of(other), expected)
     assert len(traced) == 3

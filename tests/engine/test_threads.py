@@ -12,42 +12,36 @@ import torch
 from pyro.poutine.runtime import _PYRO_STACK
 from reference import normals
 from repetitions import long_but
+from runs import ONE_CHAIN
 
 import pyro_scale as ps
 
 N, B, PAIRS = 60, 10, 10
 X = normals(N, 2, seed=1).float()
 Y = X @ torch.tensor([1.0, -0.5]) + 0.3 * normals(N, seed=2).float()
-HOW = {
-    "num_samples": 30,
-    "thinning": 1,
-    "num_chains": 1,
-    "warmup_steps": 10,
-    "batch_size": B,
-    "seed": 3,
-    "progress": False,
-}
+HOW = {**ONE_CHAIN, "num_samples": 30, "warmup_steps": 10, "batch_size": B}
+HOW |= {"seed": 3, "progress": False}
 
 
-def regression(x, y=None):
+def with_subsamples(x, y=None):
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     with pyro.plate("data", N, subsample_size=len(x)):
         pyro.sample("y", dist.Normal(x @ w, 0.3), obs=y)
 
 
-def positive(x, y):
+def with_positive_site(x, y):
     s = pyro.sample("s", dist.LogNormal(0.0, 1.0))
     with pyro.plate("data", N, subsample_size=len(x)):
         pyro.sample("y", dist.Normal(0.0, s), obs=y)
 
 
-def run(model, compile):
+def draws_of(model, compile):
     sampler = ps.BAOA(model, lr=0.01, compile=compile).run((X, Y), **HOW)
     return next(iter(sampler.get_samples().values()))
 
 
-def fit():
-    found = ps.MAP(regression, compile=False)
+def map_centers():
+    found = ps.MAP(with_subsamples, compile=False)
     found.run((X, Y), num_steps=60, batch_size=B, seed=1, progress=False)
     return found.fit.centers
 
@@ -74,7 +68,7 @@ def as_it_was():
     assert pyro.get_param_store().get_state()["params"] == store
     assert torch.equal(torch.random.get_rng_state(), drawn)
     assert not [each for each in warnings.filters if "performance" in str(each[1])]
-    trace = pyro.poutine.trace(regression).get_trace(X)
+    trace = pyro.poutine.trace(with_subsamples).get_trace(X)
     assert set(trace.nodes) >= {"w", "y"}
 
 
@@ -82,7 +76,10 @@ def as_it_was():
 @pytest.mark.usefixtures("as_it_was")
 @pytest.mark.parametrize("compile", long_but([False, True], True))
 def test_pairs_of_runs(compile):
-    works = [lambda: run(regression, compile), lambda: run(positive, compile)]
+    works = [
+        lambda: draws_of(with_subsamples, compile),
+        lambda: draws_of(with_positive_site, compile),
+    ]
     alone = [work() for work in works]
     for _ in range(PAIRS):
         for found, expected in zip(side_by_side(*works), alone, strict=True):
@@ -92,7 +89,11 @@ def test_pairs_of_runs(compile):
 @pytest.mark.usefixtures("as_it_was")
 @pytest.mark.long
 def test_a_fit_beside_a_run():
-    works = [fit, lambda: run(positive, True), lambda: run(regression, False)]
+    works = [
+        map_centers,
+        lambda: draws_of(with_positive_site, True),
+        lambda: draws_of(with_subsamples, False),
+    ]
     alone = [work() for work in works]
     for _ in range(PAIRS // 3):
         for found, expected in zip(side_by_side(*works), alone, strict=True):
@@ -101,8 +102,8 @@ def test_a_fit_beside_a_run():
 
 @pytest.mark.slow
 def test_predictions_beside_a_run():
-    sampler = ps.BAOA(regression, lr=0.01, compile=False).run((X, Y), **HOW)
-    works = [lambda: sampler.predict(X)["y"], lambda: run(positive, False)]
+    sampler = ps.BAOA(with_subsamples, lr=0.01, compile=False).run((X, Y), **HOW)
+    works = [lambda: sampler.predict(X)["y"], lambda: draws_of(with_positive_site, False)]
     torch.manual_seed(5)  # which rules all of the process's draws, so not in one of the threads
     alone = [work() for work in works]
     for _ in range(PAIRS // 3):

@@ -30,7 +30,7 @@ def exact_line():
     return torch.linalg.solve(precision, X.T @ Y), precision.inverse()
 
 
-def check(run, temperature=1.0):
+def check_moments(run, temperature=1.0):
     """Means and sds, within 4.5 standard errors, which chance exceeds once in 10^5."""
     mean, covariance = exact_line()
     sd = (temperature * covariance.diagonal()).sqrt()
@@ -46,7 +46,7 @@ def check(run, temperature=1.0):
 @pytest.mark.parametrize("temperature", long_but([1.0, 3.0], 3.0))
 def test_it_is_right_with_nothing_set(temperature):
     run = ps.GHMC(line, temperature=temperature).run((X, Y), **QUIET)
-    check(run, temperature)
+    check_moments(run, temperature)
     report = run.report()
     assert report.verdict == "yes", str(report)
     rate = run.diagnostics().attrs["acceptance_rate"]
@@ -62,7 +62,7 @@ def test_it_is_right_with_nothing_set(temperature):
 def test_a_number_is_never_changed():
     run = ps.GHMC(line, lr=0.9, friction=0.3, precondition="dense").run((X, Y), **QUIET)
     assert (run.posterior.attrs["lr"], run.posterior.attrs["friction"]) == (0.9, 0.3)
-    check(run)
+    check_moments(run)
 
 
 @pytest.mark.slow

@@ -25,12 +25,13 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from reference import close, double, log_jacobian, normals
 from repetitions import long_but
 from runs import EVERY_STEP, ONE_CHAIN
+from stored import same
 from torch.distributions import MultivariateNormal, biject_to, constraints
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, NotRunError
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "store")
 
 QUIET = {"progress": False}
 SIZE, DRAWS = 12, 1000
@@ -145,13 +146,6 @@ def fit_of(name):
     return ROWS[name].fitted()
 
 
-@pytest.fixture(autouse=True)
-def clean_store():
-    pyro.clear_param_store()
-    yield
-    pyro.clear_param_store()
-
-
 def unconstrained(samples, supports=SUPPORTS):
     """Draws `[n, D]` in unconstrained space, by torch's own bijections."""
     parts = [biject_to(supports[name]).inv(samples[name]) for name in supports]
@@ -176,13 +170,6 @@ def check_standard(z):
     errors = (moments.diagonal() ** (1 / 3) - 1 + variance) / variance**0.5
     assert errors.abs().max() < 4.4
     assert ((moments - moments.diag().diag()) * count**0.5).abs().max() < 4.8
-
-
-def same(left, right):
-    assert list(left) == list(right)
-    for name, value in left.items():
-        assert value.dtype == right[name].dtype
-        assert torch.equal(value, right[name]), name
 
 
 # ------------------------------------------------------------------ draws

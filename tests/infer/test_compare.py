@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from models import normal, of_rows
 from reference import close, double
 from runs import EVERY_STEP, ONE_CHAIN, QUIET
+from warned import quiet_runs
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, NotRunError
@@ -34,10 +35,7 @@ NEW_X, NEW_Y = linear_data(90)
 NEW_X, NEW_Y = NEW_X[60:], NEW_Y[60:]
 
 
-def run(method, data=(X, Y), **how):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return method.run(data, **QUIET, **how)
+run = quiet_runs((X, Y), **QUIET)
 
 
 @functools.cache

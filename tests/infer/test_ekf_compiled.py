@@ -50,7 +50,7 @@ def both(model, data, structure, **asked):
     return compiled, eager
 
 
-def same(one, other, tolerance=1e-12):
+def same_fits(one, other, tolerance=1e-12):
     for name in one.filtered.mean:
         close(one.filtered.mean[name], other.filtered.mean[name], tolerance)
         close(one.filtered.sd[name], other.filtered.sd[name], tolerance)
@@ -69,11 +69,11 @@ def test_a_compiled_loop_takes_the_eager_steps(structure, curvature):
     asked = {"curvature": curvature, "lr": 0.7, "transition_sd": {"w": double(0.1, 0.0, 0.3)}}
     compiled, eager = both(counts, (X, COUNTS), structure, **asked)
     assert compiled.filtered.mean["w"].shape == (5, D)
-    same(compiled, eager)
+    same_fits(compiled, eager)
     for part in (slice(0, BATCH), slice(2, 2 + BATCH), slice(0, 1)):
         value = compiled.step(X[part], COUNTS[part])
         close(double(value), [eager.step(X[part], COUNTS[part])], 1e-12)
-    same(compiled, eager)
+    same_fits(compiled, eager)
     stepped = ps.EKF(counts, structure=structure, compile=True, **asked)
     for x, y in zip(X.split(BATCH), COUNTS.split(BATCH), strict=True):
         stepped.step(x, y=y)
@@ -87,7 +87,7 @@ def test_a_loader_is_a_compiled_loop_too():
     fit = ps.EKF(counts, structure="diag", transition_sd=0.1, compile=True)
     fit.run(loader, seed=0, progress=False)
     assert fit.fit.attrs["program"] == "compiled loop"
-    same(fit, filter_of(counts, (X, COUNTS), False, "diag", transition_sd=0.1))
+    same_fits(fit, filter_of(counts, (X, COUNTS), False, "diag", transition_sd=0.1))
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_what_cannot_be_compiled_is_eager(model, curvature, words):
     asked = {"curvature": curvature, "transition_sd": 0.1}
     with pytest.warns(CompileWarning, match=words):
         fit = filter_of(model, (X, Y), True, **asked)
-    same(fit, filter_of(model, (X, Y), False, **asked), 1e-15)
+    same_fits(fit, filter_of(model, (X, Y), False, **asked), 1e-15)
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_a_second_run_takes_the_program_of_the_first(monkeypatch):
         factor[0] = sd
         fit.run((X, Y), batch_size=BATCH, seed=0, progress=False)
         assert len(traces) == count
-        same(fit, filter_of(model, (X, Y), False, transition_sd=0.3))
+        same_fits(fit, filter_of(model, (X, Y), False, transition_sd=0.3))
     assert fit._programs.program is not None
     assert pickle.loads(pickle.dumps(fit._programs)).program is None
 

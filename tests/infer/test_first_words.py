@@ -9,7 +9,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import normal, of_rows
+from dtypes import default_dtype
+from models import normal, of_network, of_rows
 from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule
 from runs import QUIET
@@ -32,10 +33,8 @@ X, Y = from_seed()
 
 @pytest.fixture(autouse=True)
 def in_float32():
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(default)
+    with default_dtype(torch.float32):
+        yield
 
 
 linear = of_rows(lambda x, w: dist.Normal(x @ w, 0.5), w=normal(3))
@@ -118,12 +117,7 @@ def by_group(g, y=None):
 def made_of(net):
     net = ps.bayesianize(net)
 
-    def network(x, y=None):
-        mean = net(x).squeeze(-1)
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-
-    return network
+    return of_network(net, lambda f: dist.Normal(f.squeeze(-1), 1.0))
 
 
 G = torch.arange(60) % 4

@@ -877,7 +877,7 @@ def test_linearized_predictions_of_a_linear_model_are_exact():
         assert float(((away.T @ away / 1000 - covariance) / errors).abs().max()) < 4.4
 
 
-def network(noise):
+def tanh_network(noise):
     """One hidden layer of two tanh units."""
 
     def outputs(w, v, x):
@@ -944,7 +944,7 @@ def test_another_temperature_without_another_pass(structure):
 def test_a_networks_outputs_are_linear_in_its_weights(structure, sites):
     """f(x, mode) + J (w - mode) with a Jacobian made by hand, for each draw of the weights."""
     noise = [SD]
-    model, outputs = network(noise)
+    model, outputs = tanh_network(noise)
     fit = laplace(model, (X, Y), structure, sites=sites)
     noise[0] = 1e-9
     drawn = fit.predict(NEW, linearized=True)["y"]

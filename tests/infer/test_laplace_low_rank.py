@@ -3,6 +3,7 @@
 import pyro.distributions as dist
 import pytest
 import torch
+from curvatures import check_gaussian
 from models import normal, of_rows
 from reference import close, normals
 from repetitions import each_once
@@ -48,22 +49,11 @@ def test_beyond_its_directions_it_has_the_diagonal():
     close(gaussian.precision.diagonal(), PRECISION.diagonal(), 1e-7)
 
 
-def test_the_gaussian_is_its_matrices(tmp_path):
+def test_the_gaussian_is_its_matrices():
     diagonal, factor = normals(6, seed=4).exp(), normals(6, 2, seed=5)
     precision = torch.diag(diagonal) + factor @ factor.T
     gaussian = LowRank.from_precision(normals(6, seed=6), diagonal, factor)
-    covariance = torch.linalg.inv(precision)
-    close(gaussian.precision, precision, 1e-12)
-    close(gaussian.covariance, covariance, 1e-12)
-    close(gaussian.variance, covariance.diagonal(), 1e-12)
-    close(gaussian.precision_diagonal, precision.diagonal(), 1e-12)
-    close(gaussian.log_det, torch.logdet(covariance), 1e-12)
-    root = gaussian.sample(torch.eye(6)) - gaussian.mean
-    close(root.T @ root, covariance, 1e-12)
-    x = normals(5, 6, seed=7)
-    reference = torch.distributions.MultivariateNormal(gaussian.mean, precision_matrix=precision)
-    close(torch.vmap(gaussian.log_prob)(x), reference.log_prob(x), 1e-12)
-    close(gaussian.temper(0.3).covariance, 0.3 * covariance, 1e-12)
+    check_gaussian(gaussian, precision)
 
 
 def test_a_fit_is_saved(tmp_path):

@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from dtypes import default_dtype
 from linear import linear_data, linear_posterior, regression
 from models import normal, of_rows
 from pyro.contrib import gp
@@ -105,7 +106,7 @@ def test_local_latents_against_quadrature():
             assert abs(z_of_mean(draws[name] ** power, (weight * grid**power).sum())) < 4.4
 
 
-def mixture(y):
+def two_components(y):
     """An enumerated site."""
     loc = pyro.sample("loc", dist.Normal(double(-1.0, 1.0), 0.5).to_event(1))
     with pyro.plate("data", len(y)):
@@ -124,7 +125,7 @@ def test_enumerated_sites_against_quadrature():
         log = log + torch.logaddexp(*parts)
     weight = (log - log.max()).exp()
     weight = weight / weight.sum()
-    draws = ps.NUTS(mixture).run(y, **QUIET).get_samples(group_by_chain=True)["loc"]
+    draws = ps.NUTS(two_components).run(y, **QUIET).get_samples(group_by_chain=True)["loc"]
     assert abs(z_of_mean(draws[..., 0], (weight * a).sum())) < 4.4
     assert abs(z_of_mean(draws[..., 1], (weight * b).sum())) < 4.4
 
@@ -166,9 +167,8 @@ def test_a_gaussian_process_against_quadrature(compiled):
 
 @pytest.fixture
 def _float32():
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(torch.float64)
+    with default_dtype(torch.float32):
+        yield
 
 
 @pytest.mark.slow

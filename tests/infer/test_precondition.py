@@ -50,7 +50,7 @@ FITS = {
 }
 
 
-def fitted(kind):
+def fit_of(kind):
     return FITS[kind][0]().run((X, Y), mode={"w": MEAN[:6].reshape(3, 2), "u": MEAN[6]}, **QUIET)
 
 
@@ -66,7 +66,7 @@ def whitened(gaussian):
 @pytest.mark.parametrize("kind", FITS)
 def test_the_target_is_a_standard_normal(kind):
     """Of precision N: its gradient over N is -z, and S' times that with respect to params."""
-    gaussian = fitted(kind).fit.gaussians[0]
+    gaussian = fit_of(kind).fit.gaussians[0]
     close(gaussian.precision, PRECISION, 1e-7)
     problem = whitened(gaussian)
     engine = problem.engine
@@ -86,7 +86,7 @@ def test_draws_have_the_law_of_the_posterior():
     """BAOA is exact on Gaussians, at a step that only whitened coordinates stand: the elements'
     scales differ by a factor of 1,000.  Compiled steps are those of eager ones."""
     how = {"num_samples": 200, "warmup_steps": 20, "thinning": 5, "num_chains": 8, **QUIET}
-    fit = fitted("kron")
+    fit = fit_of("kron")
 
     def draws(compile, **more):
         sampler = ps.BAOA(of_two_blocks, lr=0.5, friction=1.0, precondition=fit, compile=compile)
@@ -123,7 +123,7 @@ def test_factors_are_found_at_the_mode():
 
 def test_draws_teach_the_scales_of_the_factors_directions():
     """Of draws that are 1.5 times as wide, in all directions, as the factors say."""
-    old = whitened(fitted("kron").fit.gaussians[0]).engine.whitening
+    old = whitened(fit_of("kron").fit.gaussians[0]).engine.whitening
     count = 20_000
     change, new = learn_spread(old, 1.5 * normals(1, count, 7, seed=7), double(count)[0])
     ratio = new.variance / old.variance
@@ -135,7 +135,7 @@ def test_draws_teach_the_scales_of_the_factors_directions():
 @pytest.mark.parametrize("kind", FITS)
 def test_the_optimizer_moves_in_the_fits_coordinates(kind):
     """SGD's step is Newton's: all of the way, or half of it."""
-    fit, start = fitted(kind), {"w": normals(1, 3, 2, seed=5), "u": normals(1, seed=6)}
+    fit, start = fit_of(kind), {"w": normals(1, 3, 2, seed=5), "u": normals(1, seed=6)}
     first = torch.cat([start["w"].flatten(), start["u"]])
     for lr, left in ((1.0, 0.0), (0.5, 0.5)):
         mode = ps.MAP(
@@ -163,7 +163,7 @@ def test_the_mode_is_the_same_after_few_steps():
 @pytest.mark.slow
 def test_variational_inference_starts_where_the_factors_say():
     """At draws of the fit: whitened by it, they are standard normals."""
-    fit = fitted("kron")
+    fit = fit_of("kron")
     vi = ps.VI(of_two_blocks, init_strategy=fit, optimizer=torchopt.sgd(0.0))
     vi.run((X, Y), num_steps=1, num_chains=1000, **QUIET)
     z = (vi.fit.centers - MEAN) @ torch.linalg.cholesky(PRECISION)

@@ -2,11 +2,10 @@
 
 import importlib.util
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import normal, of_rows
+from models import normal, of_network, of_rows
 from reference import normals
 from runs import QUIET
 from torch import nn
@@ -22,7 +21,7 @@ Y = X @ torch.tensor([1.0, -0.5]) + normals(400, seed=1).float()
 line = of_rows(lambda x, beta: dist.Normal(x @ beta, 1.0), beta=normal(2))
 
 
-def check(run):
+def check_moments(run):
     """Means and sds of beta, within 6 standard errors of 1,000 effective draws."""
     precision = (X.T @ X + torch.eye(2)).double()
     mean = torch.linalg.solve(precision, (X.T @ Y).double())
@@ -38,7 +37,7 @@ def test_small_data_are_sampled_exactly():
     run = ps.sample(line, (X, Y), **QUIET)
     assert isinstance(run, ps.NUTS)
     assert run.diagnostics().attrs["sample"].startswith("NUTS, which is exact")
-    check(run)
+    check_moments(run)
 
 
 def without_nutpie(monkeypatch):
@@ -52,7 +51,7 @@ def test_without_nutpie_small_data_are_sampled_exactly(monkeypatch):
     assert isinstance(run, ps.GHMC)
     why = run.diagnostics().attrs["sample"]
     assert why.startswith("GHMC, which is exact, as NUTS needs pyro-scale[nuts] (GHMC about")
-    check(run)
+    check_moments(run)
 
 
 @pytest.mark.slow
@@ -80,10 +79,7 @@ def test_without_the_time_for_nuts_it_is_baoa():
 def test_a_network_is_an_ensemble():
     net = ps.bayesianize(nn.Sequential(nn.Linear(2, 200), nn.Tanh(), nn.Linear(200, 2)))
 
-    def model(x, y=None):
-        logits = net(x)
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+    model = of_network(net, lambda f: dist.Categorical(logits=f))
 
     run = ps.sample(model, (X, (Y > 0).long()), num_samples=50, **QUIET)
     assert "the model is a network" in run.diagnostics().attrs["sample"]

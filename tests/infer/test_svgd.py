@@ -42,7 +42,9 @@ regression = of_rows(lambda x, w: dist.Normal(x @ w, 0.5), w=normal(D, sd=2.0))
 logistic = of_rows(lambda x, w: dist.Bernoulli(logits=x @ w), w=normal(D, sd=2.0))
 
 
-def ran(optimizer, num_steps, batch_size=B, start=START, model=regression, data=None, **options):
+def run_svgd(
+    optimizer, num_steps, batch_size=B, start=START, model=regression, data=None, **options
+):
     how = {"num_particles": len(start), "init_strategy": {"w": start}, "compile": False, **options}
     svgd = ps.SVGD(model, optimizer=optimizer, **how)
     return svgd.run(data or (X, Y), num_steps=num_steps, batch_size=batch_size, **QUIET)
@@ -107,7 +109,7 @@ OPTIMIZERS = {
 def test_steps_are_the_published_ones(name, count):
     """Scores are scaled by N/B, the repulsion by the temperature, batches are the same for all."""
     lr, optimizer, adagrad = OPTIMIZERS[name]
-    svgd = ran(optimizer, 12, start=START[:count], temperature=0.7)
+    svgd = run_svgd(optimizer, 12, start=START[:count], temperature=0.7)
     close(particles(svgd), by_hand(12, lr, adagrad, 0.7, start=START[:count]), 1e-11)
 
 
@@ -128,7 +130,7 @@ COMPILED = {
 def test_the_compiled_loop_takes_the_same_steps(name):
     model, data, size = COMPILED[name]
     eager, compiled = (
-        ran(torchopt.adam(0.02), 60, size, model=model, data=data, compile=compile)
+        run_svgd(torchopt.adam(0.02), 60, size, model=model, data=data, compile=compile)
         for compile in (False, True)
     )
     assert compiled.to_arviz().attrs["program"] == "compiled loop"
@@ -144,7 +146,7 @@ def test_one_particle_is_map():
     at = {"w": START[:1]}
     mode = ps.MAP(regression, optimizer=adam, init_strategy=at, compile=False)
     mode.run((X, Y), num_steps=40, batch_size=B, **QUIET)
-    svgd = ran(adam, 40, start=START[:1])
+    svgd = run_svgd(adam, 40, start=START[:1])
     close(particles(svgd), mode.get_samples()["w"], 1e-14)
     close(svgd.trace, mode.trace[0], 1e-12)
 
@@ -152,11 +154,15 @@ def test_one_particle_is_map():
 def test_in_another_order_they_go_to_the_same_places():
     order = torch.tensor([3, 0, 5, 1, 4, 2])
     adam = torchopt.adam(0.02)
-    close(particles(ran(adam, 30, start=START[order])), particles(ran(adam, 30))[order], 1e-12)
+    close(
+        particles(run_svgd(adam, 30, start=START[order])),
+        particles(run_svgd(adam, 30))[order],
+        1e-12,
+    )
 
 
 def test_a_param_goes_by_the_mean_gradient():
-    svgd = ran(torchopt.sgd(0.2), 1, None, model=shifted)
+    svgd = run_svgd(torchopt.sgd(0.2), 1, None, model=shifted)
     residuals = Y - 0.4 - START @ X.T
     close(svgd.params["shift"], 0.4 + 0.2 * residuals.sum(1).mean() / 0.5**2 / N, 1e-12)
     slopes = (residuals @ X / 0.5**2 - START / 2.0**2).numpy()
@@ -167,7 +173,7 @@ def test_a_param_goes_by_the_mean_gradient():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_single_steps_are_those_of_a_run(name):
     """On the run's batches, one after another, a param among what moves."""
-    run = ran(OPTIMIZERS[name][1], 7, model=shifted)
+    run = run_svgd(OPTIMIZERS[name][1], 7, model=shifted)
     svgd = ps.SVGD(
         shifted,
         num_particles=len(START),
@@ -210,7 +216,7 @@ def test_models_that_vmap_refuses_and_that_subsample_take_the_same_steps():
         for compile in (False, True):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of what is not compiled
-                svgd = ran(sgd, 5, size, model=model, compile=compile)
+                svgd = run_svgd(sgd, 5, size, model=model, compile=compile)
             close(particles(svgd), expected, 1e-11)
 
 
@@ -295,7 +301,7 @@ def test_a_logistic_regression():
 
 @functools.cache
 def finished():
-    return ran(torchopt.adam(0.05), 200, None)
+    return run_svgd(torchopt.adam(0.05), 200, None)
 
 
 @pytest.mark.slow
@@ -351,9 +357,9 @@ def test_results_come_back_from_a_file(tmp_path):
 @pytest.mark.slow
 def test_it_says_whether_it_has_come_to_rest():
     with pytest.warns(ConvergenceWarning, match="log joint still changed"):
-        away = ran(torchopt.sgd(1e-3), 40, None)
+        away = run_svgd(torchopt.sgd(1e-3), 40, None)
     assert not away.converged
-    assert ran(falling(0.1, 400), 400, None).converged
+    assert run_svgd(falling(0.1, 400), 400, None).converged
 
 
 def test_what_cannot_be_is_refused():
@@ -361,11 +367,11 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ArgumentError, match="two particles start in the same place"):
         ps.SVGD(regression, init_strategy=at_zero).run((X, Y), num_steps=2, **QUIET)
     with pytest.raises(NonFiniteError, match="particle 0 at step"):
-        ran(torchopt.sgd(1e9), 200)
+        run_svgd(torchopt.sgd(1e9), 200)
     with pytest.raises(ArgumentError, match="pass one of num_steps and num_epochs"):
         ps.SVGD(regression).run((X, Y), **QUIET)
     with pytest.raises(CallError, match=r"takes \(x, y=None\): .*'linearized'"):
-        ran(torchopt.sgd(1e-3), 1).predict(X, Y, linearized=True)
+        run_svgd(torchopt.sgd(1e-3), 1).predict(X, Y, linearized=True)
     for name, there_is in {
         "num_chains": "num_particles=, of the constructor",
         "mesh": "nothing: one process moves all particles",

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torchopt
 from gaussian import Bound
-from models import normal, of_rows
+from models import normal, of_network, of_rows
 from pyro.infer.autoguide import init_to_value
 from reference import close, double, normals, pyro_log_joint
 from repetitions import long_but
@@ -687,10 +687,7 @@ def test_a_network_learns_from_minibatches(kind):
     torch.manual_seed(0)
     net = ps.bayesianize(nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)))
 
-    def model(x, y=None):
-        mean = net(x)[:, 0]
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(mean, 0.1), obs=y)
+    model = of_network(net, lambda f: dist.Normal(f[:, 0], 0.1))
 
     x = torch.linspace(-2, 2, 200)[:, None]
     y = torch.sin(2 * x[:, 0]) + 0.1 * normals(200, seed=9)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import normal, of_rows
 from reference import normals
+from runs import QUIET
 
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.sampler import Sampler
@@ -16,7 +17,6 @@ from pyro_scale.kernels import Kernel
 
 ROWS = 0.4 + normals(64, seed=1)
 pytestmark = pytest.mark.usefixtures("float64")
-QUIET = {"seed": 0, "progress": False}
 
 
 class State(NamedTuple):
@@ -81,15 +81,8 @@ model = of_rows(lambda mean: dist.Normal(mean, 1.0), mean=normal(sd=10.0))
 @pytest.mark.parametrize("batch_size", [None, 16])
 def test_it_samples_and_is_diagnosed(batch_size):
     """With all rows the draws are the posterior's, up to .7% in the sd: within 4.4 errors."""
-    sampler = Own(model, lr=0.2).run(
-        ROWS,
-        batch_size=batch_size,
-        num_samples=1000,
-        num_chains=4,
-        thinning=21,
-        warmup_steps=0,
-        **QUIET,
-    )
+    lengths = {"num_samples": 1000, "num_chains": 4, "warmup_steps": 0, "thinning": 21}
+    sampler = Own(model, lr=0.2).run(ROWS, batch_size=batch_size, **lengths, **QUIET)
     draws = sampler.get_samples()["mean"]
     exact_mean, exact_sd = float(ROWS.sum() / (64 + 0.01)), 1 / math.sqrt(64 + 0.01)
     table = sampler.diagnostics()

@@ -15,6 +15,7 @@ from gaussian import Bound
 from methods import STOCHASTIC, by_name
 from reference import double, normals
 from repetitions import each_once, long_but
+from runs import EVERY_STEP, ONE_CHAIN
 from torch import nn
 
 import pyro_scale as ps
@@ -27,9 +28,6 @@ from pyro_scale.rng.seeds import Purpose
 from pyro_scale.rng.streams import NoiseStream
 
 QUIET = {"progress": False}
-#: Every state is a draw, from the first.
-EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
-ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 ROWS = normals(30, 2, seed=5)
 SIZE = len(ROWS)
 close = partial(reference.close, tolerance=1e-11)

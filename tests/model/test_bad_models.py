@@ -11,6 +11,7 @@ import pytest
 import torch
 from densities import initialize, linear_regression, weights
 from pyro.nn import PyroModule, PyroSample
+from runs import ONE_CHAIN, QUIET
 from torch import nn
 
 import pyro_scale as ps
@@ -20,14 +21,7 @@ from pyro_scale.errors import ArgumentError, ModelError, PlateError, SiteError
 pytestmark = pytest.mark.usefixtures("float64")
 
 N, B = 12, 4
-ONE_STEP = {
-    "num_samples": 1,
-    "warmup_steps": 0,
-    "thinning": 1,
-    "num_chains": 1,
-    "seed": 0,
-    "progress": False,
-}
+ONE_STEP = {**ONE_CHAIN, **QUIET, "num_samples": 1}
 PARALLEL = {"enumerate": "parallel"}
 
 
@@ -563,25 +557,24 @@ def test_layers_that_write_to_their_buffers_are_refused_or_left_alone(make):
     assert changed == []
 
 
-def test_a_plate_of_fixed_size_is_named_even_where_n_is_unknown():
+def in_a_plate_of(size):
     def model(x, y):
         w = weights()
-        with pyro.plate("data", N):
+        with pyro.plate("data", size):
             pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
+    return model
+
+
+def test_a_plate_of_fixed_size_is_named_even_where_n_is_unknown():
     with pytest.raises(PlateError, match=r"plate 'data' .*12.*4 rows.*subsample_size=len\(x\)"):
-        ps.LogPosterior(model).init(0, *random_rows(B))
+        ps.LogPosterior(in_a_plate_of(N)).init(0, *random_rows(B))
 
 
 @pytest.mark.parametrize("batch", [{}, {"batch_size": B}])
 def test_a_plate_of_another_size_than_the_data_is_named(batch):
-    def model(x, y):
-        w = weights()
-        with pyro.plate("data", N + 1):
-            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
-
     with pytest.raises(PlateError, match=rf"'data' .*{N + 1}, .*{N} rows: .*'data', len\(x\)"):
-        ps.BAOA(model).run(random_rows(N), seed=0, progress=False, **batch)
+        ps.BAOA(in_a_plate_of(N + 1)).run(random_rows(N), seed=0, progress=False, **batch)
 
 
 @pytest.mark.parametrize("size", [N, B])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from reference import Doubled, normals
 from repetitions import long_but
+from runs import QUIET
 from torch import nn
 
 import pyro_scale as ps
@@ -17,7 +18,6 @@ from pyro_scale.model.diagnose import cut_gradients
 X = normals(60, 3, seed=1)
 Y = X @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) + 0.3 * normals(60, seed=2)
 HOW = {"num_samples": 2, "warmup_steps": 1, "thinning": 1, "num_chains": 2}
-QUIET = {"seed": 0, "progress": False}
 
 
 def without_gradient(value):

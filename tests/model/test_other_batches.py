@@ -7,8 +7,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 from densities import linear_regression, regression_of
+from models import normal, of_rows
 from reference import double, normals
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from row_datasets import RowByRow, Stream
+from runs import ONE_CHAIN, QUIET
+from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.errors import PlateError, SiteError
@@ -18,8 +21,7 @@ from pyro_scale.model.other_batches import same_support
 pytestmark = pytest.mark.usefixtures("float64")
 
 N, B = 400, 20
-QUIET = {"progress": False, "seed": 0}
-ONE_STEP = {"num_samples": 1, "warmup_steps": 0, "thinning": 1, "num_chains": 1}
+ONE_STEP = {**ONE_CHAIN, "num_samples": 1}
 #: Alike at first: 100 rows of zeros, or of one label, and all kinds after them.
 X = torch.cat([torch.zeros(100, 2), normals(300, 2)])
 Y = torch.cat([torch.zeros(100), normals(300, seed=1)])
@@ -79,20 +81,7 @@ def test_what_a_batch_decides_is_found_on_other_batches(name, how):
     with pytest.raises(PlateError, match=f"site '{site}'"):
         ps.explain(model, data, **size)
     with pytest.raises(PlateError, match=f"site '{site}'"):
-        ps.BAOA(model, lr=0.01, compile=False).run(
-            data, num_samples=1, warmup_steps=0, thinning=1, num_chains=1, **size, **QUIET
-        )
-
-
-class Sorted(IterableDataset):
-    def __init__(self, y):
-        self.y = y
-
-    def __len__(self):
-        return N
-
-    def __iter__(self):
-        return zip(X, self.y, strict=True)
+        ps.BAOA(model, lr=0.01, compile=False).run(data, **ONE_STEP, **size, **QUIET)
 
 
 @pytest.mark.parametrize("name", ["a lag", "class weights", "a maximum"])
@@ -101,7 +90,7 @@ def test_a_stream_is_looked_at_as_it_comes(name):
     sampler = ps.BAOA(model, lr=0.01, compile=False)
     with pytest.raises(PlateError, match=f"site '{site}'"):
         sampler.run(
-            DataLoader(Sorted(y), batch_size=B), **{**ONE_STEP, "num_samples": 100}, **QUIET
+            DataLoader(Stream(X, y), batch_size=B), **{**ONE_STEP, "num_samples": 100}, **QUIET
         )
 
 
@@ -130,7 +119,7 @@ def test_the_draws_are_those_of_a_run_that_was_not_looked_at(monkeypatch):
     def draws():
         sampler = ps.BAOA(RIGHT["rows alone"], lr=0.05, compile=False)
         return sampler.run(
-            (X, Y), batch_size=B, num_samples=70, warmup_steps=0, thinning=1, num_chains=1, **QUIET
+            (X, Y), batch_size=B, num_samples=70, **ONE_CHAIN, **QUIET
         ).get_samples()["w"]
 
     looked_at = draws()
@@ -220,10 +209,7 @@ def test_rounding_is_not_taken_for_the_rows(dtype):
 counts = regression_of(lambda fit: dist.Poisson(fit.exp()), sd=0.3)
 
 
-def categorical(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
+categorical = of_rows(lambda x, w: dist.Categorical(logits=x @ w), w=normal(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -271,10 +257,7 @@ def test_masked_rows_and_those_that_are_not_validated_pass():
 
 
 def test_a_support_that_a_latent_decides_is_left_to_the_density():
-    def model(y):
-        b = pyro.sample("b", dist.Gamma(200.0, 100.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Uniform(0.0, b), obs=y)
+    model = of_rows(lambda b: dist.Uniform(0.0, b), b=lambda: dist.Gamma(200.0, 100.0))
 
     y = torch.full((N,), 0.1)
     y[317] = 50.0
@@ -316,14 +299,6 @@ def test_a_site_in_half_precision_does_not_loosen_the_others():
         ps.explain(model, (normals(N, 2), normals(N, seed=1) + 1), batch_size=B)
 
 
-class Images(Dataset):
-    def __len__(self):
-        return N
-
-    def __getitem__(self, i):
-        return X[i], Y[i]
-
-
 def test_a_loader_is_read_by_index_no_more_than_it_takes():
-    found = ps.explain(RIGHT["rows alone"], DataLoader(Images(), batch_size=B, shuffle=True))
+    found = ps.explain(RIGHT["rows alone"], DataLoader(RowByRow(X, Y), batch_size=B, shuffle=True))
     assert found.batch_size == B

@@ -13,8 +13,10 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from densities import initialize
+from models import of_rows
 from pyro.infer.autoguide.initialization import init_to_value
 from reference import averaged, batches, close, full_log_joint, log_jacobian, pyro_log_joint
+from runs import ONE_CHAIN, QUIET
 from torch.distributions import Normal
 
 import pyro_scale as ps
@@ -661,10 +663,7 @@ def test_temperature_of_the_data_is_theirs_alone():
     """The posterior of a conjugate model: were the prior counted N/B times, or the likelihood
     averaged, its curvature would be another."""
 
-    def model(y):
-        m = pyro.sample("m", dist.Normal(0.0, 0.5))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(m, 2.0), obs=y)
+    model = of_rows(lambda m: dist.Normal(m, 2.0), m=lambda: dist.Normal(0.0, 0.5))
 
     y = data()[1]
     log_posterior, _ = initialize(model, y[:B], num_data=N)
@@ -679,16 +678,9 @@ def test_temperature_of_the_data_is_theirs_alone():
 
 
 def test_a_constant_scale_that_equals_n_over_b_is_kept_and_questioned():
+    sampler = ps.SGLD(own_scale_that_equals_n_over_b, lr=1e-3)
     with pytest.warns(UserWarning, match="site 'y': .* equals N/B = 3; it is kept.*remove it"):
-        ps.SGLD(own_scale_that_equals_n_over_b, lr=1e-3).run(
-            data(),
-            batch_size=B,
-            num_samples=1,
-            warmup_steps=0,
-            thinning=1,
-            num_chains=1,
-            progress=False,
-        )
+        sampler.run(data(), batch_size=B, num_samples=1, **ONE_CHAIN, **QUIET)
     warned = ps.explain(own_scale_that_equals_n_over_b, data(), batch_size=B).warnings
     assert len(warned) == 1
 

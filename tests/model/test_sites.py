@@ -10,6 +10,7 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from densities import initialize, prior_only
+from models import normal, of_network, of_rows
 from pyro.distributions import constraints
 from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from pyro.nn import PyroModule, PyroParam, PyroSample
@@ -281,10 +282,7 @@ def test_gradients_hold_no_graph_of_a_modules_weights():
     # the next position is made of the gradient, so a graph would grow with every step of a run
     net = nn.Linear(2, 1)
 
-    def model(x, y):
-        s = pyro.sample("s", dist.HalfNormal(1.0))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(net(x).squeeze(-1), s), obs=y)
+    model = of_rows(lambda x, s: dist.Normal(net(x).squeeze(-1), s), s=lambda: dist.HalfNormal(1.0))
 
     gradient, value = ps.LogPosterior(model, num_data=9).grad(
         {"s": torch.tensor(0.0)}, rows_of(3)[:2]
@@ -362,6 +360,12 @@ class TestMixture:
         close(gradient["m"], torch.vmap(torch.func.grad(by_hand))(chains))
 
 
+def log_lik_at(m, model, *data):
+    """Of half of all rows."""
+    log_posterior, _ = initialize(model, *data, num_data=2 * len(data[0]))
+    return log_posterior({"m": m}, data).log_lik
+
+
 def test_rows_of_several_observations_share_their_component():
     def model(y):
         m = component_means()
@@ -372,8 +376,7 @@ def test_rows_of_several_observations_share_their_component():
 
     m, y = normals(3), normals(4, 5, seed=1)
     log_lik = (PROBS.log() + Normal(m, 1.0).log_prob(y[..., None]).sum(1)).logsumexp(-1)
-    log_posterior, _ = initialize(model, y, num_data=8)
-    close(log_posterior({"m": m}, (y,)).log_lik, log_lik)
+    close(log_lik_at(m, model, y), log_lik)
 
 
 def test_a_component_for_each_of_several_columns():
@@ -384,8 +387,7 @@ def test_a_component_for_each_of_several_columns():
             pyro.sample("y", dist.Normal(m[z], 1.0), obs=y.T)
 
     m, y = normals(3), normals(4, 5, seed=1)
-    log_posterior, _ = initialize(model, y, num_data=8)
-    close(log_posterior({"m": m}, (y,)).log_lik, mixture_log_lik(m, y).sum(-1))
+    close(log_lik_at(m, model, y), mixture_log_lik(m, y).sum(-1))
 
 
 def test_deeper_plates_are_summed_out_first():
@@ -403,8 +405,7 @@ def test_deeper_plates_are_summed_out_first():
     each = [Normal(sign * m, 1.0).log_prob(y[..., None]) for sign in (1, -1)]
     repeat = torch.logaddexp(math.log(0.8) + each[0], math.log(0.2) + each[1])
     log_lik = (PROBS.log() + repeat.sum(1)).logsumexp(-1)
-    log_posterior, _ = initialize(model, y, num_data=8)
-    close(log_posterior({"m": m}, (y,)).log_lik, log_lik)
+    close(log_lik_at(m, model, y), log_lik)
 
 
 def test_two_enumerated_sites_of_which_one_depends_on_the_other():
@@ -421,8 +422,7 @@ def test_two_enumerated_sites_of_which_one_depends_on_the_other():
     joint = PROBS[:, None] * table
     each = Normal(m[:, None] + torch.arange(2), 1.0).log_prob(y[:, None, None])
     log_lik = (joint.log() + each).flatten(1).logsumexp(1)
-    log_posterior, _ = initialize(model, y, num_data=8)
-    close(log_posterior({"m": m}, (y,)).log_lik, log_lik)
+    close(log_lik_at(m, model, y), log_lik)
 
 
 TRANSITION = torch.tensor([[0.9, 0.1], [0.3, 0.7]], dtype=torch.float64)
@@ -476,8 +476,7 @@ def test_masked_rows_of_a_mixture_add_nothing(both):
                 pyro.sample("y", dist.Normal(m[z], 1.0), obs=y)
 
     m, y = normals(3), normals(8, seed=1)
-    log_posterior, _ = initialize(model, y, num_data=16)
-    close(log_posterior({"m": m}, (y,)).log_lik, mixture_log_lik(m, y) * (y > 0))
+    close(log_lik_at(m, model, y), mixture_log_lik(m, y) * (y > 0))
 
 
 def test_weighted_rows_of_a_mixture():
@@ -488,8 +487,7 @@ def test_weighted_rows_of_a_mixture():
             pyro.sample("y", dist.Normal(m[z], 1.0), obs=y)
 
     m, y, weight = normals(3), normals(8, seed=1), normals(8, seed=2).exp()
-    log_posterior, _ = initialize(model, y, weight, num_data=16)
-    close(log_posterior({"m": m}, (y, weight)).log_lik, weight * mixture_log_lik(m, y))
+    close(log_lik_at(m, model, y, weight), weight * mixture_log_lik(m, y))
 
 
 def global_component(y):
@@ -605,10 +603,7 @@ def test_a_reparametrized_density_is_the_same_density():
 
 
 def test_transform_reparam_moves_the_jacobian_into_the_base():
-    def plain(y):
-        s = pyro.sample("s", dist.LogNormal(0.5, 0.3))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(0.0, s), obs=y)
+    plain = of_rows(lambda s: dist.Normal(0.0, s), s=lambda: dist.LogNormal(0.5, 0.3))
 
     y = normals(6)
     log_posterior, _ = initialize(plain, y, num_data=6)
@@ -649,10 +644,7 @@ def test_two_models_conditioned_on_the_outside():
 
 
 def test_rows_with_missing_values_by_a_distribution_that_allows_them():
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.NanMaskedNormal(x @ w, torch.ones(len(x))), obs=y)
+    model = of_rows(lambda x, w: dist.NanMaskedNormal(x @ w, torch.ones(len(x))), w=normal(2))
 
     x, y, _ = rows_of(12)
     y[[1, 7]] = math.nan
@@ -831,10 +823,7 @@ def test_bayesianized_weights_are_sites_named_as_in_the_module():
     weights = {name: value.clone() for name, value in net.named_parameters()}
     bayesian = ps.bayesianize(net, prior=dist.Normal(0.0, 0.5))
 
-    def model(x, y):
-        mean = bayesian(x).squeeze(-1)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+    model = of_network(bayesian, lambda f: dist.Normal(f.squeeze(-1), 1.0))
 
     x, y, _ = rows_of(6)
     log_posterior, params = initialize(model, x, y, num_data=18)

@@ -4,21 +4,16 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import of_rows
 from repetitions import long_but
+from runs import EVERY_STEP, QUIET
 
 import pyro_scale as ps
 from pyro_scale.errors import NonFiniteError
 from pyro_scale.storage import files
 
 Y = torch.tensor([0.5, 1.2, 2.0])
-HOW = {
-    "num_samples": 300,
-    "warmup_steps": 0,
-    "thinning": 1,
-    "num_chains": 2,
-    "seed": 0,
-    "progress": False,
-}
+HOW = {**EVERY_STEP, **QUIET, "num_samples": 300, "num_chains": 2}
 
 
 def nan_outside():
@@ -26,10 +21,7 @@ def nan_outside():
     pyro.factor("c", (1.5 - w).log())  # finite gradient, NaN above 1.5
 
 
-def infinite_outside(y):
-    b = pyro.sample("b", dist.Uniform(0.0, 10.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Uniform(0.0, b), obs=y)
+infinite_outside = of_rows(lambda b: dist.Uniform(0.0, b), b=lambda: dist.Uniform(0.0, 10.0))
 
 
 def nan_above():

@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from dtypes import default_dtype
 from models import normal, of_rows
 from runs import QUIET
 
@@ -93,11 +94,9 @@ def test_dirichlet_multinomial_information_is_the_sum_over_all_counts():
 
 @pytest.fixture(scope="module")
 def compound():
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
     model = model_of(lambda e, n: dist.DirichletMultinomial(e.exp(), n))
-    yield ps.Laplace(model, structure="dense").run((X, DEPTH, COUNTS), **QUIET)
-    torch.set_default_dtype(default)
+    with default_dtype(torch.float64):
+        yield ps.Laplace(model, structure="dense").run((X, DEPTH, COUNTS), **QUIET)
 
 
 def test_totals_by_row_are_predicted(compound):

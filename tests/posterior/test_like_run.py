@@ -34,7 +34,7 @@ def subsampled(x, y=None):
         pyro.sample("y", dist.Normal(x[rows] @ w, 0.1), obs=None if y is None else y[rows])
 
 
-def run(model, data, method=ps.Laplace):
+def run_method(model, data, method=ps.Laplace):
     if method is ps.BAOA:
         how = {"num_samples": 8, "num_chains": 2, "warmup_steps": 5, "thinning": 1}
         return ps.BAOA(model, lr=0.1, compile=False).run(data, **how, **QUIET)
@@ -43,7 +43,7 @@ def run(model, data, method=ps.Laplace):
 
 @pytest.fixture(scope="module", params=[ps.BAOA, ps.Laplace], ids=["BAOA", "Laplace"])
 def fit(request):
-    return run(regression, (FRAME, Z), request.param)
+    return run_method(regression, (FRAME, Z), request.param)
 
 
 SHUFFLED = FRAME[["c", "b", "a"]]
@@ -71,14 +71,14 @@ def test_columns_in_another_order_are_refused(fit, call):
 
 
 def test_data_by_name_have_the_same_columns():
-    fit = run(regression, {"x": FRAME, "y": Z})
+    fit = run_method(regression, {"x": FRAME, "y": Z})
     with pytest.raises(CallError, match=ORDER):
         fit.predict(SHUFFLED)
 
 
 def test_models_that_subsample_by_themselves_know_the_columns():
     with pytest.raises(CallError, match=ORDER):
-        run(subsampled, (FRAME, Z), ps.BAOA).predict(SHUFFLED)
+        run_method(subsampled, (FRAME, Z), ps.BAOA).predict(SHUFFLED)
 
 
 def test_other_columns_are_refused(fit):
@@ -100,7 +100,7 @@ def test_rows_without_names_and_with_the_same_pass(fit):
 
 
 def test_frames_of_arrays_are_known_by_their_numbers():
-    fit = run(regression, (pd.DataFrame(X.numpy()), Z))
+    fit = run_method(regression, (pd.DataFrame(X.numpy()), Z))
     fit.predict(FRAME)  # by words, which say nothing about numbers
     with pytest.raises(CallError, match=r"columns \[2, 1, 0\], and the run had \[0, 1, 2\]"):
         fit.predict(pd.DataFrame(X.numpy())[[2, 1, 0]])
@@ -109,7 +109,7 @@ def test_frames_of_arrays_are_known_by_their_numbers():
 def test_of_many_columns_those_that_differ_are_named():
     names = [f"c{place}" for place in range(60)]
     wide = pd.DataFrame(torch.randn(40, 60, generator=GENERATOR).numpy(), columns=names)
-    fit = run(lambda x, y=None: slope(x.sum(1), y), (wide, Z))
+    fit = run_method(lambda x, y=None: slope(x.sum(1), y), (wide, Z))
     swapped = wide[[*names[:50], "c51", "c50", *names[52:]]]
     with pytest.raises(CallError, match=r"columns \[\.\.\., 'c51', 'c50', 'c52', \.\.\.\], and"):
         fit.predict(swapped)
@@ -131,21 +131,21 @@ def test_one_row_is_no_vector(fit, row):
 
 def test_columns_and_vectors_are_told_apart():
     with pytest.raises(CallError, match=r"shape \[40, 1\], .* \[N\]: pass x\.squeeze\(1\)"):
-        run(slope, (X[:, 0], Y)).predict(X[:, :1])
+        run_method(slope, (X[:, 0], Y)).predict(X[:, :1])
     with pytest.raises(CallError, match=r"shape \[40\], .* \[N, 1\]: pass x\[:, None\]"):
-        run(slope, (X[:, :1], Y)).predict(X[:, 0])
+        run_method(slope, (X[:, :1], Y)).predict(X[:, 0])
 
 
 def test_other_sizes_and_constants_pass():
     """A model of sequences of any length, `[N, length, 2]`."""
-    fit = run(series, (torch.ones(20, 5, 2), 2, torch.ones(20)))
+    fit = run_method(series, (torch.ones(20, 5, 2), 2, torch.ones(20)))
     assert fit.predict(torch.ones(4, 9, 1), 3, None)["y"].shape[-1] == 4
     assert fit.predict(torch.ones(4, 5, 2), torch.ones(4))["y"].shape[-1] == 4
     assert fit.predict(n=torch.tensor(3.0), x=torch.ones(1, 1, 1))["y"].shape[-1] == 1
 
 
 def test_a_loaded_fit_knows_dimensions(tmp_path):
-    run(regression, (FRAME, Z), ps.BAOA).save(tmp_path / "fit.pt")
+    run_method(regression, (FRAME, Z), ps.BAOA).save(tmp_path / "fit.pt")
     loaded = ps.BAOA.load(tmp_path / "fit.pt", regression)
     loaded.predict(FRAME)
     with pytest.raises(CallError, match=r"one row as x\[None\]"):

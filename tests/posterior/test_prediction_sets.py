@@ -52,7 +52,7 @@ def rows_of(count, seed, sd=1.0):
     return x, x @ SLOPE + sd * normals(count, seed=seed + 10**6)
 
 
-def fitted(model, *data):
+def laplace_fit(model, *data):
     return ps.Laplace(model).run(data, seed=0, progress=False)
 
 
@@ -74,7 +74,7 @@ def seeded():
 
 @pytest.fixture
 def fit():
-    return fitted(with_noise(1.0), *rows_of(SIZE, seed=0))
+    return laplace_fit(with_noise(1.0), *rows_of(SIZE, seed=0))
 
 
 # ------------------------------------------------------------------ without calibration
@@ -118,7 +118,7 @@ def of_counts(x, y=None, z=None):  # of two sites, each posterior draw has one o
 def test_counts_have_whole_numbers(seeded, case):
     x, w = normals(1200, 2, seed=0), double(0.7, -0.7)
     rate, z = (x @ w).exp(), x @ w + normals(1200, seed=1)
-    fit = fitted(of_counts, x[:80], torch.poisson(rate[:80]), z[:80])
+    fit = laplace_fit(of_counts, x[:80], torch.poisson(rate[:80]), z[:80])
     if case == "too wide":  # held out are rows of large rates, which have the narrowest intervals
         order = torch.cat([torch.arange(80), 80 + rate[80:].argsort(descending=True)])
         x, rate, z = x[order], rate[order], z[order]
@@ -166,7 +166,7 @@ def labels_of(x, seed, sharpness=1.0):
 
 def test_set_of_classes_is_the_smallest_of_that_probability():
     x = normals(200, 2, seed=0)
-    fit = fitted(classifier_of(), x, labels_of(x, seed=1))
+    fit = laplace_fit(classifier_of(), x, labels_of(x, seed=1))
     probs = fit.predict(x, reduce="mean")["y"]
     for level in (0.5, 0.9, 0.99):
         sets = fit.predict(x, interval=level)["y"]
@@ -188,7 +188,7 @@ def test_probabilities_that_add_up_to_the_level_in_decimals_are_enough():
             return pyro.sample("y", dist.Categorical(probs), obs=y)
 
     x = torch.zeros(8)
-    sets = fitted(model, x, torch.arange(8) % 3).predict(x, interval=0.9)["y"]
+    sets = laplace_fit(model, x, torch.arange(8) % 3).predict(x, interval=0.9)["y"]
     assert sets.tolist() == 8 * [[False, True, True]]
 
 
@@ -261,7 +261,7 @@ def test_a_box_covers_all_elements_of_a_row_at_once(seeded):
         x, y = rows_of(count, seed, sd=0.0)
         return x, y[:, None] * torch.arange(1.0, 4) + 2 * normals(count, 3, seed=seed)
 
-    fit = fitted(with_noise(1.0, outputs=3), *draw(SIZE, seed=0))
+    fit = laplace_fit(with_noise(1.0, outputs=3), *draw(SIZE, seed=0))
     covered = coverages(fit, draw, lambda box, y: inside(box, y).all(1), 40)
     assert abs(z_of(covered, 0.9)) < 4
 
@@ -273,7 +273,7 @@ def test_rows_may_be_in_any_dimension(seeded):
             return pyro.sample("y", dist.Normal(w * x, 1.0), obs=None if y is None else y.T)
 
     x, y = normals(90, seed=0), normals(90, 2, seed=1)
-    fit = fitted(model, x[:50], y[:50])
+    fit = laplace_fit(model, x[:50], y[:50])
     box = fit.predict(x[79:], interval=0.9, calibrate=(x[50:79], y[50:79]))["y"]
     assert box.lower.shape == (2, 11)
     alike = fit.predict(x[50:79], interval=0.9, calibrate=(x[50:79], y[50:79]))["y"]
@@ -289,7 +289,7 @@ def test_conformal_sets_of_classes_cover(seeded, sharpness):
         return x, labels_of(x, seed, sharpness)
 
     x, y = draw(100, seed=1)
-    fit = fitted(classifier_of(), x, labels_of(x, seed=1))  # of sharpness 1
+    fit = laplace_fit(classifier_of(), x, labels_of(x, seed=1))  # of sharpness 1
 
     def hold(sets, labels):
         return sets.gather(1, labels[:, None])[:, 0]
@@ -310,8 +310,8 @@ def test_classes_that_are_hot_or_binary_are_those_of_numbers(seeded):
     x = normals(300, 2, seed=0)
     y = labels_of(x, seed=1)
     held = x[100:200]
-    numbers = fitted(classifier_of(), x[:100], y[:100])
-    hot = fitted(classifier_of(dist.OneHotCategorical), x[:100], torch.eye(4)[y[:100]])
+    numbers = laplace_fit(classifier_of(), x[:100], y[:100])
+    hot = laplace_fit(classifier_of(dist.OneHotCategorical), x[:100], torch.eye(4)[y[:100]])
     torch.manual_seed(0)
     expected = numbers.predict(x[200:], interval=0.9, calibrate=(held, y[100:200]))["y"]
     torch.manual_seed(0)
@@ -326,7 +326,7 @@ def test_classes_that_are_hot_or_binary_are_those_of_numbers(seeded):
         x = normals(count, 2, seed=seed)
         return x, (labels_of(x, seed) > 1).double()
 
-    fit = fitted(binary, *draw(100, seed=0))
+    fit = laplace_fit(binary, *draw(100, seed=0))
 
     def hold(sets, y):
         return sets.gather(1, y.long()[:, None])[:, 0]
@@ -375,7 +375,7 @@ def test_intervals_stay_in_the_support(seeded):
     model = of_rows(lambda x, w: dist.LogNormal(w * x, 0.1), w=normal())
     x = normals(200, seed=0)
     y = normals(200, seed=1).exp()
-    fit = fitted(model, x[:100], y[:100])
+    fit = laplace_fit(model, x[:100], y[:100])
     lower, upper = fit.predict(x[100:], interval=0.9, calibrate=(x[90:100] + 1, y[90:100]))["y"]
     assert (lower == 0).any()
     assert (lower >= 0).all()
@@ -445,7 +445,7 @@ def test_refuses_masks_and_joint_densities():
             return pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
 
     x, keep = normals(30, seed=0), torch.arange(30) % 3 > 0
-    fit = fitted(masked, x[:15], keep[:15], x[:15])
+    fit = laplace_fit(masked, x[:15], keep[:15], x[:15])
     with pytest.raises(DataError, match="site 'y' has a mask"):
         fit.predict(x, keep, interval=0.9, calibrate=(x[15:], keep[15:], x[15:]))
     all_kept = x[15:], keep[15:] | True, x[15:]
@@ -456,7 +456,7 @@ def test_refuses_masks_and_joint_densities():
         kernel = scale * (-(x[:, None] - x).square()).exp() + torch.eye(len(x))
         return pyro.sample("y", dist.MultivariateNormal(torch.zeros(len(x)), kernel), obs=y)
 
-    fit = fitted(process, x[:15], x[:15].sin())
+    fit = laplace_fit(process, x[:15], x[:15].sin())
     with pytest.raises(ArgumentError, match="site 'y' has no value a row that is predicted apart"):
         fit.predict(x[:15], interval=0.9, calibrate=(x[15:], x[15:].sin()))
 
@@ -464,7 +464,7 @@ def test_refuses_masks_and_joint_densities():
 # ------------------------------------------------------------------ real data
 
 
-def network(inputs):
+def with_softplus_scale(inputs):
     net = nn.Sequential(nn.Linear(inputs, 32), nn.ReLU(), nn.Linear(32, 2))
     net = ps.bayesianize(net)
 
@@ -500,7 +500,9 @@ def test_networks_on_uci_splits_cover(name):
             x_test, held_x = ((a - x.mean(0)) / x.std(0) for a in (x_test, x[held]))
             x_kept = (x[kept] - x.mean(0)) / x.std(0)
             y_test, held_y, y_kept = ((a - y.mean()) / y.std() for a in (y_test, y[held], y[kept]))
-            fit = ps.MAP(network(x.shape[1]), optimizer=torchopt.adam(0.01), compile=True)
+            fit = ps.MAP(
+                with_softplus_scale(x.shape[1]), optimizer=torchopt.adam(0.01), compile=True
+            )
             fit.run((x_kept, y_kept), num_steps=2000, batch_size=100, seed=split, progress=False)
             sets = fit.predict(x_test, interval=0.9)["y"]
             plain.append(float(inside(sets, y_test).double().mean()))

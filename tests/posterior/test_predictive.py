@@ -15,9 +15,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import normal, of_rows
+from dtypes import default_dtype
+from models import normal, of_network, of_rows
 from pyro import poutine
-from reference import double, normals
+from reference import close, double, normals
 from repetitions import each_once, long_but
 from runs import EVERY_STEP, QUIET
 
@@ -163,15 +164,15 @@ def drawn_from(family, out=()):
     return family(0.1 * torch.ones(SIZE, *out)).sample()
 
 
-def run(model, data, method=ps.BAOA, lr=0.05, **kwargs):
+def run_method(model, data, method=ps.BAOA, lr=0.05, **kwargs):
     settings = {**EVERY_STEP, **QUIET, "num_samples": 3, "num_chains": 3, **kwargs}
     return method(model, lr=lr).run(data, **settings)
 
 
 @functools.cache
-def fitted(name):
+def fit_of_case(name):
     case = CASES[name]
-    return run(model_of(case.family, case.out), (X, drawn_from(case.family, case.out)))
+    return run_method(model_of(case.family, case.out), (X, drawn_from(case.family, case.out)))
 
 
 def outputs(fit, x=X, samples=None):
@@ -179,29 +180,29 @@ def outputs(fit, x=X, samples=None):
     return torch.einsum("nd,sd...->sn...", x, (samples or fit.get_samples())["w"])
 
 
-def close(actual, expected, tolerance=1e-12):
+def close_parts(actual, expected, tolerance=1e-12):
     if isinstance(expected, tuple):
         assert type(actual) is metrics.Uncertainty
         for one, other in zip(actual, expected, strict=True):
-            close(one, other, tolerance)
+            close_parts(one, other, tolerance)
     else:
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+        close(actual, expected, tolerance)
 
 
 def reduced_as_by_hand(fit, case, e, tolerance=1e-12, **chosen):
     """All that there is of a case's predictions is that of outputs `[draws, rows, ...]`."""
     mean = fit.predict(X, reduce="mean", **chosen)
-    close(mean["y"], (case.mean or case.chances)(e).mean(0), tolerance)
+    close_parts(mean["y"], (case.mean or case.chances)(e).mean(0), tolerance)
     if "e" in mean:
-        close(mean["e"], e.mean(0), tolerance)
+        close_parts(mean["e"], e.mean(0), tolerance)
     if case.chances:
         found = fit.predict(X, reduce="entropy", **chosen)
-        close(found["y"], metrics.uncertainty(case.chances(e)), tolerance)
+        close_parts(found["y"], metrics.uncertainty(case.chances(e)), tolerance)
     if case.variance:
         found = fit.predict(X, reduce="variance", **chosen)
-        close(found["y"], metrics.variance(case.mean(e), case.variance(e)), tolerance)
+        close_parts(found["y"], metrics.variance(case.mean(e), case.variance(e)), tolerance)
         second = (case.variance(e) + case.mean(e) ** 2).mean(0)
-        close(found["y"].total, second - case.mean(e).mean(0) ** 2, 100 * tolerance)
+        close_parts(found["y"].total, second - case.mean(e).mean(0) ** 2, 100 * tolerance)
     torch.manual_seed(3)
     drawn = fit.predict(X, **chosen)["y"]
     for levels in ((0.0, 0.3), double(0.05, 0.5, 0.95)):
@@ -209,9 +210,9 @@ def reduced_as_by_hand(fit, case, e, tolerance=1e-12, **chosen):
             torch.manual_seed(3)
             found = fit.predict(X, reduce=levels, **chosen)
             levels = torch.as_tensor(levels)
-            close(found["y"], drawn.quantile(levels, dim=0), tolerance)
+            close_parts(found["y"], drawn.quantile(levels, dim=0), tolerance)
             if "e" in found:
-                close(found["e"], e.quantile(levels, dim=0), tolerance)
+                close_parts(found["e"], e.quantile(levels, dim=0), tolerance)
 
 
 @pytest.fixture(
@@ -236,28 +237,25 @@ def batch_size(request, monkeypatch):
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_kept_is_that_of_all_draws(name, batch_size):
-    fit = fitted(name)
+    fit = fit_of_case(name)
     reduced_as_by_hand(fit, CASES[name], outputs(fit), batch_size=batch_size)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "entropy", "variance"])
 def test_draws_one_by_one_give_the_same(reduce, monkeypatch):
-    one = fitted("Bernoulli").predict(X, reduce=reduce, batch_size=5)["y"]
+    one = fit_of_case("Bernoulli").predict(X, reduce=reduce, batch_size=5)["y"]
     monkeypatch.setattr(sys.modules[__name__], "REFUSES", [True])
-    close(fitted("Bernoulli").predict(X, reduce=reduce, batch_size=5)["y"], one)
+    close_parts(fit_of_case("Bernoulli").predict(X, reduce=reduce, batch_size=5)["y"], one)
 
 
 def test_variances_far_from_zero_are_added_up_in_double_precision():
     """What comes out has the model's precision."""
     x = X.float()
     narrow = model_of(lambda e: dist.Normal(4000 + e, x.new_tensor(0.5)))
-    torch.set_default_dtype(torch.float32)
-    try:
-        fit = run(narrow, (x, 4000 + x[:, 0]), lr=0.01)
+    with default_dtype(torch.float32):
+        fit = run_method(narrow, (x, 4000 + x[:, 0]), lr=0.01)
         found = fit.predict(x, reduce="variance")["y"]
-    finally:
-        torch.set_default_dtype(torch.float64)
-    close(found.epistemic.double(), outputs(fit, x).double().var(0, correction=0), 2e-3)
+    close_parts(found.epistemic.double(), outputs(fit, x).double().var(0, correction=0), 2e-3)
     assert {part.dtype for part in found} == {torch.float32}
 
 
@@ -271,7 +269,9 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_moments_that_are_infinite_or_do_not_exist_say_so(name):
     family, reduce, expected = ODD[name]
-    found = run(model_of(family), (X, drawn_from(family)), lr=0.01).predict(X, reduce=reduce)["y"]
+    found = run_method(model_of(family), (X, drawn_from(family)), lr=0.01).predict(
+        X, reduce=reduce
+    )["y"]
     found = found if reduce == "mean" else found.total
     torch.testing.assert_close(found, torch.full((SIZE,), expected), equal_nan=True)
 
@@ -280,19 +280,19 @@ def test_moments_that_are_infinite_or_do_not_exist_say_so(name):
 
 
 def test_fewer_draws_are_evenly_spaced_over_the_chains():
-    fit = fitted("Normal")
+    fit = fit_of_case("Normal")
     found = fit.predict(X, num_samples=3, reduce="mean", return_sites=["e", "y"])
     assert list(found) == ["e", "y"]
-    close(found["e"], outputs(fit)[[0, 4, 8]].mean(0))
+    close_parts(found["e"], outputs(fit)[[0, 4, 8]].mean(0))
 
 
 def test_draws_count_by_their_weights():
     family = CASES["Bernoulli"].family
     data = X, drawn_from(family)
-    fit = run(model_of(family), data, ps.SGLD, lambda step: 0.3 / (1 + step), num_samples=40)
+    fit = run_method(model_of(family), data, ps.SGLD, lambda step: 0.3 / (1 + step), num_samples=40)
     weights = torch.as_tensor(fit.to_arviz().sample_stats["weight"].values).flatten()
     e = fit.predict(X, reduce="mean")["e"]
-    close(e, outputs(fit, samples=fit.predict(X, return_sites=["w"])).mean(0))
+    close_parts(e, outputs(fit, samples=fit.predict(X, return_sites=["w"])).mean(0))
     exact = (weights[:, None] * outputs(fit)).sum(0) / weights.sum()
     assert float((e - exact).norm()) < 0.2 * float((outputs(fit).mean(0) - exact).norm())
 
@@ -313,13 +313,13 @@ def test_plates_left_or_right_of_the_datas(left, classes, batch_size):
             return pyro.sample("y", fn, obs=y)
 
     y = torch.arange(3 * SIZE).view(SIZE, 3) % 2
-    fit = run(model, (X, y if classes else y.double()))
+    fit = run_method(model, (X, y if classes else y.double()))
     e, middle = placed(outputs(fit)), outputs(fit).unflatten(-1, (3, 2)).transpose(1, 2)
     case = Case(None, lambda e: e[..., 0], lambda e: 0 * e[..., 0] + 1)
     case = Case(None, chances=softmax) if classes else case
     reduced_as_by_hand(fit, case, e, batch_size=batch_size)
-    close(fit.predict(X, reduce="mean", batch_size=batch_size)["middle"], middle.mean(0))
-    close(
+    close_parts(fit.predict(X, reduce="mean", batch_size=batch_size)["middle"], middle.mean(0))
+    close_parts(
         fit.predict(X, reduce=[0.5], batch_size=batch_size, return_sites=["middle"])["middle"][0],
         middle.quantile(0.5, dim=0),
     )
@@ -334,10 +334,10 @@ def test_models_that_subsample_by_themselves_are_predicted_for_all_rows():
         with pyro.plate("data", SIZE, subsample_size=5) as rows:
             pyro.sample("y", dist.Normal(X[rows] @ w, 0.7), obs=y[rows])
 
-    fit = run(model, None)
+    fit = run_method(model, None)
     e = outputs(fit)
-    close(fit.predict(reduce="mean")["y"], e.mean(0))
-    close(fit.predict(reduce="variance")["y"], metrics.variance(e, 0 * e + 0.49))
+    close_parts(fit.predict(reduce="mean")["y"], e.mean(0))
+    close_parts(fit.predict(reduce="variance")["y"], metrics.variance(e, 0 * e + 0.49))
     assert fit.predict(reduce=[0.1, 0.9])["y"].shape == (2, SIZE)
 
 
@@ -376,9 +376,9 @@ def test_joint_densities_are_predicted_of_all_rows_together(monkeypatch):
         covariance = torch.eye(len(x)) + (-(x[:, None] - x).square().sum(-1)).exp()
         return pyro.sample("y", dist.MultivariateNormal(x @ w - (x @ w).mean(), covariance), obs=y)
 
-    fit = run(model, (X, X[:, 0]))
+    fit = run_method(model, (X, X[:, 0]))
     e = outputs(fit)
-    close(fit.predict(X, reduce="mean")["y"], e.mean(0) - e.mean(), 1e-10)
+    close_parts(fit.predict(X, reduce="mean")["y"], e.mean(0) - e.mean(), 1e-10)
 
 
 def test_masked_rows_are_predicted_too():
@@ -389,9 +389,9 @@ def test_masked_rows_are_predicted_too():
         with pyro.plate("data", len(x)), poutine.mask(mask=mask):
             return pyro.sample("y", dist.Normal(x @ w, 0.7), obs=y)
 
-    fit = run(model, (X, MASK, X[:, 0]))
+    fit = run_method(model, (X, MASK, X[:, 0]))
     found = fit.predict(X, MASK, reduce="variance", batch_size=5)["y"]
-    close(found, metrics.variance(outputs(fit), 0 * outputs(fit) + 0.49))
+    close_parts(found, metrics.variance(outputs(fit), 0 * outputs(fit) + 0.49))
 
 
 def test_networks_with_a_frozen_base(batch_size):
@@ -399,12 +399,9 @@ def test_networks_with_a_frozen_base(batch_size):
     net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
     bayesian = ps.bayesianize(net, include="2")
 
-    def model(x, y=None):
-        logits = bayesian(x)
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+    model = of_network(bayesian, lambda f: dist.Categorical(logits=f))
 
-    fit = run(model, (X, torch.arange(SIZE) % 3), lr=0.02)
+    fit = run_method(model, (X, torch.arange(SIZE) % 3), lr=0.02)
     weights = {f"2.{name.split('.')[-1]}": value for name, value in fit.get_samples().items()}
     logits = torch.vmap(lambda some: torch.func.functional_call(net, some, X))(weights)
     reduced_as_by_hand(fit, Case(None, chances=softmax), logits, batch_size=batch_size)
@@ -486,7 +483,7 @@ def drawn_of(name):
 
     with pyro.plate("data", SIZE):
         y = pyro.sample("y", case.family(0.1 * torch.ones(SIZE, *case.out)))
-    fit, x, drawn = run(model, (X, y), lr=0.02), 0.7 * normals(2000, 2, seed=5), []
+    fit, x, drawn = run_method(model, (X, y), lr=0.02), 0.7 * normals(2000, 2, seed=5), []
     del calls[:]
     for _ in range(2):
         torch.manual_seed(6)
@@ -525,10 +522,10 @@ def test_sites_that_depend_on_others_follow_them_within_a_draw(refuses, monkeypa
         with pyro.plate("again", len(x)):
             pyro.sample("z", dist.Poisson(1e10 * y + 1e-9), obs=z)
 
-    fit = run(model, (X, 0 * X[:, 0] + 1, 0 * X[:, 0] + 1e10), lr=1e-9)
+    fit = run_method(model, (X, 0 * X[:, 0] + 1, 0 * X[:, 0] + 1e10), lr=1e-9)
     monkeypatch.setattr(sys.modules[__name__], "REFUSES", [refuses])
     drawn = fit.predict(X, X[:, 0], X[:, 0])
-    close(drawn["z"] / 1e10, drawn["y"], 1e-3)
+    close_parts(drawn["z"] / 1e10, drawn["y"], 1e-3)
     assert float(drawn["y"].std(0).mean()) > 0.3
 
 
@@ -621,7 +618,7 @@ REFUSED = {
 def test_what_there_is_not_is_refused(name):
     case, reduce, message = REFUSED[name]
     with pytest.raises(ArgumentError, match=message):
-        fitted(case).predict(X, reduce=reduce)
+        fit_of_case(case).predict(X, reduce=reduce)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "variance"])
@@ -629,7 +626,7 @@ def test_a_moment_without_a_closed_form_is_refused(reduce):
     def family(e):
         return dist.FoldedDistribution(dist.Normal(e, 1.0))
 
-    fit = run(model_of(family), (X, drawn_from(family)))
+    fit = run_method(model_of(family), (X, drawn_from(family)))
     message = r"no mean in closed form for site 'y' \(FoldedDistribution\): pass quantiles' levels"
     with pytest.raises(ArgumentError, match=message):
         fit.predict(X, reduce=reduce)
@@ -638,16 +635,16 @@ def test_a_moment_without_a_closed_form_is_refused(reduce):
 @pytest.mark.parametrize("reduce", [None, "mean", "entropy", [0.5]])
 def test_unknown_sites_and_no_rows_are_refused(reduce):
     with pytest.raises(ArgumentError, match=r"no site 'q'; the model has .*'y'"):
-        fitted("Bernoulli").predict(X, reduce=reduce, return_sites=["y", "q"])
+        fit_of_case("Bernoulli").predict(X, reduce=reduce, return_sites=["y", "q"])
     with pytest.raises(ArgumentError, match="batch_size=0"):
-        fitted("Bernoulli").predict(X, reduce=reduce, batch_size=0)
+        fit_of_case("Bernoulli").predict(X, reduce=reduce, batch_size=0)
 
 
 @pytest.mark.parametrize("reduce", [None, "mean"])
 def test_loaders_are_refused(reduce):
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X), batch_size=4)
     with pytest.raises(DataError, match=r"argument 0 is a DataLoader: pass .* batch_size="):
-        fitted("Bernoulli").predict(loader, reduce=reduce)
+        fit_of_case("Bernoulli").predict(loader, reduce=reduce)
 
 
 def test_no_rows_are_refused_linearized_too():

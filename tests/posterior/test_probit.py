@@ -7,7 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from models import normal, of_rows
+from models import normal, of_network, of_rows
 from reference import close, normals
 from runs import QUIET
 from torch import nn
@@ -36,11 +36,7 @@ def network(head):
     net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     bayesian = ps.bayesianize(net)
 
-    def model(x, y=None):
-        f = bayesian(x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", head(f), obs=y)
-
+    model = of_network(bayesian, head)
     return model, net
 
 

@@ -19,14 +19,16 @@ import pytest
 import stored
 import torch
 from both_arviz import IS_1, compared, dataset_of, elpd_of, groups_of, identical
+from densities import normal_mean
 from models import normal, of_rows
 from pyro import poutine
-from reference import double, normals
+from reference import close_to_largest, double, normals, z_of_variance
 from repetitions import long_but
+from row_datasets import RowByName
 from stored import mixture, own_subsamples, regression
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, ModelError, PlateError, PyroScaleError
@@ -36,15 +38,9 @@ mpl.use("Agg")
 QUIET = {"progress": False}
 
 
-def close(actual, expected, rtol=1e-12):
-    actual = torch.as_tensor(np.array(actual))
-    expected = torch.as_tensor(np.array(expected)).to(actual.dtype)
-    assert actual.shape == expected.shape
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
-
-
-def z_of_variance(centered, expected):
-    return float((centered.square().mean() / expected - 1) / (2 / centered.numel()) ** 0.5)
+def close_arrays(actual, expected, rtol=1e-12):
+    assert np.shape(actual) == np.shape(expected)
+    close_to_largest(torch.as_tensor(np.array(actual)), np.array(expected), rtol)
 
 
 SIZE = 12
@@ -138,7 +134,7 @@ def test_draws_are_the_same_with_and_without_chains():
     for name, value in grouped.items():
         assert value.shape[:2] == (3, 10)
         assert torch.equal(value.flatten(0, 1), flat[name])
-    close(flat["twice"], 2 * flat["w"])
+    close_arrays(flat["twice"], 2 * flat["w"])
     assert "mean" not in flat  # in the data's plate: it belongs to predict
 
 
@@ -148,12 +144,12 @@ def test_draws_are_the_same_with_and_without_chains():
 )
 def test_fewer_draws_are_evenly_spaced(wanted, index):
     fit = fitted()
-    close(
+    close_arrays(
         fit.get_samples(wanted, group_by_chain=True)["w"],
         fit.get_samples(group_by_chain=True)["w"][:, index],
     )
     one = fitted(num_chains=1)
-    close(one.get_samples(wanted)["s"], one.get_samples()["s"][index])
+    close_arrays(one.get_samples(wanted)["s"], one.get_samples()["s"][index])
 
 
 @pytest.mark.parametrize("wanted", [0, 31, 2.0, -1, True])
@@ -187,9 +183,9 @@ def test_constrained_sites_are_in_their_own_terms():
     logs = samples["s"].log()
     assert abs(z_of_variance(logs - 1, 0.25)) < 4.4
     assert abs(logs.mean() - 1) < 4.4 * 0.5 / logs.numel() ** 0.5
-    close(samples["p"].sum(-1), torch.ones(16))
+    close_arrays(samples["p"].sum(-1), torch.ones(16))
     assert ((samples["u"] > 2) & (samples["u"] < 5)).all()
-    close(samples["L"].square().sum(-1), torch.ones(16, 3))
+    close_arrays(samples["L"].square().sum(-1), torch.ones(16, 3))
     assert torch.equal(samples["L"], samples["L"].tril())
 
 
@@ -290,19 +286,11 @@ def test_chains_that_share_batches_are_found_out():
         pairs = [(np.corrcoef(chains).sum() - 3) / 6 for chains in elements]
         if name in table.index:
             assert table.loc[name, "chain_correlation"] == pytest.approx(max(pairs), rel=1e-9)
-    close(of_shared_batches(temperature=0.0)[0]["chain_correlation"], [1.0, 1.0])
+    close_arrays(of_shared_batches(temperature=0.0)[0]["chain_correlation"], [1.0, 1.0])
     assert "chain_correlation" not in of_shared_batches(temperature=1.0, share=False)[0]
 
 
 # ------------------------------------------------------------------ log likelihood
-
-
-class RowByRow(Dataset):
-    def __len__(self):
-        return SIZE
-
-    def __getitem__(self, index):
-        return {"x": X[index], "y": Y[index]}
 
 
 def parameters():
@@ -334,14 +322,15 @@ class AnyOrder:
 
 
 DATASET = TensorDataset(X, Y)
+NAMED = RowByName(x=X, y=Y)
 FITS = {
     "whole": lambda: fitted(),
     "minibatch": lambda: fitted(batch_size=5),
     "by name": lambda: fitted(data={"y": Y, "x": X}, batch_size=5),
     "loader": lambda: fitted(data=DataLoader(DATASET, 5, shuffle=True, drop_last=True)),
-    "by index": lambda: fitted(data=DataLoader(RowByRow(), 5, shuffle=True)),
-    "stream": lambda: fitted(data=DataLoader(RowByRow(), batch_sampler=[range(7), range(7, 12)])),
-    "own order": lambda: fitted(data=DataLoader(RowByRow(), batch_sampler=AnyOrder())),
+    "by index": lambda: fitted(data=DataLoader(NAMED, 5, shuffle=True)),
+    "stream": lambda: fitted(data=DataLoader(NAMED, batch_sampler=[range(7), range(7, 12)])),
+    "own order": lambda: fitted(data=DataLoader(NAMED, batch_sampler=AnyOrder())),
     "own subsamples": lambda: fitted(own_subsamples),
     "scaled plate": lambda: fitted(pre_scaled, batch_size=5),
     "to_event": lambda: fitted(event_rows, batch_size=5),
@@ -354,10 +343,10 @@ def test_log_likelihood_is_a_value_a_row_in_the_data_sets_order(kind):
     fit = FITS[kind]()
     values = fit.log_likelihood()
     assert list(values) == ["y"]
-    close(values["y"], log_density(fit.get_samples()))
+    close_arrays(values["y"], log_density(fit.get_samples()))
     idata = fit.to_arviz()
-    close(idata.log_likelihood.y.values.reshape(30, SIZE), values["y"])
-    close(idata.observed_data.y.values, Y)
+    close_arrays(idata.log_likelihood.y.values.reshape(30, SIZE), values["y"])
+    close_arrays(idata.observed_data.y.values, Y)
 
 
 @pytest.mark.parametrize(
@@ -371,9 +360,9 @@ def test_log_likelihood_is_a_value_a_row_in_the_data_sets_order(kind):
 )
 def test_log_likelihood_of_other_data(data):
     fit = fitted(batch_size=5)
-    close(fit.log_likelihood(data)["y"], log_density(fit.get_samples(), X[:4], Y[:4]))
+    close_arrays(fit.log_likelihood(data)["y"], log_density(fit.get_samples(), X[:4], Y[:4]))
     idata = fit.to_arviz(data=data)
-    close(idata.observed_data.y.values, Y[:4])
+    close_arrays(idata.observed_data.y.values, Y[:4])
     assert idata.log_likelihood.sizes["data"] == 4
 
 
@@ -393,10 +382,10 @@ def test_log_likelihood_keeps_the_users_scale_and_mask_by_site():
 
     fit = fitted(model, (X, Y, WEIGHTS, MASK), batch_size=5)
     samples, values = fit.get_samples(), fit.log_likelihood()
-    close(values["y"], log_density(samples) * WEIGHTS * MASK)
+    close_arrays(values["y"], log_density(samples) * WEIGHTS * MASK)
     s = samples["s"][:, None]
-    close(values["z"], (-2 * s.log() - math.log(2 * math.pi)).expand(30, SIZE))
-    close(values["soft"], 0.1 * samples["w"] @ X.T)
+    close_arrays(values["z"], (-2 * s.log() - math.log(2 * math.pi)).expand(30, SIZE))
+    close_arrays(values["soft"], 0.1 * samples["w"] @ X.T)
     assert "known" not in values
 
 
@@ -408,7 +397,7 @@ def test_enumerated_mixtures_are_summed_out(batch_size):
     weights = torch.stack([1 - samples["p"], samples["p"]], 1).log()
     parts = dist.Normal(samples["m"][:, :, None], 0.5).log_prob(Y) + weights[:, :, None]
     assert set(samples) == {"p", "m"}
-    close(values["y"], parts.logsumexp(1), rtol=1e-11)
+    close_arrays(values["y"], parts.logsumexp(1), rtol=1e-11)
     drawn = fit.predict(Y)  # the second moment and the weight: E z = p, E y^2 = 1/4 + E m_z^2
     assert set(drawn) == {"y", "z"} or set(drawn) == {"y"}
     p, m = samples["p"], samples["m"]
@@ -421,18 +410,11 @@ def test_enumerated_mixtures_are_summed_out(batch_size):
 # ------------------------------------------------------------------ predict
 
 
-def normal_mean(y):
-    """Independent conjugate models in the columns: w ~ N(0, 1), y ~ N(w, 1/4)."""
-    w = pyro.sample("w", dist.Normal(torch.zeros_like(y[0]), 1.0).to_event(1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(w, 0.5).to_event(1), obs=y)
-
-
 def test_predictions_have_the_exact_predictive_moments():
     """Three rows and precision 1 + 3 * 4 = 13: mean 12/13 of the data's, variance 1/13 + 1/4;
     two new rows share their draw of w, so that they covary by 1/13."""
     y = normals(3, 2000, seed=4)
-    fit = ps.BAOA(normal_mean, lr=0.3)
+    fit = ps.BAOA(normal_mean(sd=1.0, noise=0.5), lr=0.3)
     fit.run(y, num_samples=8, num_chains=1, warmup_steps=80, thinning=25, seed=1, **QUIET)
     torch.manual_seed(0)
     drawn = fit.predict(torch.zeros(2, 2000).double())["y"]
@@ -453,13 +435,13 @@ def test_predict_returns_what_follows_the_rows():
     w = fit.get_samples()["w"]
     drawn = fit.predict(X[:4])
     assert set(drawn) == {"y", "mean"}
-    close(drawn["mean"], w @ X[:4].T)
+    close_arrays(drawn["mean"], w @ X[:4].T)
     assert drawn["y"].shape == (30, 4)
     assert not torch.equal(fit.predict(X[:4])["y"], drawn["y"])  # drawn anew
     with_y = fit.predict(X[:4], Y[:4])["y"]
     assert not torch.equal(with_y, Y[:4].expand(30, 4))
-    close(fit.predict(x=X[:4])["mean"], drawn["mean"])
-    close(fit.predict(X[:4], y=None)["mean"], drawn["mean"])
+    close_arrays(fit.predict(x=X[:4])["mean"], drawn["mean"])
+    close_arrays(fit.predict(X[:4], y=None)["mean"], drawn["mean"])
 
 
 def test_predict_is_ruled_by_torchs_generator():
@@ -479,7 +461,7 @@ def test_predict_in_batches_is_predict(batch_size):
     whole = fit.predict(X, return_sites=names)
     parts = fit.predict(X, batch_size=batch_size, return_sites=names)
     for name in names[:3]:
-        close(parts[name], whole[name])
+        close_arrays(parts[name], whole[name])
     assert parts["y"].shape == (30, SIZE)
 
 
@@ -487,7 +469,7 @@ def test_predict_thins_and_chooses_sites():
     fit = fitted()
     drawn = fit.predict(X, num_samples=3, return_sites=["w"])
     assert list(drawn) == ["w"]
-    close(drawn["w"], fit.get_samples()["w"][[0, 14, 29]], rtol=1e-12)
+    close_arrays(drawn["w"], fit.get_samples()["w"][[0, 14, 29]], rtol=1e-12)
     with pytest.raises(ArgumentError, match=r"no site 'q'; the model has .*'y'"):
         fit.predict(X, return_sites=["q"])
     with pytest.raises(ArgumentError, match="return_sites='y': pass a list of sites' names"):
@@ -501,7 +483,7 @@ def test_pyros_predictive_takes_the_samples():
     fit = fitted()
     samples = fit.get_samples()
     drawn = pyro.infer.Predictive(regression, samples)(X)
-    close(drawn["mean"], samples["w"] @ X.T)
+    close_arrays(drawn["mean"], samples["w"] @ X.T)
     z = (drawn["y"] - samples["w"] @ X.T) / samples["s"][:, None]
     assert abs(z_of_variance(z, 1.0)) < 4.4
 
@@ -545,7 +527,7 @@ def test_groups_dims_coords_and_attrs():
     for name, size in {"chain": 3, "draw": 6, "groups": 4}.items():
         assert idata.posterior[name].values.tolist() == list(range(size))
     assert idata.observed_data["data"].values.tolist() == list(range(SIZE))
-    close(idata.posterior.b.values, fit.get_samples(group_by_chain=True)["b"])
+    close_arrays(idata.posterior.b.values, fit.get_samples(group_by_chain=True)["b"])
     assert set(idata.sample_stats) == {"lp", "lr", "friction", "mass", "temperature", "step"}
     assert np.all(idata.sample_stats.friction.values == 2.0)
     assert np.all(idata.sample_stats.temperature.values == 0.5)
@@ -581,7 +563,7 @@ def test_lp_is_the_log_joint_in_unconstrained_space_at_the_state_before():
     prior = prior + dist.Normal(double(0.0)[0], 0.5).log_prob(log_s)  # LogNormal and Jacobian
     expected = prior + log_density(samples).sum(-1)
     lp = torch.as_tensor(fit.to_arviz().sample_stats.lp.values)
-    close(lp[:, 1:], expected[:, :-1], rtol=1e-7)
+    close_arrays(lp[:, 1:], expected[:, :-1], rtol=1e-7)
 
 
 def test_lp_of_a_minibatch_is_a_total_over_the_data():
@@ -589,7 +571,7 @@ def test_lp_of_a_minibatch_is_a_total_over_the_data():
     still = {"method": ps.SGLD, "lr": 1e-12, "temperature": 0}
     means = fitted(**still, batch_size=4, num_samples=3).to_arviz().sample_stats.lp.values
     whole = fitted(**still, num_samples=1).to_arviz().sample_stats.lp.values
-    close(means.mean(1), whole[:, 0], rtol=1e-9)
+    close_arrays(means.mean(1), whole[:, 0], rtol=1e-9)
     assert np.ptp(means, axis=1).min() > 0.1
 
 
@@ -675,7 +657,7 @@ def test_attrs_of_a_schedule_go_through_netcdf(tmp_path):
     idata = fitted(mean_of(1.0), Y, num_samples=4, num_chains=1, **decaying).to_arviz()
     assert idata.attrs["lr"] == "schedule"
     idata.to_netcdf(str(tmp_path / "schedule.nc"))
-    close(idata.sample_stats.lr.values[0], double(*(0.01 / (1 + k) for k in range(4))))
+    close_arrays(idata.sample_stats.lr.values[0], double(*(0.01 / (1 + k) for k in range(4))))
     assert json.dumps(dict(idata.attrs))
 
 
@@ -723,7 +705,7 @@ def test_results_of_step_are_one_draw():
     fit.step(X, Y)
     samples = fit.get_samples()
     assert samples["w"].shape == (1, 2)
-    close(fit.log_likelihood((X, Y))["y"], log_density(samples))
+    close_arrays(fit.log_likelihood((X, Y))["y"], log_density(samples))
     with pytest.raises(
         ArgumentError, match=r"of step.. or from a file, which keep no data: .*data="
     ):  # not the batch's

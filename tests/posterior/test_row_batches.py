@@ -69,7 +69,7 @@ def without_the_first(x, y=None):
     observe(slope() * x[:-1], None if y is None else y[1:], len(x) - 1)
 
 
-def process(x, y=None):
+def gaussian_process(x, y=None):
     covariance = (-0.5 * (x[:, None] - x) ** 2).exp() + slope() ** 2 * torch.eye(len(x))
     pyro.sample("y", dist.MultivariateNormal(torch.zeros(len(x)), covariance), obs=y)
 
@@ -90,18 +90,18 @@ DEPENDENT = [
     running_total,
     grand_total,
     without_the_first,
-    process,
+    gaussian_process,
     own_latents,
 ]
 
 
-def fitted(model, *data):
+def map_fit(model, *data):
     return ps.MAP(model).run(data or (X, Y), num_steps=100, seed=0, progress=False)
 
 
 @pytest.mark.parametrize("model", DEPENDENT)
 def test_rows_that_depend_on_others_are_not_split(model):
-    fit = fitted(model)
+    fit = map_fit(model)
     shapes = {name: value.shape for name, value in fit.predict(X).items()}
     for size in (7, 20, 59):
         for reduce in (None, "mean"):
@@ -114,12 +114,12 @@ def test_rows_that_depend_on_others_are_not_split(model):
 
 def test_rows_that_depend_on_others_in_the_last_batches_alone_are_not_split():
     with pytest.raises(ArgumentError, match=r"batch_size=7: site 'y' .*leave batch_size"):
-        fitted(late).predict(X.sort().values, batch_size=7)
+        map_fit(late).predict(X.sort().values, batch_size=7)
 
 
 @pytest.mark.parametrize("model", [lagged, in_prediction_alone, running_total])
 def test_rows_that_depend_on_others_are_predicted_together_by_default(model, monkeypatch):
-    fit = fitted(model)
+    fit = map_fit(model)
     whole = fit.predict(X, reduce="mean")
     monkeypatch.setattr(row_batches, "CHUNK_ROWS", 13)
     for name, value in fit.predict(X, reduce="mean").items():
@@ -141,7 +141,7 @@ def several(x, y=None):
 @pytest.mark.parametrize("size", [1, 7, 20, 59, 60, 100])
 @pytest.mark.slow
 def test_rows_apart_are_those_of_all_rows(size):
-    fit = fitted(several, X, Y[:, None].expand(-1, 3).contiguous())
+    fit = map_fit(several, X, Y[:, None].expand(-1, 3).contiguous())
     whole, parts = fit.predict(X), fit.predict(x=X, batch_size=size)
     assert {k: v.shape for k, v in parts.items()} == {k: v.shape for k, v in whole.items()}
     torch.testing.assert_close(parts["mean"], whole["mean"], rtol=1e-12, atol=0)
@@ -158,20 +158,20 @@ def test_sites_of_predictions_alone_have_all_rows():
         if y is None:
             pyro.deterministic("mean", b * x)
 
-    fit = fitted(model)
+    fit = map_fit(model)
     found = fit.predict(X, batch_size=25)["mean"]
     torch.testing.assert_close(found, fit.get_samples()["b"][:, None] * X, rtol=1e-12, atol=0)
 
 
 def test_the_sites_that_are_asked_for_decide():
-    fit = fitted(running_total)
+    fit = map_fit(running_total)
     assert fit.predict(X, batch_size=7, return_sites=["y"])["y"].shape == (1, N)
     with pytest.raises(ArgumentError, match="site 'total'"):
         fit.predict(X, batch_size=7, return_sites=["total"])
 
 
 def test_batches_leave_torchs_generator_as_whole_rows_do():
-    fit = fitted(several, X, Y[:, None].expand(-1, 3).contiguous())
+    fit = map_fit(several, X, Y[:, None].expand(-1, 3).contiguous())
     torch.manual_seed(0)
     one = fit.predict(X, batch_size=N)
     torch.manual_seed(0)
@@ -183,7 +183,7 @@ def test_a_model_that_draws_by_itself_is_predicted_in_batches():
         b = slope()
         observe(b * x + (0.0 if y is not None else torch.randn(len(x))), y, len(x))
 
-    assert fitted(model).predict(X, batch_size=7)["y"].shape == (1, N)
+    assert map_fit(model).predict(X, batch_size=7)["y"].shape == (1, N)
 
 
 @pytest.mark.parametrize("how", [{"linearized": True}, {"linearized": True, "reduce": "mean"}])
@@ -208,7 +208,7 @@ def test_subsampling_models_take_no_batch_of_rows():
 
 
 def test_nothing_to_predict_is_refused():
-    fit = fitted(lagged)
+    fit = map_fit(lagged)
     with pytest.raises(DataError, match="no rows"):
         fit.predict(X[:0])
     with pytest.raises(CallError, match=r"takes \(x, y=None\): missing a required argument: 'x'"):

@@ -37,7 +37,7 @@ def sampler(**how):
     return ps.BAOA(model, **{"lr": 0.1, "friction": 1.0, "precondition": None, **how})
 
 
-def baoa(method, data=DATA, **how):
+def run_baoa(method, data=DATA, **how):
     lengths = {"num_samples": 30, "warmup_steps": 10, "thinning": 1, "num_chains": 2}
     return method.run(data, **QUIET, **{**lengths, **how})
 
@@ -48,7 +48,7 @@ def steps(method, data=DATA):
 
 #: A method of each kind, and a run of it.
 KINDS = {
-    "BAOA": (sampler, baoa),
+    "BAOA": (sampler, run_baoa),
     "NUTS": (
         lambda: ps.NUTS(model, compile=False),
         lambda m, data=DATA: m.run(data, num_samples=15, warmup_steps=15, num_chains=2, **QUIET),
@@ -140,10 +140,10 @@ def test_before_a_run_there_is_none(kind):
 def test_a_run_that_ended_by_an_error_leaves_none():
     method = sampler(lr=1e6)
     with pytest.raises(NonFiniteError):
-        baoa(method)
+        run_baoa(method)
     with pytest.raises(NotRunError, match="all chains"):
         method.summary()
-    kept = baoa(sampler()).posterior
+    kept = run_baoa(sampler()).posterior
     kept.summary()
 
 
@@ -173,7 +173,7 @@ def test_it_goes_into_a_file_and_back(kind, copied, tmp_path):
 
 
 def test_another_model_is_refused(tmp_path):
-    baoa(sampler()).save(tmp_path / "run.ps")
+    run_baoa(sampler()).save(tmp_path / "run.ps")
     with pytest.raises(FileError, match="the model is not the one of the file"):
         ps.load(tmp_path / "run.ps", noisier)
     with pytest.raises(ArgumentError, match="model"):
@@ -217,13 +217,13 @@ def test_chains_of_one_method_do_not_know_of_each_other():
 
 def test_a_run_leaves_the_chain_and_a_step_the_run():
     method = sampler(num_data=len(X))
-    run = baoa(method).posterior
+    run = run_baoa(method).posterior
     method.step(X, Y)
     assert method.get_samples()["w"].shape[0] == 1
     assert run.get_samples()["w"].shape[0] == 60
     with pytest.raises(ArgumentError, match=r"step\(\) keeps no data"):
         method.step_size_bias()
-    again = baoa(method).posterior
+    again = run_baoa(method).posterior
     same(again.get_samples(), run.get_samples())
 
 
@@ -299,7 +299,7 @@ def test_fits_go_on_from_a_posterior():
             ekf.psis()
         again = ps.Laplace(model).run(DATA, mode=start, **QUIET)
         assert torch.equal(again.fit.centers, fit.fit.centers)
-        method = baoa(ps.BAOA(model, lr=0.1, precondition=start))
+        method = run_baoa(ps.BAOA(model, lr=0.1, precondition=start))
         assert method.posterior.attrs["whitened"] == 1
     draws = finished("BAOA")
     with pytest.raises(ArgumentError, match="it has no Gaussian"):

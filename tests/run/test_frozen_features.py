@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import of_network
 from repetitions import each_once, long_but
 from runs import EVERY_STEP, QUIET
 from torch import nn
@@ -66,12 +67,7 @@ NETWORKS = {
 def classifier(net, include="4", rest="frozen"):
     bayesian = ps.bayesianize(net, prior=dist.Normal(0.0, 0.7), include=include, rest=rest)
 
-    def model(x, y):
-        logits = bayesian(x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
-
-    return model
+    return of_network(bayesian, lambda f: dist.Categorical(logits=f))
 
 
 def counts(exposures=True):
@@ -271,11 +267,7 @@ class Branching(Centered):
 def likelihood(net):
     bayesian = ps.bayesianize(net, include="head")
 
-    def model(x, y):
-        logits = bayesian(x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
-
+    model = of_network(bayesian, lambda f: dist.Categorical(logits=f))
     return ps.LogPosterior(model, num_data=len(SEQUENCE))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from repetitions import long_but
 from stored import draws_of, ended_by, fitted, held_of, same, same_outcome
-from stores import buffering, opened, small_files
+from stores import buffering, opened
 
 import pyro_scale as ps
 from pyro_scale.core import online_moments, tdigest
@@ -21,7 +21,10 @@ from pyro_scale.posterior import moment_sink, sinks
 from pyro_scale.storage import zarr_store
 
 pytest.importorskip("zarr")
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("small_store_files"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 #: Few draws of two chains: quantiles of under 64 numbers are exact.
 STEPS = {
@@ -34,12 +37,6 @@ STEPS = {
     },
 }
 FULL = "No space left on device"
-
-
-@pytest.fixture(autouse=True)
-def _small_files():
-    with small_files():
-        yield
 
 
 def kept_at(kept, path):

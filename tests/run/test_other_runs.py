@@ -112,7 +112,7 @@ def test_another_fit_for_the_coordinates_is_refused(tmp_path):
 
 
 @functools.cache
-def fitted(name):
+def cached_run(name):
     how = {
         "BAOA": {**STEPS, "batch_size": None},
         "Laplace": {"seed": 0},
@@ -130,7 +130,7 @@ def fitted(name):
 @pytest.mark.filterwarnings("ignore")
 def test_a_file_is_of_one_model(name, tmp_path, monkeypatch):
     path = tmp_path / "fit.ps"
-    fitted(name).save(path)
+    cached_run(name).save(path)
     for model, _ in OTHERS.values():
         with pytest.raises(FileError, match=r"of the file's batch the log (prior|likelihood)"):
             getattr(ps, name).load(path, model)

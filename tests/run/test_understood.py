@@ -53,7 +53,7 @@ def data():
     return x, x @ double(1, -0.5) + 0.3 * normals(N, seed=2)
 
 
-def ran(method, rows, **how):
+def positions_of(method, rows, **how):
     steps = {"num_samples": 5, "warmup_steps": 0, "thinning": 1, "num_chains": 2, "seed": 0}
     method.run(rows, **{**steps, "batch_size": B, "progress": False, **how})
     return method.posterior.draws.positions
@@ -87,12 +87,12 @@ def test_what_is_known_serves_again(understood):
     """From other starts, for other numbers of chains; the draws are a new sampler's."""
     model, rows = Regression(), data()
     first = baoa(model)
-    ran(first, rows)
+    positions_of(first, rows)
     for how in ({"seed": 1}, {"seed": 2, "num_chains": 3}):
         understood.clear()
-        found = ran(first, rows, **how)
+        found = positions_of(first, rows, **how)
         assert understood == []
-        assert torch.equal(found, ran(baoa(model), rows, **how))
+        assert torch.equal(found, positions_of(baoa(model), rows, **how))
         assert understood == ["examine_model", "check_batches"]
 
 
@@ -144,30 +144,28 @@ CHANGES = {
 def test_what_changes_is_seen(change, understood):
     model, rows = Regression(), data()
     first = baoa(model)
-    ran(first, rows)
+    positions_of(first, rows)
     understood.clear()
     CHANGES[change](model, *rows)
-    found = ran(first, rows)
+    found = positions_of(first, rows)
     assert understood == ["examine_model", "check_batches"]
-    assert torch.equal(found, ran(baoa(model), rows))
+    assert torch.equal(found, positions_of(baoa(model), rows))
 
 
-@pytest.mark.parametrize("how", [{"batch_size": B + 1}, {"batch_size": None}])
-def test_other_batches_are_another_problem(how, understood):
-    model, rows = Regression(), data()
-    first = baoa(model)
-    ran(first, rows)
+def copy_of(rows):
+    return tuple(column.clone() for column in rows)
+
+
+@pytest.mark.parametrize(
+    ("rows_of", "how"),
+    [(tuple, {"batch_size": B + 1}), (tuple, {"batch_size": None}), (copy_of, {})],
+    ids=["other batches", "all rows", "equal data"],
+)
+def test_other_batches_and_equal_data_are_another_problem(rows_of, how, understood):
+    first, rows = baoa(Regression()), data()
+    positions_of(first, rows)
     understood.clear()
-    ran(first, rows, **how)
-    assert "examine_model" in understood
-
-
-def test_equal_data_are_other_data(understood):
-    model, rows = Regression(), data()
-    first = baoa(model)
-    ran(first, rows)
-    understood.clear()
-    ran(first, tuple(column.clone() for column in rows))
+    positions_of(first, rows_of(rows), **how)
     assert "examine_model" in understood
 
 
@@ -190,19 +188,19 @@ def test_a_model_that_went_wrong_is_refused(name):
     break_it, error = WRONG[name]
     model, rows = Regression(), data()
     first = baoa(model)
-    ran(first, rows)
+    positions_of(first, rows)
     break_it(model, *rows)
     with pytest.raises(error):
-        ran(first, rows)
+        positions_of(first, rows)
 
 
 def test_a_copy_understands_for_itself(understood):
     model, rows = Regression(), data()
     first = baoa(model)
-    found = ran(first, rows)
+    found = positions_of(first, rows)
     understood.clear()
     other = copy.deepcopy(first)
-    assert torch.equal(ran(other, rows), found)
+    assert torch.equal(positions_of(other, rows), found)
     assert "examine_model" in understood
 
 
@@ -212,7 +210,7 @@ def test_first_steps_are_inspected_once(monkeypatch):
     )
     looks, first, rows = [], baoa(model), data()
     monkeypatch.setattr(run, "check_batch", lambda *args: looks.append(args))
-    ran(first, rows, num_samples=20)
+    positions_of(first, rows, num_samples=20)
     assert len(looks) == 2
-    ran(first, rows, num_samples=20)
+    positions_of(first, rows, num_samples=20)
     assert len(looks) == 3

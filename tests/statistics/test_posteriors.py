@@ -66,15 +66,8 @@ def sampled(density, num_data, name, temperature=1.0, shape=(2,), num_samples=2)
         lambda params, batch: density(params["w"]).sum() / num_data, start, num_data
     )
     sampler = method(function, temperature=temperature, **scaled(hyperparameters, name, num_data))
-    sampler.run(
-        None,
-        num_samples=num_samples,
-        warmup_steps=0,
-        thinning=every,
-        num_chains=CHAINS,
-        seed=1,
-        **QUIET,
-    )
+    lengths = {"num_samples": num_samples, "warmup_steps": 0, "thinning": every}
+    sampler.run(None, num_chains=CHAINS, seed=1, **lengths, **QUIET)
     return sampler.get_samples()["w"]
 
 

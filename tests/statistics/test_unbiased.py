@@ -53,7 +53,7 @@ def weighted(mean, s, y):
 WAYS = [plated, evented, transposed, factored, weighted]
 
 
-def model_of(way, num_groups):
+def hierarchical(way, num_groups):
     def model(x, y, group):
         w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[1], y.shape[1]), 1.0).to_event(2))
         s = pyro.sample("s", dist.HalfNormal(1.0))
@@ -109,7 +109,7 @@ class TestAnyShape:
         size = min(size, num_rows)
         data = data_of(num_rows, num_features, num_columns, num_groups)
         parts = batches(data, size)
-        log_posterior = ps.LogPosterior(model_of(way, num_groups), num_data=num_rows)
+        log_posterior = ps.LogPosterior(hierarchical(way, num_groups), num_data=num_rows)
         params = log_posterior.init(0, *parts[0])
         whole, value = log_posterior.grad(params, data)
         given = [log_posterior.grad(params, part)[0] for part in parts]
@@ -130,7 +130,7 @@ class TestAnyShape:
     )
     def test_one_batch_counts_n_over_b_times(self, way, size, num_data, num_columns):
         data = data_of(size, 2, num_columns, 3)
-        log_posterior = ps.LogPosterior(model_of(way, 3), num_data=num_data)
+        log_posterior = ps.LogPosterior(hierarchical(way, 3), num_data=num_data)
         params = log_posterior.init(0, *data)
         value = log_posterior(params, data)
         close(value.log_joint, log_joint_by_hand(params, *data, way, num_data / size))
@@ -142,7 +142,7 @@ class TestAnyShape:
 def test_the_mean_over_disjoint_equal_batches_is_the_full_gradient(way):
     """To 1e-12, relative, in float64; for batches in any order."""
     data = data_of(96, 3, 2, 5)
-    log_posterior = ps.LogPosterior(model_of(way, 5), num_data=96)
+    log_posterior = ps.LogPosterior(hierarchical(way, 5), num_data=96)
     params = log_posterior.init(0, *batches(data, 8)[0])
     whole, _ = log_posterior.grad(params, data)
     order = torch.randperm(96, generator=torch.Generator().manual_seed(0)).reshape(12, 8)
@@ -157,7 +157,7 @@ def test_the_mean_over_disjoint_equal_batches_is_the_full_gradient(way):
 def test_a_wrong_scale_is_seen_by_these_tests():
     """Mutants of the estimate: each must be off by far more than what is allowed above."""
     data = data_of(12, 2, 2, 3)
-    log_posterior = ps.LogPosterior(model_of(plated, 3), num_data=12)
+    log_posterior = ps.LogPosterior(hierarchical(plated, 3), num_data=12)
     part = batches(data, 4)[0]
     params = log_posterior.init(0, *part)
     value, expected = log_posterior(params, part), log_joint_by_hand(params, *part, plated, 3.0)

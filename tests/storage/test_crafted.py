@@ -7,11 +7,11 @@ import os
 import zipfile
 from pathlib import Path
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from damage import crafted, saved
+from densities import prior_only
 from runs import EVERY_STEP, QUIET
 
 import pyro_scale as ps
@@ -22,9 +22,7 @@ from pyro_scale.storage.zarr_store import DrawStore
 HOW = {**EVERY_STEP, **QUIET, "num_samples": 40, "num_chains": 2}
 
 
-def normal():
-    pyro.factor("no data", torch.zeros(()))
-    pyro.sample("w", dist.Normal(0.0, 1.0))
+normal = prior_only(lambda: dist.Normal(0.0, 1.0), name="w")
 
 
 def test_records_that_are_compressed_are_refused(tmp_path):
@@ -71,14 +69,21 @@ SPOILED = {
 }
 
 
+def spoiled(run, spoil, path):
+    """The path of the run's results, changed."""
+    run.save(path)
+    contents = files.read(path)
+    spoil(contents)
+    crafted(path, saved(contents))
+    return path
+
+
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
 def test_results_whose_parts_do_not_belong_together_are_refused(spoil, tmp_path):
-    ps.SGLD(normal, lr=0.1, compile=False).run(None, **HOW).save(tmp_path / "run")
-    contents = files.read(tmp_path / "run")
-    spoil(contents)
-    crafted(tmp_path / "run", saved(contents))
+    run = ps.SGLD(normal, lr=0.1, compile=False).run(None, **HOW)
+    path = spoiled(run, spoil, tmp_path / "run")
     with pytest.raises(FileError, match=r"save them again|pass the model|does not hold"):
-        ps.SGLD.load(tmp_path / "run", normal)
+        ps.SGLD.load(path, normal)
 
 
 SPOILED_FITS = {
@@ -92,12 +97,9 @@ SPOILED_FITS = {
 
 @pytest.mark.parametrize("spoil", SPOILED_FITS.values(), ids=SPOILED_FITS.keys())
 def test_fits_whose_parts_do_not_belong_together_are_refused(spoil, tmp_path):
-    ps.Laplace(normal).run(None, seed=0).save(tmp_path / "fit")
-    contents = files.read(tmp_path / "fit")
-    spoil(contents)
-    crafted(tmp_path / "fit", saved(contents))
+    path = spoiled(ps.Laplace(normal).run(None, seed=0), spoil, tmp_path / "fit")
     with pytest.raises(FileError, match="save them again"):
-        ps.Laplace.load(tmp_path / "fit", normal)
+        ps.Laplace.load(path, normal)
 
 
 def test_a_step_that_rounds_to_none_ends_with_results():

@@ -21,6 +21,7 @@ from processes import launch
 from pyro.nn import PyroModule, PyroParam
 from reference import double, normals
 from repetitions import long_but
+from row_datasets import RowByName
 from stored import (
     QUIET,
     SIZE,
@@ -34,12 +35,14 @@ from stored import (
     same,
 )
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, FileError, NonFiniteError, NotRunError
 from pyro_scale.infer.method import Method
 from pyro_scale.storage import files
+
+pytestmark = pytest.mark.usefixtures("store")
 
 GROUP = torch.arange(SIZE) % 3
 VECTOR = normal(2, dtype=torch.float64)
@@ -131,17 +134,7 @@ class Net(PyroModule):
             return pyro.sample("y", dist.Normal(mean, self.scale), obs=y)
 
 
-class RowByRow(Dataset):
-    def __len__(self):
-        return SIZE
-
-    def __getitem__(self, index):
-        return {"x": X[index], "y": Y[index]}
-
-
-def fitted(*args, **kwargs):
-    short = {"num_samples": 8, "batch_size": None, "seed": 0, "compile": "auto"}
-    return stored.fitted(*args, **{**short, **kwargs})
+fitted = functools.partial(stored.fitted, num_samples=8, batch_size=None, seed=0, compile="auto")
 
 
 def after_steps(model=regression, data=(X, Y), **kwargs):
@@ -157,7 +150,8 @@ def decreasing(step):
 
 
 NET = Net()
-BATCHES = DataLoader(RowByRow(), batch_sampler=[range(7), range(7, SIZE)])
+NAMED = RowByName(x=X, y=Y)
+BATCHES = DataLoader(NAMED, batch_sampler=[range(7), range(7, SIZE)])
 LOG_POSTERIOR = ps.LogPosterior.from_function(
     lambda params, batch: -0.5 * (batch[0] @ params["w"]).square().mean(),
     {"w": torch.ones(2).double()},
@@ -201,8 +195,8 @@ CASES = {
         *(regression, DataLoader(TensorDataset(X, Y), 5), (X[:4],)),
     ),
     "by index": (
-        lambda: fitted(data=DataLoader(RowByRow(), 5, shuffle=True)),
-        *(regression, DataLoader(RowByRow(), 5), (X[:4],)),
+        lambda: fitted(data=DataLoader(NAMED, 5, shuffle=True)),
+        *(regression, DataLoader(NAMED, 5), (X[:4],)),
     ),
     "steps": (lambda: after_steps(num_data=100), regression, (X, Y), (X[:4],)),
     "steps of own subsamples": (
@@ -239,13 +233,6 @@ def same_results(actual, expected, data, arguments):
     if data is not None:
         same(actual.log_likelihood(data), expected.log_likelihood(data))
         same_groups(actual.to_arviz(data=data), expected.to_arviz(data=data))
-
-
-@pytest.fixture(autouse=True)
-def clean_params():
-    pyro.clear_param_store()
-    yield
-    pyro.clear_param_store()
 
 
 # ------------------------------------------------------------------ round trips

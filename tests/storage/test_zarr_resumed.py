@@ -44,16 +44,13 @@ from pyro_scale.run import config
 from pyro_scale.storage import zarr_store
 
 zarr = pytest.importorskip("zarr")
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("small_store_files"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 #: How draws are kept: on disk, or nowhere.
 KEPT = ["store", "nowhere"]
-
-
-@pytest.fixture(autouse=True)
-def _small_files():
-    with small_files():
-        yield
 
 
 def at(kept, tmp_path):

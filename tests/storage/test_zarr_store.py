@@ -17,7 +17,8 @@ import pytest
 import stored as s
 import torch
 from both_arviz import as_own, dataset_of, groups_of, identical
-from models import normal, of_rows
+from dtypes import default_dtype
+from models import normal, of_network, of_rows
 from places import SUPPORT
 from processes import launch
 from reference import double
@@ -42,20 +43,10 @@ import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, NonFiniteError, NotRunError
 
 zarr = pytest.importorskip("zarr")
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _small_files():
-    with small_files():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def clean_params():
-    pyro.clear_param_store()
-    yield
-    pyro.clear_param_store()
+pytestmark = [
+    pytest.mark.usefixtures("small_store_files", "store"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 
 def of_many_supports(x):
@@ -101,12 +92,7 @@ def network():
     torch.manual_seed(0)
     net = ps.bayesianize(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double())
 
-    def model(x, y=None):
-        mean = net(x)[:, 0]
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-
-    return model
+    return of_network(net, lambda f: dist.Normal(f[:, 0], 1.0))
 
 
 def decaying(step):
@@ -244,10 +230,8 @@ def indefinite(x, y=None):
 @pytest.fixture
 def float64():
     """For a test, as models of other tests have two dtypes."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(default)
+    with default_dtype(torch.float64):
+        yield
 
 
 def with_broken_chains(model=cliff, **kwargs):

@@ -17,7 +17,7 @@ def elpd_of(loo):
     return float(loo.elpd if IS_1 else loo.elpd_loo)
 
 
-def rows_of(loo):
+def elpd_of_rows(loo):
     """Each row's part of it."""
     return (loo.elpd_i if IS_1 else loo.loo_i).values
 

@@ -4,6 +4,7 @@ import mpmath
 import pyro
 import pyro.distributions as dist
 import torch
+from models import normal, of_rows
 from reference import close, double, normals
 
 import pyro_scale as ps
@@ -107,32 +108,18 @@ CELLS = normals(B, 3, seed=10).abs()
 
 def observed(make):
     """A model of w and v whose observations' distribution is make(x, w, v)."""
-
-    def model(x, y):
-        w, v = weights(2), weights(2, name="v")
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", make(x, w, v), obs=y)
-
-    return model
+    return of_rows(lambda x, w, v: make(x, w, v), w=normal(2), v=normal(2))
 
 
-def poisson(x, y):
-    w = weights(2)
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Poisson((x @ w).exp()), obs=y)
+poisson = of_rows(lambda x, w: dist.Poisson((x @ w).exp()), w=normal(2))
 
 
 def poisson_by_hand(w, x):
     return (x.T * (x @ w).exp()) @ x
 
 
-def squared(function, scale=0.5):
-    def model(x, y):
-        w = weights(2)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(function(x, w), scale), obs=y)
-
-    return model
+def squared(function):
+    return of_rows(lambda x, w: dist.Normal(function(x, w), 0.5), w=normal(2))
 
 
 def logits_of(x, w, v):
@@ -169,3 +156,19 @@ def kronecker_block(places, left, right, isotropic):
     """A block of the precision `left x right + isotropic I`."""
     (a, left), (b, right) = torch.linalg.eigh(left), torch.linalg.eigh(right)
     return Block(places, left, right, 1 / (torch.outer(a, b) + isotropic))
+
+
+def check_gaussian(gaussian, precision):
+    """That a Gaussian of some structure is the one of this dense precision."""
+    covariance, size = torch.linalg.inv(precision), len(precision)
+    close(gaussian.precision, precision, 1e-12)
+    close(gaussian.covariance, covariance, 1e-12)
+    close(gaussian.variance, covariance.diagonal(), 1e-12)
+    close(gaussian.precision_diagonal, precision.diagonal(), 1e-12)
+    close(gaussian.log_det, torch.logdet(covariance), 1e-12)
+    root = gaussian.sample(torch.eye(size)) - gaussian.mean
+    close(root.T @ root, covariance, 1e-12)
+    x = normals(6, size, seed=4)
+    reference = torch.distributions.MultivariateNormal(gaussian.mean, precision_matrix=precision)
+    close(torch.vmap(gaussian.log_prob)(x), reference.log_prob(x), 1e-12)
+    close(gaussian.temper(0.3).covariance, 0.3 * covariance, 1e-12)

@@ -3,6 +3,7 @@
 import pyro
 import pyro.distributions as dist
 import torch
+from models import normal, of_rows
 from reference import double, normals
 
 D, SD = 3, 0.5
@@ -21,13 +22,8 @@ def rows(x):
 
 def regression(variance=1.0):
     """w ~ N(PRIOR_MEAN, variance I), y ~ N(x w, SD^2)."""
-
-    def model(x, y=None):
-        w = pyro.sample("w", dist.Normal(PRIOR_MEAN, variance**0.5).to_event(1))
-        with rows(x):
-            return pyro.sample("y", dist.Normal(x @ w, SD), obs=y)
-
-    return model
+    prior = dist.Normal(PRIOR_MEAN, variance**0.5).to_event(1)
+    return of_rows(lambda x, w: dist.Normal(x @ w, SD), w=lambda: prior)
 
 
 def linear_posterior(variance, x, y, power=1.0):
@@ -43,8 +39,5 @@ def standardized(count):
     return (y - y.mean()) / y.std(correction=0)
 
 
-def location(y):
-    """The mean of a Gaussian: precision over N about 1."""
-    mu = pyro.sample("mu", dist.Normal(0.0, 100.0))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+#: The mean of a Gaussian: precision over N about 1.
+location = of_rows(lambda mu: dist.Normal(mu, 1.0), mu=normal(sd=100.0))

@@ -1,17 +1,11 @@
 """Posteriors of regressions whose moments are known, for step sizes to be judged by."""
 
 import numpy as np
-import pyro
-import pyro.distributions as dist
 import torch
+from densities import logistic_regression
 
 PRIOR_SD = 2.0
-
-
-def logistic(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[1]), PRIOR_SD).to_event(1))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+logistic = logistic_regression(sd=PRIOR_SD)
 
 
 class Problem:

@@ -1,4 +1,4 @@
-"""Models of independent rows, by their priors and their likelihood."""
+"""Models of independent rows, by their priors or network and their likelihood."""
 
 import inspect
 
@@ -29,6 +29,22 @@ def of_rows(likelihood, **priors):
             return pyro.sample("y", likelihood(**values), obs=y)
 
     return of_inputs if "x" in inspect.signature(likelihood).parameters else of_outputs
+
+
+def of_network(net, likelihood):
+    """A model of rows y whose distribution follows from a network's outputs.
+
+    Args:
+        net: a network of random weights, from `ps.bayesianize`.
+        likelihood: outputs -> the distribution of y.
+    """
+
+    def model(x, y=None):
+        outputs = net(x)
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", likelihood(outputs), obs=y)
+
+    return model
 
 
 def normal(*shape, sd=1.0, dtype=None):

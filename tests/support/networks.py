@@ -13,9 +13,6 @@ from torch import nn
 
 import pyro_scale as ps
 
-QUIET = {"seed": 0, "progress": False}
-#: Every state is a draw, from the first.
-EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
 SD = 0.7  # of the prior
 N, B, CLASSES, TOKENS, LENGTH = 12, 4, 3, 11, 5
 
@@ -285,11 +282,6 @@ def assert_same(after, before):
         for name, value in values.items():
             same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
             assert same(after[what][name], value), (what, name)
-
-
-def close(actual, expected, tolerance=1e-10):
-    scale = max(1.0, float(expected.detach().abs().max()))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
 
 
 def log_prior(weights):

@@ -22,6 +22,23 @@ def close(actual, expected, tolerance=1e-9):
     )
 
 
+def close_in_scale(actual, expected, tolerance=1e-10):
+    """Equal to a part of the largest number that is expected, or to that where it is below 1."""
+    scale = max(1.0, float(expected.detach().abs().max()))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
+
+
+def close_to_largest(actual, expected, rtol=1e-12):
+    """Equal to a part of the largest number that is expected; `expected` broadcasts."""
+    expected = torch.as_tensor(expected, dtype=actual.dtype).expand_as(actual)
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
+
+
+def z_of_variance(centered, expected):
+    """How many standard errors the mean square of independent normals is off its expectation."""
+    return float((centered.square().mean() / expected - 1) / (2 / centered.numel()) ** 0.5)
+
+
 def pyro_log_joint(model, values, arguments):
     """Pyro's own log density of a model's sites, its latents at constrained values."""
     trace = poutine.trace(poutine.condition(model, values)).get_trace(*arguments)

@@ -16,6 +16,17 @@ class RowByRow(Dataset):
         return tuple(tensor[index] for tensor in self.tensors)
 
 
+class RowByName(RowByRow):
+    """Rows that are dicts, by the tensors' names."""
+
+    def __init__(self, **tensors):
+        super().__init__(*tensors.values())
+        self.names = tuple(tensors)
+
+    def __getitem__(self, index):
+        return dict(zip(self.names, super().__getitem__(index), strict=True))
+
+
 class Stream(IterableDataset):
     """The rows one after another; it says the length of all to whoever asks, and has the first
     `num_rows` of them."""

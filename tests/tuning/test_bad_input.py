@@ -11,6 +11,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 from densities import linear_regression
+from dtypes import default_dtype
+from models import of_rows
 from reference import double, normals
 from repetitions import long_but
 
@@ -44,12 +46,7 @@ def line_moments(x, y, prior_sd):
 
 
 def logistic_with(prior):
-    def model(x, y):
-        beta = pyro.sample("beta", prior())
-        with pyro.plate("rows", len(x)):
-            pyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
-
-    return model
+    return of_rows(lambda x, beta: dist.Bernoulli(logits=x @ beta), beta=prior)
 
 
 def flat(*shape):
@@ -90,11 +87,8 @@ def test_collinear_columns_in_single_precision():
     """Which rounds to one column in places."""
     x, y, prior_sd = collinear()
     x, y = x.float(), y.float()
-    torch.set_default_dtype(torch.float32)
-    try:
+    with default_dtype(torch.float32):
         fit = run_alone(linear_regression(sd=prior_sd, name="beta"), (x, y))
-    finally:
-        torch.set_default_dtype(torch.float64)
     if fit.report().verdict == "yes":
         check_right(fit, beta=line_moments(x.double(), y.double(), prior_sd))
 

@@ -10,8 +10,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 from densities import linear_regression, prior_only
+from models import of_rows
 from reference import double, normals
 from repetitions import long_but
+from runs import QUIET
 
 import pyro_scale as ps
 from pyro_scale.diagnostics.verdict import report as verdict_on
@@ -20,7 +22,6 @@ from pyro_scale.run import budget
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-QUIET = {"seed": 0, "progress": False}
 #: A Gaussian of three correlated elements in units from 1e-4 to 1e4.
 SCALES = double(1e-4, 1.0, 1e4)
 CORRELATION = double([1.0, 0.95, 0.5], [0.95, 1.0, 0.6], [0.5, 0.6, 1.0])
@@ -228,10 +229,7 @@ def test_a_model_that_breaks_everywhere_says_what_to_do():
 
 @pytest.mark.slow
 def test_modes_that_some_rows_show_are_polished_and_kept():
-    def mirrored(y):
-        a = pyro.sample("a", dist.Normal(0.0, 3.0))
-        with pyro.plate("rows", len(y)):
-            pyro.sample("y", dist.Normal(a.abs(), 1.0), obs=y)
+    mirrored = of_rows(lambda a: dist.Normal(a.abs(), 1.0), a=lambda: dist.Normal(0.0, 3.0))
 
     y = 3 + normals(25_000, seed=0)
     with pytest.warns(VerdictWarning):

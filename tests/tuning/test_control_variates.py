@@ -11,8 +11,10 @@ import pytest
 import torch
 from densities import logistic_regression, normal_mean, prepare_run
 from methods import METHODS, STOCHASTIC, by_name
+from models import normal, of_rows
 from reference import Doubled, close, double, normals
 from repetitions import each_once, long_but
+from runs import EVERY_STEP, ONE_CHAIN
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
@@ -26,12 +28,9 @@ from pyro_scale.tuning.choice import Settings
 from pyro_scale.tuning.plan import resolve_anchor
 from pyro_scale.tuning.step_size import tune
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "store")
 
 QUIET = {"progress": False}
-#: Every state is a draw, from the first.
-EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
-ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 N, B = 24, 6
 X = normals(N, 2, seed=1)
 Y = X @ double(0.7, -1.2) + 0.5 * normals(N, seed=2)
@@ -39,12 +38,10 @@ COUNTS = torch.arange(N).double() % 5
 two_means = normal_mean()
 
 
-def hierarchical(x, y):
-    """Not Gaussian, with a constrained site."""
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
-    s = pyro.sample("s", dist.LogNormal(0.3, 0.6))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(x @ w, s), obs=y)
+#: Not Gaussian, with a constrained site.
+hierarchical = of_rows(
+    lambda x, w, s: dist.Normal(x @ w, s), w=normal(2, sd=2.0), s=lambda: dist.LogNormal(0.3, 0.6)
+)
 
 
 def poisson_with_param(x, y):
@@ -68,12 +65,6 @@ CASES = {
     "by itself": (subsampled, (X, Y), {}),
     "points": (poisson_with_param, (X, COUNTS), {"batch_size": B}),
 }
-
-
-@pytest.fixture(autouse=True)
-def _store_of_its_own():
-    with pyro.get_param_store().scope():
-        yield
 
 
 #: Nothing is to be chosen.
@@ -350,15 +341,9 @@ def test_step_sees_no_whole_data(asked):
 
 
 def test_models_that_functorch_refuses():
-    def odd(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Bernoulli(logits=Doubled.apply(x @ w)), obs=y)
+    odd = of_rows(lambda x, w: dist.Bernoulli(logits=Doubled.apply(x @ w)), w=normal(2, sd=2.0))
 
-    def even(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Bernoulli(logits=2 * (x @ w)), obs=y)
+    even = of_rows(lambda x, w: dist.Bernoulli(logits=2 * (x @ w)), w=normal(2, sd=2.0))
 
     steps = {"lr": 0.05, "control_variates": True, "batch_size": B, "num_samples": 20}
     refused, taken = (quiet_run(ps.BAOA, model, (X, LABELS), **steps) for model in (odd, even))

@@ -4,7 +4,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from models import of_network
 from reference import close, normals
+from runs import EVERY_STEP, QUIET
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -18,27 +20,14 @@ pytestmark = pytest.mark.usefixtures("float64")
 N, B = 160, 80
 X = normals(N, 3, seed=1)
 Y = (X.sum(1) > 0).long()
-HOW = {
-    "batch_size": B,
-    "num_samples": 12,
-    "warmup_steps": 0,
-    "thinning": 1,
-    "num_chains": 2,
-    "seed": 0,
-    "progress": False,
-}
+HOW = {**EVERY_STEP, **QUIET, "batch_size": B, "num_samples": 12, "num_chains": 2}
 
 
 def network_model():
     torch.manual_seed(0)
     net = ps.bayesianize(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double())
 
-    def model(x, y):
-        logits = net(x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Categorical(logits=logits), obs=y)
-
-    return model
+    return of_network(net, lambda f: dist.Categorical(logits=f))
 
 
 def another_alone(x, y):

@@ -27,11 +27,6 @@ COVARIANCE = ROOT @ ROOT.mT
 gaussian = prior_only(lambda: dist.MultivariateNormal(TRUE.center, COVARIANCE))
 
 
-def covariance_of(whitening):
-    root = whitening.push_forward(UNITS).mT
-    return root @ root.mT
-
-
 def spread(whitening, true=COVARIANCE):
     """The smallest and the largest sd in whitened coordinates."""
     root = whitening.push_forward(UNITS).mT

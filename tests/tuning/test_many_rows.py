@@ -159,13 +159,14 @@ def test_chains_move_with_them_compiled_as_eager():
     close(draws[0].positions, draws[1].positions, 1e-10)
 
 
-def test_models_without_a_distribution_of_their_rows_have_none():
-    def factor(x, group, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.factor("y", -((y - x @ w) ** 2))
+def factor_of_rows(x, group, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.factor("y", -((y - x @ w) ** 2))
 
-    assert second_order(factor) is None
+
+def test_models_without_a_distribution_of_their_rows_have_none():
+    assert second_order(factor_of_rows) is None
 
 
 # ------------------------------------------------------------------ the noise that is left
@@ -193,20 +194,25 @@ def without_curvature(problem):
     return problem.with_engine(density=dataclasses.replace(problem.engine.density, curvature=None))
 
 
-def test_one_row_of_many_is_seen():
-    """A group of one row has a direction that no sample of rows is likely to show."""
-    count = 20_000
+def with_a_rare_row(sd, count):
+    """The problem of two groups' effects of this prior sd; one row is a group by itself."""
     group = torch.zeros(count, dtype=torch.long)
     group[12_345] = 1
 
     def rare(group, y):
         with pyro.plate("groups", 2):
-            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+            a = pyro.sample("a", dist.Normal(0.0, sd))
         with pyro.plate("data", len(group)):
             pyro.sample("y", dist.Poisson(a[group].exp()), obs=y)
 
     problem = problem_of(rare, (group, torch.ones(count)), 50)
-    problem = with_control_variates(problem, density_of_all_rows(problem), torch.zeros(2))
+    return with_control_variates(problem, density_of_all_rows(problem), torch.zeros(2))
+
+
+def test_one_row_of_many_is_seen():
+    """A group of one row has a direction that no sample of rows is likely to show."""
+    count = 20_000
+    problem = with_a_rare_row(1.0, count)
     scales = torch.tensor([1.0, count**0.5])  # of one's own prior, and of many rows
     problem = problem.with_engine(whitening=DenseWhitening(torch.zeros(2), torch.diag(scales)))
     noise = most_noise(problem, double(0.0, 0.5)[None], "replacement", 0).variance
@@ -364,17 +370,7 @@ def test_the_noise_of_a_rare_row_does_not_hang_on_luck(curved):
     """One row of 20,000 has a direction to itself.  At places of any seed the noise there is that
     of draws on average, to the leading order."""
     count, sd = 20_000, 0.1
-    group = torch.zeros(count, dtype=torch.long)
-    group[12_345] = 1
-
-    def rare(group, y):
-        with pyro.plate("groups", 2):
-            a = pyro.sample("a", dist.Normal(0.0, sd))
-        with pyro.plate("data", len(group)):
-            pyro.sample("y", dist.Poisson(a[group].exp()), obs=y)
-
-    problem = problem_of(rare, (group, torch.ones(count)), 50)
-    problem = with_control_variates(problem, density_of_all_rows(problem), torch.zeros(2))
+    problem = with_a_rare_row(sd, count)
     if curved:
         problem = with_curvature(problem, density_of_all_rows(problem))
     scales = double(count**-0.5, sd) * count**0.5
@@ -466,12 +462,7 @@ def test_some_rows_stand_for_all():
 
 
 def test_a_model_without_such_a_matrix_has_its_hessian():
-    def factor(x, group, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.factor("y", -((y - x @ w) ** 2))
-
-    density = density_of_all_rows(problem_of(factor))
+    density = density_of_all_rows(problem_of(factor_of_rows))
     assert with_gauss_newton(density) is density
 
 

@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from densities import density_of_all_rows, prepare_run, prior_only
+from models import normal, of_rows
 from reference import close, double, normals
 
 from pyro_scale.core.gaussian import Dense
@@ -102,10 +103,7 @@ def test_elements_by_l_bfgs():
     """Mode and conditional sds of a regression, as least squares have them."""
     x, y = normals(50, 3, seed=0).double(), normals(50, seed=1).double()
 
-    def regression(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(3), 2.0).to_event(1))
-        with pyro.plate("rows", len(x)):
-            pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+    regression = of_rows(lambda x, w: dist.Normal(x @ w, 0.5), w=normal(3, sd=2.0))
 
     found = searched(regression, (x, y), find_diagonal_modes)
     precision = x.T @ x / 0.25 + torch.eye(3) / 4

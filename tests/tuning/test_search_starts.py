@@ -6,13 +6,12 @@ import pytest
 import torch
 from densities import density_of_all_rows, prepare_run
 from reference import double, normals
+from runs import QUIET
 
 import pyro_scale as ps
 from pyro_scale.tuning.search_starts import search_starts
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.filterwarnings("ignore")]
-
-QUIET = {"seed": 0, "progress": False}
 
 
 def starts_of(model, data=None, chains=4, seed=0):

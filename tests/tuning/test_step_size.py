@@ -13,8 +13,10 @@ from densities import density_of_all_rows, linear_regression, normal_mean, prepa
 from gaussian import Field
 from logistic import PRIOR_SD, Logistic, Problem
 from methods import METHODS, STOCHASTIC
+from models import normal, of_rows
 from reference import double, normals
 from repetitions import long_but
+from runs import EVERY_STEP, ONE_CHAIN
 
 import pyro_scale as ps
 from pyro_scale import kernels
@@ -24,24 +26,15 @@ from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, NonFiniteError
 from pyro_scale.tuning import step_size
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("float64", "store")
 
 QUIET = {"progress": False}
-#: Every state is a draw, from the first.
-EVERY_STEP = {"warmup_steps": 0, "thinning": 1}
-ONE_CHAIN = {**EVERY_STEP, "num_chains": 1}
 #: Latents as they are, moved by the gradients of batches as they are.
 PLAIN = {"precondition": None, "control_variates": False}
 SEEDS = range(5)
 #: 10^-4 ... 10 in half decades.
 GRID = [10 ** (-4 + i / 2) for i in range(11)]
 linear = linear_regression(sd=PRIOR_SD)
-
-
-@pytest.fixture(autouse=True)
-def _store_of_its_own():
-    with pyro.get_param_store().scope():
-        yield
 
 
 # ------------------------------------------------------------------ two posteriors
@@ -532,12 +525,7 @@ def test_nothing_else_is_chosen(hyperparameters):
 
 def test_more_than_a_thousand_dimensions_are_refused():
     def wide(size):
-        def model(y):
-            w = pyro.sample("w", dist.Normal(torch.zeros(size), 1.0).to_event(1))
-            with pyro.plate("data", len(y)):
-                pyro.sample("y", dist.Normal(w.sum(), 1.0), obs=y)
-
-        return model
+        return of_rows(lambda w: dist.Normal(w.sum(), 1.0), w=normal(size))
 
     y = normals(20, seed=1)
     with pytest.raises(ArgumentError, match=r"room for 1000 dimensions; the model has 1001"):

@@ -5,9 +5,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 from densities import linear_regression
+from models import of_network
 from pyro.nn import PyroModule, PyroSample
-from reference import normals
+from reference import double, normals
 from repetitions import each_once, long_but
+from runs import QUIET
 from torch import nn
 
 import pyro_scale as ps
@@ -20,7 +22,6 @@ from pyro_scale.tuning.stable_lr import largest_stable_lr
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-QUIET = {"seed": 0, "progress": False}
 X = normals(200, 3, seed=0)
 LABELS = (X[:, 0] * X[:, 1] > 0).long()
 NOISE = 0.3
@@ -32,26 +33,27 @@ def relu_classifier():
     layers = nn.Linear(3, 40), nn.ReLU(), nn.Linear(40, 20), nn.ReLU(), nn.Linear(20, 2)
     net = ps.bayesianize(nn.Sequential(*layers))
 
-    def model(x, y=None):
-        logits = net(x)
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+    return of_network(net, lambda f: dist.Categorical(logits=f))
 
-    return model
+
+Y = X @ double(1.0, -0.5, 0.2) + NOISE * normals(200, seed=1)
+
+
+def nats_from_the_mode(betas):
+    """By how much the log density of `line` at Y falls from its mode to these."""
+    precision = X.T @ X / NOISE**2 + torch.eye(3)
+    away = betas - torch.linalg.solve(precision, X.T @ Y / NOISE**2)
+    return ((away @ precision) * away).sum(1) / 2
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("method", long_but([ps.BAOA, ps.SGLD, ps.SGNHT], ps.BAOA, ps.SGLD))
 def test_temperature_0_ends_at_the_mode_with_a_draw_a_chain(method):
-    y = X @ torch.tensor([1.0, -0.5, 0.2]) + NOISE * normals(200, seed=1)
-    run = method(line, temperature=0).run((X, y), **QUIET)
+    run = method(line, temperature=0).run((X, Y), **QUIET)
     found = run.get_samples()["beta"]
-    precision = X.T @ X / NOISE**2 + torch.eye(3)
-    away = found - torch.linalg.solve(precision, X.T @ y / NOISE**2)
-    nats = ((away @ precision) * away).sum(1) / 2
     assert found.shape == (4, 3)
-    assert float(nats.max()) < 0.5  # the loss falls by no more
+    assert float(nats_from_the_mode(found).max()) < 0.5  # the loss falls by no more
     assert run.report().verdict == "ensemble"
     assert run.report().headline.startswith("ENSEMBLE, not posterior: 4 points")
 
@@ -63,17 +65,13 @@ def test_temperature_0_ends_at_the_mode_with_a_draw_a_chain(method):
 def test_at_temperature_0_a_step_size_that_is_set_is_the_optimizers(method, batch_size):
     """It goes to the mode, by its own steps until the loss no longer falls, and then keeps as many
     draws as were asked for; it says what they are."""
-    y = X @ torch.tensor([1.0, -0.5, 0.2]) + NOISE * normals(200, seed=1)
     lr = 0.02 if method is ps.SGLD else 0.1
     sampler = method(line, lr=lr, temperature=0, compile=False)
-    run = sampler.run((X, y), num_samples=6, num_chains=2, batch_size=batch_size, **QUIET)
+    run = sampler.run((X, Y), num_samples=6, num_chains=2, batch_size=batch_size, **QUIET)
     found = run.get_samples()["beta"]
-    precision = X.T @ X / NOISE**2 + torch.eye(3)
-    away = found - torch.linalg.solve(precision, X.T @ y / NOISE**2)
-    nats = ((away @ precision) * away).sum(1) / 2
     assert found.shape == (12, 3)
     # of thousands at the start; batches drawn anew leave 5.5 times a chi square of 3, over 2
-    assert float(nats.max()) < (0.5 if batch_size is None else 60)
+    assert float(nats_from_the_mode(found).max()) < (0.5 if batch_size is None else 60)
     assert run.report().verdict == "ensemble"
     assert "2 optimizers at temperature 0, after" in run.report().headline
     assert run.report().choices["step size"] == f"lr={lr}, as it was set"
@@ -114,12 +112,7 @@ def binary(*layers):
     torch.manual_seed(0)
     net = ps.bayesianize(nn.Sequential(*layers))
 
-    def model(x, y=None):
-        logits = net(x)[:, 0]
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
-
-    return model
+    return of_network(net, lambda f: dist.Bernoulli(logits=f[:, 0]))
 
 
 def hidden():
@@ -208,10 +201,7 @@ def test_a_network_whose_chains_agree_in_predictions_is_no_ensemble():
     prior = dist.Normal(0.0, spread)
     net = ps.bayesianize(nn.Linear(600, 1, bias=False), prior=prior)
 
-    def model(x, y=None):
-        mean = net(x)[:, 0]
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", dist.Normal(mean, NOISE), obs=y)
+    model = of_network(net, lambda f: dist.Normal(f[:, 0], NOISE))
 
     run = ps.BAOA(model).run((wide, y), **QUIET)
     report = run.report()
@@ -235,11 +225,7 @@ def units(rows=300):
     net = nn.Linear(600, 1, bias=False)
     net = ps.bayesianize(net, prior=lambda name, weight: dist.Normal(torch.zeros(1, 600), sds))
 
-    def model(x, y=None):
-        mean = net(x)[:, 0]
-        with pyro.plate("rows", len(x)):
-            return pyro.sample("y", dist.Normal(mean, NOISE), obs=y)
-
+    model = of_network(net, lambda f: dist.Normal(f[:, 0], NOISE))
     return x, sds, y, model
 
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 from densities import initialize
 from networks import (
-    EVERY_STEP,
     MASK,
-    QUIET,
     SD,
     B,
     Case,
@@ -23,7 +21,6 @@ from networks import (
     bert,
     case,
     classifier,
-    close,
     convolution,
     encoder,
     gpt2,
@@ -37,7 +34,8 @@ from networks import (
     weight_norm,
 )
 from pyro.nn import PyroModule
-from reference import normals
+from reference import close_in_scale, normals
+from runs import EVERY_STEP, QUIET
 from torch import nn
 from torch.nn.functional import cross_entropy, dropout
 
@@ -145,9 +143,9 @@ def test_the_log_joint_of_some_weights(chosen):
     log_joint = log_prior(weights) - N * made.loss(weights, *made.batch)
     expected = torch.autograd.grad(log_joint, list(weights.values()))
     assert list(gradient) == list(weights)
-    close(value.log_joint, log_joint.detach())
+    close_in_scale(value.log_joint, log_joint.detach())
     for mine, each in zip(gradient.values(), expected, strict=True):
-        close(mine, each)
+        close_in_scale(mine, each)
 
 
 @pytest.mark.parametrize(
@@ -215,15 +213,15 @@ def test_points_move_along_their_gradient(chains):
         gradients = torch.autograd.grad(total, list(own.values()))
         for (name, weight), gradient in zip(own.items(), gradients, strict=True):
             drawn = fit.get_samples(group_by_chain=True)[name][chain, 0]
-            close(drawn, weight.detach() - lr * gradient)
+            close_in_scale(drawn, weight.detach() - lr * gradient)
     (gradient,) = torch.autograd.grad(torch.stack(losses).mean(), point)
     assert gradient.abs().max() > 1e-3
     assert set(fit.params) == {"0.weight"}
-    close(fit.params["0.weight"], start - lr * gradient)
+    close_in_scale(fit.params["0.weight"], start - lr * gradient)
     assert_same(state(made.net), before)
     assert torch.equal(bayesian._net[0].weight, start)
     fit.write_params()
-    close(bayesian._net[0].weight.detach(), start - lr * gradient)
+    close_in_scale(bayesian._net[0].weight.detach(), start - lr * gradient)
     assert torch.equal(bayesian._net[0].bias, made.net[0].bias)
     assert isinstance(bayesian._net[0].weight, nn.Parameter)
     assert not list(pyro.get_param_store())
@@ -239,7 +237,7 @@ def test_predictions_are_at_the_points():
     assert set(draws) == {"2.weight", "2.bias"}
     last = fit.params | {name: values[-1] for name, values in draws.items()}
     logits = fit.predict(*made.data, return_sites=["logits"])["logits"]
-    close(logits[-1], made.logits(last, X).detach())
+    close_in_scale(logits[-1], made.logits(last, X).detach())
 
 
 def test_a_point_is_a_param_for_pyro_too(store):
@@ -248,7 +246,7 @@ def test_a_point_is_a_param_for_pyro_too(store):
     draw = made.weights(["2.weight", "2.bias"])
     point = pyro.param("0.weight", normals(4, 2, seed=9))
     logits = pyro.poutine.condition(bayesian, draw)(X)
-    close(logits, made.logits({**draw, "0.weight": point}, X).detach())
+    close_in_scale(logits, made.logits({**draw, "0.weight": point}, X).detach())
 
 
 # ------------------------------------------------------------------ tied weights
@@ -268,7 +266,7 @@ def test_tied_weights_are_one_site_and_both_change(chosen):
     body = torch.tanh(untied["embed.weight"][tokens()].mean(1) @ untied["embed.weight"].T)
     logits = body @ untied["head.weight"].T + untied["head.bias"]
     found = -log_posterior(weights, (tokens(), Y)).log_lik.sum()
-    close(found, cross_entropy(logits, Y, reduction="sum").detach())
+    close_in_scale(found, cross_entropy(logits, Y, reduction="sum").detach())
 
 
 def test_excluding_either_name_excludes_a_tied_weight():
@@ -315,8 +313,10 @@ def test_kaiming_and_unit_scales():
         mean, scale = parameters_of(prior, net.get_parameter(name))
         fan_in = SCALES.get(name)
         center = 1.0 if name.endswith("norm.weight") else 0.0
-        close(mean, torch.full_like(mean, center))
-        close(scale, torch.full_like(scale, 1.0 if fan_in is None else math.sqrt(2 / fan_in)))
+        close_in_scale(mean, torch.full_like(mean, center))
+        close_in_scale(
+            scale, torch.full_like(scale, 1.0 if fan_in is None else math.sqrt(2 / fan_in))
+        )
     for name, prior in ps.bayesianize(net).priors().items():  # "unit"
         mean, scale = parameters_of(prior, net.get_parameter(name))
         assert torch.equal(mean, torch.zeros_like(mean))
@@ -332,7 +332,7 @@ def test_only_scales_of_normalization_layers_are_centered_at_one():
 def test_kaiming_reads_hugging_faces_transposed_layers():
     priors = ps.bayesianize(gpt2(), "kaiming", include="*.mlp.c_proj").priors()
     scale = priors["transformer.h.0.mlp.c_proj.weight"].stddev  # [16, 4]: 16 inputs
-    close(scale, torch.full((16, 4), math.sqrt(2 / 16)))
+    close_in_scale(scale, torch.full((16, 4), math.sqrt(2 / 16)))
 
 
 CENTRE, SPREAD = normals(4, 2, seed=4), normals(4, 2, seed=5).exp()
@@ -383,7 +383,7 @@ def test_the_log_prior_is_the_sum_over_weights(kind):
     log_posterior.prepare((X, Y))
     params = {name: weight + 0.3 for name, weight in own.items()}
     by_hand = sum(expected(n, own[n]).log_prob(params[n]).sum() for n in own)
-    close(log_posterior(params, (X, Y)).log_prior, by_hand)
+    close_in_scale(log_posterior(params, (X, Y)).log_prior, by_hand)
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -488,7 +488,7 @@ def test_init_to_module_starts_all_chains_there():
     found = sampler.get_samples()
     assert list(found) == ["0.weight", "2.weight", "2.bias"]
     for name, value in found.items():
-        close(value, net.get_parameter(name).detach().expand(3, *value.shape[1:]))
+        close_in_scale(value, net.get_parameter(name).detach().expand(3, *value.shape[1:]))
 
 
 # ------------------------------------------------------------------ what is refused

@@ -10,10 +10,8 @@ import torch
 from networks import (
     CASES,
     CLASSES,
-    EVERY_STEP,
     LENGTH,
     MASK,
-    QUIET,
     SD,
     B,
     Case,
@@ -26,7 +24,6 @@ from networks import (
     attention,
     case,
     classifier,
-    close,
     convolution,
     encoder,
     log_prior,
@@ -34,8 +31,9 @@ from networks import (
     state,
     tokens,
 )
-from reference import normals
+from reference import close_in_scale, normals
 from repetitions import long_but
+from runs import EVERY_STEP, QUIET
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -84,13 +82,13 @@ def test_the_log_joint_and_its_gradient_are_the_plain_networks(kind):
         part = torch.autograd.grad(log_lik, list(weights.values()))
         assert sum(float(each.abs().max()) > 1e-3 for each in part) >= 0.7 * len(part)
         given = {n: w.detach() for n, w in weights.items()}
-        close(log_posterior(given, made.batch).log_joint, log_joint.detach())
+        close_in_scale(log_posterior(given, made.batch).log_joint, log_joint.detach())
         for grad in log_posterior.grad, log_posterior.plain_grad:
             gradient, value = grad(given, made.batch)
-            close(value.log_joint, log_joint.detach())
-            close(value.log_prior, log_prior(given))
+            close_in_scale(value.log_joint, log_joint.detach())
+            close_in_scale(value.log_prior, log_prior(given))
             for name, each in zip(names, expected, strict=True):
-                close(gradient[name], each)
+                close_in_scale(gradient[name], each)
     assert_same(state(made.net), before)
 
 
@@ -110,10 +108,10 @@ def test_weight_decay_is_the_optimizers(kind):
     gradient, value = log_posterior.grad({n: w.detach() for n, w in weights.items()}, made.batch)
     expected = torch.autograd.grad(objective(weights), list(weights.values()))
     for mine, each in zip(gradient.values(), expected, strict=True):
-        close(mine, -each)
+        close_in_scale(mine, -each)
     zeros = {n: torch.zeros_like(w) for n, w in weights.items()}
     fall = value.log_joint - log_posterior(zeros, made.batch).log_joint
-    close(fall, (objective(zeros) - objective(weights)).detach())
+    close_in_scale(fall, (objective(zeros) - objective(weights)).detach())
 
 
 # ------------------------------------------------------------------ predictions
@@ -152,13 +150,13 @@ def test_predictions_are_the_plain_networks_with_a_draw_for_its_weights(kind):
         sampler = ps.SGHMC(classifier(bayesian, call), lr=0.05, compile=False)
         sampler.run(made.data, num_samples=2, **EVERY_STEP, num_chains=2, batch_size=B, **QUIET)
         samplers.append(sampler)
-    close(*(sampler.posterior.draws.positions for sampler in samplers))
+    close_in_scale(*(sampler.posterior.draws.positions for sampler in samplers))
     assert samplers[1].posterior.draws.attrs["program"] == "eager, chain by chain"
     if kind not in ("masked Bert", "LoRA"):  # whose masks are read
         assert samplers[0].posterior.draws.attrs["program"] == "eager"
     draws = samplers[0].get_samples()
     logits, looped = (s.predict(*made.data, return_sites=["logits"])["logits"] for s in samplers)
-    close(looped, logits)
+    close_in_scale(looped, logits)
     assert logits.shape == (4, N, CLASSES)
     assert logits.std(0).min() > 0
     for i in range(4):
@@ -166,7 +164,7 @@ def test_predictions_are_the_plain_networks_with_a_draw_for_its_weights(kind):
         for name, row in padding_rows(made.net).items():
             if name in weights:
                 weights[name][row] = made.net.get_parameter(name)[row].detach()
-        close(logits[i], made.logits(weights, *made.inputs).detach())
+        close_in_scale(logits[i], made.logits(weights, *made.inputs).detach())
 
 
 # ------------------------------------------------------------------ embeddings
@@ -186,7 +184,7 @@ def test_a_padding_row_stays_as_it_is():
         other["embed.weight"][row] += 1.0
         there = log_posterior(other, made.data)
         assert torch.equal(there.log_lik, here.log_lik) is not changes
-        close(there.log_prior, log_prior(other))
+        close_in_scale(there.log_prior, log_prior(other))
         gradient, _ = log_posterior.grad(other, made.data)
         of_prior = -other["embed.weight"][row] / SD**2
         assert torch.allclose(gradient["embed.weight"][row], of_prior, atol=1e-12) is not changes
@@ -200,7 +198,7 @@ def test_a_tied_padding_row_is_drawn_where_it_is_no_padding():
     with torch.no_grad():
         params["embed.weight"][0] += 1.0
     loss = N * cross_entropy(Swapped(net, params)(tokens()), Y)
-    close(
+    close_in_scale(
         -log_posterior({n: w.detach() for n, w in params.items()}, (tokens(), Y)).log_lik.sum(),
         loss.detach(),
     )
@@ -248,7 +246,7 @@ def test_batchnorm_is_replaced(by, training):
         assert new.first.eps == 1e-3
         assert next(new.body[2].parameters(), None) is None
     x = normals(5, 6, 4, 4)
-    close(new(x)[2:3], new(x[2:3]))  # no row depends on another
+    close_in_scale(new(x)[2:3], new(x[2:3]))  # no row depends on another
 
 
 @pytest.mark.parametrize(
@@ -283,7 +281,7 @@ def test_filter_response_normalization_is_its_formula():
     for i in range(3):
         for c in range(4):
             expected = x[i, c] / (x[i, c].square().mean() + 1e-6).sqrt()
-            close(layer(x)[i, c], (layer.weight[c] * expected + layer.bias[c]).detach())
+            close_in_scale(layer(x)[i, c], (layer.weight[c] * expected + layer.bias[c]).detach())
 
 
 @pytest.mark.parametrize(
@@ -317,9 +315,9 @@ def check_density(model, data, by_hand, params):
     assert params.keys() == set(log_posterior.latents)
     gradient, value = log_posterior.grad(params, data)
     expected, log_joint = torch.func.grad_and_value(by_hand)(params)
-    close(value.log_joint, log_joint)
+    close_in_scale(value.log_joint, log_joint)
     for name, each in expected.items():
-        close(gradient[name], each)
+        close_in_scale(gradient[name], each)
     return log_posterior
 
 
@@ -410,7 +408,7 @@ def test_tags_of_padded_sequences(way, layer):
     other = torch.where(mask, ids, 7), mask, torch.where(mask, tags, 2)
     assert not torch.equal(other[2], tags)
     here, there = (log_posterior(params, rows) for rows in ((ids, mask, tags), other))
-    close(there.log_lik, here.log_lik)
+    close_in_scale(there.log_lik, here.log_lik)
 
 
 def test_a_deep_ensemble_is_sgd_from_every_start():
@@ -434,7 +432,7 @@ def test_a_deep_ensemble_is_sgd_from_every_start():
             made.loss(weights, *made.data).backward()
             sgd.step()
         for name, weight in weights.items():
-            close(found[name][chain, 0], weight.detach(), 1e-9)
+            close_in_scale(found[name][chain, 0], weight.detach(), 1e-9)
     ends = ensemble.posterior.draws.positions[:, 0]
     assert torch.nn.functional.pdist(ends).min() > 0.1
 
@@ -454,7 +452,7 @@ def test_warm_starts(kind):
     found = sampler.get_samples()
     assert set(found) == {"2.weight", "2.bias"}
     for name, start in starts.items():
-        close(found[name], start, 1e-7)
+        close_in_scale(found[name], start, 1e-7)
         apart = (found[name][0] - found[name][1]).abs().max()
         assert (apart > 1e-3) == (kind == "Laplace")
 
@@ -472,5 +470,5 @@ def test_a_part_of_a_network_is_compiled(rest):
         for compile in (True, False)
     )
     assert fast.posterior.draws.attrs["program"] == "compiled loop"
-    close(fast.posterior.draws.positions, slow.posterior.draws.positions)
+    close_in_scale(fast.posterior.draws.positions, slow.posterior.draws.positions)
     assert set(fast.params) == ({"0.weight", "0.bias"} if rest == "point" else set())
