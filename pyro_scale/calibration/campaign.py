@@ -23,6 +23,7 @@ from pyro_scale.calibration.simulations import AT_ONCE
 from pyro_scale.calibration.stack import Stack
 from pyro_scale.calibration.truth import Truth
 from pyro_scale.core.memory import bytes_of
+from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import warn
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, NonFiniteError, PyroScaleWarning
@@ -63,7 +64,7 @@ class Campaign:
     stack: Stack
     fitter: Fitter
     quantities: Mapping[str, Quantity]
-    predict_at: Any
+    predict_at: Arguments | None
     count: int
     seed: int
     title: str

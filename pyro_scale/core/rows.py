@@ -21,6 +21,8 @@ from pyro_scale.errors import DataError
 
 #: The model's arguments: a tuple by position, or a dict by name.
 Arguments = tuple[Any, ...] | dict[str, Any]
+#: A Pyro model: a function or module that is called with its arguments.
+Model = Callable[..., Any]
 
 
 class Fixed(NamedTuple):
@@ -98,7 +100,7 @@ def tables_as_tensors(arguments: Arguments) -> Arguments:
     return pytree.tree_unflatten(tensors, pytree.tree_structure(arguments))
 
 
-def call(model: Callable[..., Any], arguments: Arguments) -> Any:
+def call(model: Model, arguments: Arguments) -> Any:
     """Calls the model with its arguments, a tuple (by position) or a dict (by name). Returns what
     the model returns."""
     if isinstance(arguments, dict):

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import Arguments
 from pyro_scale.curvature.observations import Exact
 from pyro_scale.model import derivatives
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.model.scaling import Evaluation
 
 Params = dict[str, Tensor]
 
@@ -82,7 +83,7 @@ class ControlVariates:
         return 2 * self.order
 
     def grad(
-        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+        self, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None = None
     ) -> tuple[Params, Evaluation]:
         """(The corrected gradient of the log joint, a dict by site, in nats and not divided by N;
         the model's evaluation on the batch: log likelihoods of its rows and the log prior).
@@ -95,13 +96,13 @@ class ControlVariates:
         return self._correct(self.log_posterior.grad, params, batch, indices)
 
     def plain_grad(
-        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+        self, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None = None
     ) -> tuple[Params, Evaluation]:
         """As `grad`, by `torch.autograd`: for models that `torch.func` does not support."""
         return self._correct(self.log_posterior.plain_grad, params, batch, indices)
 
     def _correct(
-        self, grad: Any, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None
+        self, grad: Any, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None
     ) -> tuple[Params, Evaluation]:
         slope, evaluation = grad(params, batch, indices)
         at_anchor, _ = grad(self.anchor, batch, indices)
@@ -117,7 +118,7 @@ class ControlVariates:
         return {n: corrected[n] + scale * of_batch[n] - of_all[n] for n in slope}, evaluation
 
     def row_gradients(
-        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+        self, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None = None
     ) -> Params:
         """The gradient of each row's log likelihood minus the row's control variate, by site,
         `[B, *shape]`. Arguments as for `grad`.
@@ -142,7 +143,7 @@ class ControlVariates:
         return {name: left[name] + of_rows[name] for name in left}
 
     def _linearize(
-        self, away: Params, batch: Any, indices: Tensor | None
+        self, away: Params, batch: Arguments, indices: Tensor | None
     ) -> tuple[list[Tensor], Any]:
         """Products with the Jacobian J of a batch's outputs at the anchor.
 
@@ -168,7 +169,7 @@ class ControlVariates:
             return [o.times(m[..., None], f)[..., 0] for o, m, f in observed], backwards[1]
 
     def _outputs(
-        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None
+        self, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """(The outputs of each observed site, `[B, K]` for B rows of the batch; the numbers from
         which the Fisher information in these outputs is computed, `[B, ...]`)."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 import torchopt
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pyro_scale.core import rows
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
@@ -32,7 +33,6 @@ from pyro_scale.curvature.prior_hessian import prior_product
 from pyro_scale.curvature.row_wise import RowWise
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.log_posterior import LogPosterior, Params
-from pyro_scale.model.scaling import Evaluation
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: "ggn", "empirical_fisher", or "monte_carlo": the GGN estimated from drawn observations, for
@@ -87,7 +87,7 @@ class Curvature:
     def diagonal(
         self,
         params: Params,
-        batch: Any,
+        batch: Arguments,
         indices: Tensor | None = None,
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
@@ -109,7 +109,11 @@ class Curvature:
         return self.diagonal_of(self.observe(params, batch, indices, held, keep))
 
     def dense(
-        self, params: Params, batch: Any, indices: Tensor | None = None, held: Params | None = None
+        self,
+        params: Params,
+        batch: Arguments,
+        indices: Tensor | None = None,
+        held: Params | None = None,
     ) -> Tensor:
         """The curvature of a batch as a matrix [D, D] for the D elements of `params`, in their
         order; arguments as for `diagonal`."""
@@ -122,7 +126,7 @@ class Curvature:
     def product(
         self,
         params: Params,
-        batch: Any,
+        batch: Arguments,
         vector: Params,
         indices: Tensor | None = None,
         held: Params | None = None,
@@ -161,7 +165,7 @@ class Curvature:
     def kronecker(
         self,
         params: Params,
-        batch: Any,
+        batch: Arguments,
         indices: Tensor | None = None,
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
@@ -192,7 +196,7 @@ class Curvature:
     def eigenvalues(
         self,
         params: Params,
-        batch: Any,
+        batch: Arguments,
         bases: Mapping[str, Sequence[Basis]],
         indices: Tensor | None = None,
         held: Params | None = None,
@@ -215,7 +219,7 @@ class Curvature:
         return eigenvalues_of(graph, run.columns, run.width, inputs.keep, bases)
 
     def natural_gradient(
-        self, params: Params, batch: Any, damping: float = 0.0, indices: Tensor | None = None
+        self, params: Params, batch: Arguments, damping: float = 0.0, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
         """The natural gradient of a batch's log joint.
 
@@ -256,7 +260,7 @@ class Curvature:
             solution = solve(product, layout.flatten(gradient))
         return layout.unflatten(solution), evaluation
 
-    def notes(self, params: Params, batch: Any, indices: Tensor | None = None) -> list[str]:
+    def notes(self, params: Params, batch: Arguments, indices: Tensor | None = None) -> list[str]:
         """Remarks for users, one for each observed site whose Fisher information is estimated by
         Monte Carlo; empty if all is exact. The batch is only needed to run the model."""
         if self.kind == "empirical_fisher":  # which uses the log likelihood as it is
@@ -267,7 +271,7 @@ class Curvature:
     def observe(
         self,
         params: Params,
-        batch: Any,
+        batch: Arguments,
         indices: Tensor | None = None,
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
@@ -300,7 +304,7 @@ class Curvature:
     def _inputs(
         self,
         params: Params,
-        batch: Any,
+        batch: Arguments,
         indices: Tensor | None,
         held: Params | None,
         keep: slice,

@@ -18,9 +18,13 @@ from pyro_scale.data.sources import Data, IndexedData, TensorData
 from pyro_scale.data.stream import StreamData
 from pyro_scale.errors import ArgumentError, DataError
 
+#: Data as users pass them: a loader, or the model's own arguments (a tensor or table, a tuple by
+#: position, a dict by name); None for a model without arguments.
+DataLike = Tensor | tuple[Any, ...] | Mapping[str, Any] | Iterable[Any] | None
+
 
 def open_data(
-    data: Any,
+    data: DataLike,
     batch_size: int | None = None,
     num_data: int | None = None,
     device: torch.device | None = None,
@@ -198,6 +202,6 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _is_row(data: Any) -> bool:
+def _is_row(data: DataLike) -> bool:
     """Whether the data are a list of arrays, as a loader collates the model's arguments."""
     return isinstance(data, list) and bool(data) and all(hasattr(d, "__array__") for d in data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,13 +17,16 @@ from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.export import to_inference_data
 from pyro_scale.posterior.predictive import in_proportion
 
+if TYPE_CHECKING:
+    import pandas
+
 #: A site with more elements has a single row, unless it is in `var_names`.
 _LISTED_ELEMENTS = 100
 #: Levels of the quantiles of draws that were not kept.
 _LEVELS = 0.05, 0.5, 0.95
 
 
-def summary(result: PosteriorDraws, var_names: list[str] | None) -> Any:
+def summary(result: PosteriorDraws, var_names: list[str] | None) -> pandas.DataFrame:
     """ArviZ's summary as a DataFrame with a row for each element: mean, sd, quantiles, R-hat, ESS;
     and, if tuning chose settings of the run, the report's verdict on the site.
 
@@ -66,7 +69,7 @@ def _site_of(row: object) -> str:
     return str(row).partition("[")[0].strip()
 
 
-def _summary_of_draws(result: PosteriorDraws, name: str, values: Tensor) -> Any:
+def _summary_of_draws(result: PosteriorDraws, name: str, values: Tensor) -> pandas.DataFrame:
     """ArviZ's summary of one site as a DataFrame with a row for each element, from draws `[chains,
     draws, ...]`."""
     values = values.byte() if values.dtype == torch.bool else values  # which have quantiles
@@ -79,7 +82,9 @@ def _summary_of_draws(result: PosteriorDraws, name: str, values: Tensor) -> Any:
     return table
 
 
-def _summary_of_moments(moments: Mapping[str, Moments], var_names: list[str] | None) -> Any:
+def _summary_of_moments(
+    moments: Mapping[str, Moments], var_names: list[str] | None
+) -> pandas.DataFrame:
     """The summary as a DataFrame with a row for each element, from moments and quantiles that were
     computed during the run, for draws that were not kept.
 
@@ -103,12 +108,12 @@ def _summary_of_moments(moments: Mapping[str, Moments], var_names: list[str] | N
     return pandas.concat(tables)[columns].round(3)
 
 
-def _mixing_columns(table: Any) -> list[str]:
+def _mixing_columns(table: pandas.DataFrame) -> list[str]:
     """The names of a table's columns that hold R-hat and ESS."""
     return [column for column in table.columns if column.startswith(("ess", "r_hat"))]
 
 
-def _worst_row(table: Any, name: str, shape: Sequence[int]) -> Any:
+def _worst_row(table: pandas.DataFrame, name: str, shape: Sequence[int]) -> pandas.DataFrame:
     """A table with one row in place of those of a large site: its largest R-hat and
     smallest ESS.
 

@@ -11,9 +11,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributions import ComposeTransform, IndependentTransform
 
+from pyro_scale.core.rows import Model
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.curvature.gaussian_prior import exact_moments
-from pyro_scale.data.open import open_data
+from pyro_scale.data.open import DataLike, open_data
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import ModelInfo, model_warnings
 from pyro_scale.model.scaling import Rule
@@ -139,7 +140,7 @@ def _span(names: Sequence[str]) -> str:
 @check_calls
 @without_vmap_warnings()
 def explain(
-    model: Any, data: Any = None, batch_size: int | None = None, num_data: int | None = None
+    model: Model, data: DataLike = None, batch_size: int | None = None, num_data: int | None = None
 ) -> Explanation:
     """Shows how the library understands a model: which sites are latent and which observed, and
     which log densities are scaled by N/B.  Nothing is sampled.

@@ -23,16 +23,17 @@ from typing import (
 
 from torch import Tensor
 
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, Model
 from pyro_scale.core.thread_count import restored_threads
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.data.open import open_data
+from pyro_scale.data.open import DataLike, open_data
 from pyro_scale.data.sources import Data
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError, NotRunError
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.call_errors import check_model
+from pyro_scale.model.init_strategies import InitStrategy
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.call_checks import OF_METHOD, check_calls, missing_attribute
 from pyro_scale.results.files import check_contents, posterior_of, read
@@ -147,7 +148,13 @@ class Method:
     #: The state after the last call: no posterior, a finished run, or a chain.
     _last: NotRun | Finished | Chain
 
-    def __init__(self, model: Any, *, init_strategy: Any = None, num_data: int | None = None):
+    def __init__(
+        self,
+        model: Model,
+        *,
+        init_strategy: InitStrategy | Starts = None,
+        num_data: int | None = None,
+    ):
         if not isinstance(model, LogPosterior):
             check_model(model)
         has_its_own = isinstance(model, LogPosterior) and model.given_num_data is not None
@@ -163,7 +170,7 @@ class Method:
                 "pyro.infer.autoguide.init_to_median, a dict of tensors [num_chains, ...], or a fit"
             )
         self.model = model
-        self._init_strategy = init_strategy
+        self._init_strategy: Any = init_strategy
         self._num_data = None if num_data is None else as_count("num_data", num_data)
         self._forget()
 
@@ -239,7 +246,7 @@ class Method:
         return self.posterior.params
 
     @classmethod
-    def load(cls, path: files.FilePath, model: Any) -> Self:
+    def load(cls, path: files.FilePath, model: Model) -> Self:
         """An instance with the posterior that `save` wrote, bit for bit.  It cannot be run or
         stepped.
 
@@ -276,7 +283,7 @@ class Method:
         """Drops the results of earlier runs and steps; called at the start of a run."""
         self._last = NotRun(type(self).__name__, self._not_run)
 
-    def _open(self, data: Any, batch_size: int | None) -> Data:
+    def _open(self, data: DataLike, batch_size: int | None) -> Data:
         """The data that the user passed to `run`, opened on the model's device.
 
         Args:
@@ -320,7 +327,7 @@ class Method:
         self._understood = new
         return problem
 
-    def _starts(self, num_chains: int, seed: int) -> Any:
+    def _starts(self, num_chains: int, seed: int) -> InitStrategy:
         """The init strategy that the user passed; if that is a fit, `num_chains` starts drawn from
         it, as constrained values by site."""
         if isinstance(self._init_strategy, Starts):

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.rows import Model
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
+from pyro_scale.data.open import DataLike
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.engine.compile_step import check_compile
@@ -22,9 +24,10 @@ from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarnin
 from pyro_scale.exact.chains import Draws, chain_seed, sample
 from pyro_scale.exact.log_density import EarlierFunction, LogDensity, log_density
 from pyro_scale.exact.nutpie_api import Settings, takes_pointers, version
-from pyro_scale.infer.method import Finished, Method, asks
+from pyro_scale.infer.method import Finished, Method, Starts, asks
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.diagnose import find_broken_site
+from pyro_scale.model.init_strategies import InitStrategy
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.results.posterior import Posterior
@@ -95,10 +98,10 @@ class NUTS(Method):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         num_data: int | None = None,
-        init_strategy: Any = None,
+        init_strategy: InitStrategy | Starts = None,
         max_depth: int = 10,
         target_accept: float = 0.8,
         mass: Mass = "diag",
@@ -120,7 +123,7 @@ class NUTS(Method):
     @without_vmap_warnings()
     def run(
         self,
-        data: Any,
+        data: DataLike,
         *,
         num_samples: int = 1000,
         warmup_steps: int = 1000,
@@ -199,7 +202,9 @@ class NUTS(Method):
     report = asks(Posterior.report)
     starts = asks(Posterior.starts)
 
-    def _problem(self, data: Any, num_chains: int, batch_size: int | None, seed: int) -> Problem:
+    def _problem(
+        self, data: DataLike, num_chains: int, batch_size: int | None, seed: int
+    ) -> Problem:
         """The analyzed model on all rows of the data, with chains at their starts.
 
         Args:

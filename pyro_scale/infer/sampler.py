@@ -9,20 +9,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
+from pyro_scale.core.rows import Model
 from pyro_scale.core.schedules import Cyclical, Schedule
 from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
+from pyro_scale.data.open import DataLike
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.diagnostics.step_size_bias import step_size_bias
 from pyro_scale.distributed.workers import Distributed, Workers
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError
-from pyro_scale.infer.method import Chain, Finished, SteppedChain, Stepwise, asks
+from pyro_scale.infer.method import Chain, Finished, Starts, SteppedChain, Stepwise, asks
 from pyro_scale.infer.sampler_run import posterior_of_step, raise_broken_step, run_stages
 from pyro_scale.infer.sampler_setup import check_config, check_superchains, checked_sampling
 from pyro_scale.infer.settings import count_or_auto, needs_all_rows, settings_of
 from pyro_scale.infer.sharded import begin_sharded, or_sharded
 from pyro_scale.kernels import Kernel
+from pyro_scale.model.init_strategies import InitStrategy
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.budget import Budget
@@ -32,6 +35,7 @@ from pyro_scale.run.resume import Journal
 from pyro_scale.storage.files import FilePath
 
 if TYPE_CHECKING:
+    import pandas
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -80,9 +84,9 @@ class Sampler(Stepwise):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
-        init_strategy: Any = "auto",
+        init_strategy: InitStrategy | Starts | Literal["auto"] = "auto",
         num_data: int | None = None,
         compile: bool | Literal["auto"] = "auto",
         precondition: Any = "auto",
@@ -90,7 +94,7 @@ class Sampler(Stepwise):
         subtract_noise: bool = False,
         **hyperparameters: Any,
     ):
-        starts = None if is_auto(init_strategy) else init_strategy
+        starts: Any = None if is_auto(init_strategy) else init_strategy
         super().__init__(model, init_strategy=starts, num_data=num_data)
         self._earlier = Earlier()
         self.kernel, self._settings = settings_of(
@@ -105,7 +109,7 @@ class Sampler(Stepwise):
 
     @classmethod
     def from_sgd(
-        cls, model: Any, *, lr: float | Schedule, momentum: float = 0.0, **others: Any
+        cls, model: Model, *, lr: float | Schedule, momentum: float = 0.0, **others: Any
     ) -> Self:
         """A sampler whose steps at temperature 0 are exactly those of `torch.optim.SGD` on the
         negative log joint divided by N, the number of rows of the data.
@@ -131,7 +135,7 @@ class Sampler(Stepwise):
     @without_vmap_warnings()
     def run(
         self,
-        data: Any,
+        data: DataLike,
         *,
         num_samples: int = 1000,
         warmup_steps: int | Literal["auto"] = "auto",
@@ -321,7 +325,7 @@ class Sampler(Stepwise):
 
     report = asks(Posterior.report)
 
-    def step_size_bias(self, *, num_samples: int | None = None) -> Any:
+    def step_size_bias(self, *, num_samples: int | None = None) -> pandas.DataFrame:
         """The bias that the finite step size and minibatches cause: a DataFrame, one row a latent
         site.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import warn
+from pyro_scale.data.open import DataLike
 from pyro_scale.diagnostics import crash_dump
 from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
 from pyro_scale.diagnostics.post_run import measure
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
 def run_stages(
     sampler: Sampler,
-    data: Any,
+    data: DataLike,
     config: RunConfig,
     budget: Budget,
     journal: Journal,

@@ -8,8 +8,11 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 from torch import Tensor
 
 from pyro_scale import kernels
+from pyro_scale.core.rows import Model
 from pyro_scale.core.schedules import Schedule
+from pyro_scale.infer.method import Starts
 from pyro_scale.infer.sampler import Sampler
+from pyro_scale.model.init_strategies import InitStrategy
 
 #: A constant, or a schedule: a function of the step's number.
 Rate: TypeAlias = float | Schedule
@@ -28,7 +31,7 @@ class Options(TypedDict, total=False):
     """The keyword arguments that every sampler has besides its hyperparameters, for type checkers;
     `Sampler` says what they are."""
 
-    init_strategy: Any
+    init_strategy: InitStrategy | Starts | Literal["auto"]
     num_data: int | None
     compile: bool | Literal["auto"]
     precondition: Any
@@ -42,7 +45,7 @@ class Underdamped(Sampler):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         lr: StepSize = "auto",
         friction: Friction = "auto",
@@ -167,7 +170,7 @@ class SGLD(Sampler):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         lr: StepSize = "auto",
         temperature: Rate = 1.0,
@@ -205,7 +208,7 @@ class SGNHT(Sampler):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         lr: StepSize = "auto",
         friction: Rate | Literal["auto"] = "auto",
@@ -275,7 +278,7 @@ class pSGLD(Sampler):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         lr: StepSize = "auto",
         temperature: Rate = 1.0,

@@ -12,6 +12,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.layout import Layout
 from pyro_scale.data.loaders import check_tensors, to_device
+from pyro_scale.data.open import DataLike
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.kernels import IVON
@@ -122,7 +123,7 @@ class ShardedPosterior(Posterior):
         batch_size: int | None = None,
         reduce: Any = None,
         interval: float | None = None,
-        calibrate: Any = None,
+        calibrate: DataLike = None,
         linearized: Any = False,
         **kwargs: Any,
     ) -> dict[str, Tensor]:
