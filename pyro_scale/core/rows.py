@@ -8,7 +8,7 @@ when data are opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,9 @@ from pyro_scale.errors import DataError
 Arguments = tuple[Any, ...] | dict[str, Any]
 #: A Pyro model: a function or module that is called with its arguments.
 Model = Callable[..., Any]
+#: Data as users pass them: a loader, or the model's own arguments (a tensor or table, a tuple by
+#: position, a dict by name); None for a model without arguments.
+DataLike = Tensor | tuple[Any, ...] | Mapping[str, Any] | Iterable[Any] | None
 
 
 class Fixed(NamedTuple):

@@ -11,16 +11,12 @@ from torch.utils import data as torch_data
 from torch.utils.data import default_collate
 
 from pyro_scale.core import rows
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike
 from pyro_scale.core.validation import as_count
 from pyro_scale.data.loaders import check_tensors, is_iterable_style, to_device
 from pyro_scale.data.sources import Data, IndexedData, TensorData
 from pyro_scale.data.stream import StreamData
 from pyro_scale.errors import ArgumentError, DataError
-
-#: Data as users pass them: a loader, or the model's own arguments (a tensor or table, a tuple by
-#: position, a dict by name); None for a model without arguments.
-DataLike = Tensor | tuple[Any, ...] | Mapping[str, Any] | Iterable[Any] | None
 
 
 def open_data(

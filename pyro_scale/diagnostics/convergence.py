@@ -13,9 +13,9 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.online_moments import Moments
+from pyro_scale.core.rows import DataLike
 from pyro_scale.core.validation import evenly
 from pyro_scale.core.warn import warn
-from pyro_scale.data.open import DataLike
 from pyro_scale.diagnostics.policy import MIXING, TEMPERATURE
 from pyro_scale.errors import ArgumentError, CallError, ConvergenceWarning, PyroScaleError
 from pyro_scale.metrics.nested_rhat import split_variance

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor
 
+from pyro_scale.core.rows import DataLike
 from pyro_scale.core.warn import warn
-from pyro_scale.data.open import DataLike
 from pyro_scale.diagnostics.convergence import (
     mixing,
     mixing_of_moments,

@@ -7,8 +7,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from pyro_scale.core.rows import Model
 from pyro_scale.curvature.evidence import GaussianStructure
 from pyro_scale.errors import ArgumentError
-from pyro_scale.infer.method import Method, Starts, asks
-from pyro_scale.model.init_strategies import InitStrategy
+from pyro_scale.infer.method import InitStrategy, Method, asks
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.storage.files import FilePath
@@ -42,7 +41,7 @@ class Approximation(Method):
         model: Model,
         *,
         structure: GaussianStructure | Literal["auto"] = "diag",
-        init_strategy: InitStrategy | Starts = None,
+        init_strategy: InitStrategy = None,
         num_data: int | None = None,
     ):
         super().__init__(model, init_strategy=init_strategy, num_data=num_data)

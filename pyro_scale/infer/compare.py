@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_scale.core.rows import DataLike
 from pyro_scale.curvature.chunks import chunks_of
-from pyro_scale.data.open import DataLike
 from pyro_scale.diagnostics.convergence import mixing, select_elements
 from pyro_scale.diagnostics.policy import MIXING
 from pyro_scale.diagnostics.summary import weighted_moments

@@ -16,12 +16,11 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Gaussian, as_structure
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.memory import check_fits
-from pyro_scale.core.rows import Arguments, Model
+from pyro_scale.core.rows import Arguments, DataLike, Model
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.curvature.chunks import num_rows_in
 from pyro_scale.curvature.gaussian_prior import gaussian_prior
 from pyro_scale.curvature.ggn import RowKind
-from pyro_scale.data.open import DataLike
 from pyro_scale.data.sources import Data, IndexedData, TensorData
 from pyro_scale.diagnostics.check_fit import check_fit
 from pyro_scale.engine.compile_step import check_compile
@@ -29,8 +28,7 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, DataError, ModelError, NotRunError
 from pyro_scale.infer.approximation import Approximation, Structure, fit_of
 from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, LastProgram, Rates, Step
-from pyro_scale.infer.method import NotRun, Starts, Stepwise
-from pyro_scale.model.init_strategies import InitStrategy
+from pyro_scale.infer.method import InitStrategy, NotRun, Starts, Stepwise
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.rng.seeds import choose_seed
@@ -122,7 +120,7 @@ class EKF(Stepwise, Approximation):
         curvature: RowKind = "ggn",
         lr: float = 1.0,
         transition_sd: TransitionSd = 0.0,
-        init_strategy: InitStrategy | Starts = None,
+        init_strategy: InitStrategy = None,
         num_data: int | None = None,
         compile: bool | Literal["auto"] = "auto",
     ):
@@ -295,7 +293,7 @@ class EKF(Stepwise, Approximation):
 def _start(
     log_posterior: LogPosterior,
     arguments: Arguments,
-    init_strategy: InitStrategy | Starts,
+    init_strategy: InitStrategy,
     dense: bool,
     seed: int,
 ) -> Gaussian:

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributions import ComposeTransform, IndependentTransform
 
-from pyro_scale.core.rows import Model
+from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.curvature.gaussian_prior import exact_moments
-from pyro_scale.data.open import DataLike, open_data
+from pyro_scale.data.open import open_data
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import ModelInfo, model_warnings
 from pyro_scale.model.scaling import Rule

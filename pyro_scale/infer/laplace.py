@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Diagonal, Gaussian, Kronecker
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.rows import Model
+from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.validation import as_count, as_flag
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.curvature.chunks import chunks_of, is_row_wise
@@ -22,16 +22,15 @@ from pyro_scale.curvature.evidence import OF_ROWS, GaussianStructure, Search
 from pyro_scale.curvature.ggn import Curvature
 from pyro_scale.curvature.modes import Candidate
 from pyro_scale.curvature.precision import CurvatureKind
-from pyro_scale.data.open import DataLike, open_data
+from pyro_scale.data.open import open_data
 from pyro_scale.diagnostics.check_fit import check_fit
 from pyro_scale.distributed.sums import Sums
 from pyro_scale.distributed.workers import Distributed, Workers
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.infer.approximation import Approximation, fit_of
-from pyro_scale.infer.method import Finished, Starts, asks
+from pyro_scale.infer.method import Finished, InitStrategy, asks
 from pyro_scale.kernels import Hyperparameters
-from pyro_scale.model.init_strategies import InitStrategy
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.results.gaussian import GaussianPosterior, as_prior, as_temperature
@@ -125,7 +124,7 @@ class Laplace(Approximation):
         temperature: float = 1.0,
         rank: int | None = None,
         corrected: bool = False,
-        init_strategy: InitStrategy | Starts = None,
+        init_strategy: InitStrategy = None,
         num_data: int | None = None,
     ):
         super().__init__(model, structure=structure, init_strategy=init_strategy, num_data=num_data)

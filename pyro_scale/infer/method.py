@@ -23,17 +23,17 @@ from typing import (
 
 from torch import Tensor
 
-from pyro_scale.core.rows import Arguments, Model
+from pyro_scale.core.rows import Arguments, DataLike, Model
 from pyro_scale.core.thread_count import restored_threads
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.data.open import DataLike, open_data
+from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError, NotRunError
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.call_errors import check_model
-from pyro_scale.model.init_strategies import InitStrategy
+from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.call_checks import OF_METHOD, check_calls, missing_attribute
 from pyro_scale.results.files import check_contents, posterior_of, read
@@ -126,6 +126,11 @@ class Starts(Protocol):
         ...
 
 
+#: Where chains start: one of Pyro's strategies, constrained values by site, `[num_chains, ...]`,
+#: or a fit; None for the default.
+InitStrategy = InitFunction | dict[str, Tensor] | Starts | None
+
+
 class Method:
     """An inference method on a model: `run` it on data, then read the results.
 
@@ -149,11 +154,7 @@ class Method:
     _last: NotRun | Finished | Chain
 
     def __init__(
-        self,
-        model: Model,
-        *,
-        init_strategy: InitStrategy | Starts = None,
-        num_data: int | None = None,
+        self, model: Model, *, init_strategy: InitStrategy = None, num_data: int | None = None
     ):
         if not isinstance(model, LogPosterior):
             check_model(model)
@@ -327,7 +328,7 @@ class Method:
         self._understood = new
         return problem
 
-    def _starts(self, num_chains: int, seed: int) -> InitStrategy:
+    def _starts(self, num_chains: int, seed: int) -> InitFunction | dict[str, Tensor] | None:
         """The init strategy that the user passed; if that is a fit, `num_chains` starts drawn from
         it, as constrained values by site."""
         if isinstance(self._init_strategy, Starts):

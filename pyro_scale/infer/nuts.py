@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.rows import Model
+from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
-from pyro_scale.data.open import DataLike
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.engine.compile_step import check_compile
@@ -24,10 +23,9 @@ from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarnin
 from pyro_scale.exact.chains import Draws, chain_seed, sample
 from pyro_scale.exact.log_density import EarlierFunction, LogDensity, log_density
 from pyro_scale.exact.nutpie_api import Settings, takes_pointers, version
-from pyro_scale.infer.method import Finished, Method, Starts, asks
+from pyro_scale.infer.method import Finished, InitStrategy, Method, asks
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.diagnose import find_broken_site
-from pyro_scale.model.init_strategies import InitStrategy
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.results.posterior import Posterior
@@ -101,7 +99,7 @@ class NUTS(Method):
         model: Model,
         *,
         num_data: int | None = None,
-        init_strategy: InitStrategy | Starts = None,
+        init_strategy: InitStrategy = None,
         max_depth: int = 10,
         target_accept: float = 0.8,
         mass: Mass = "diag",

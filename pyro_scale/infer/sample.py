@@ -6,10 +6,10 @@ import importlib.util
 from typing import Any
 
 from pyro_scale.core import rows
-from pyro_scale.core.rows import Model
+from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.data.open import DataLike, open_data
+from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.method import Method

@@ -9,23 +9,28 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
-from pyro_scale.core.rows import Model
+from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.schedules import Cyclical, Schedule
 from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.data.open import DataLike
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.diagnostics.step_size_bias import step_size_bias
 from pyro_scale.distributed.workers import Distributed, Workers
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError
-from pyro_scale.infer.method import Chain, Finished, Starts, SteppedChain, Stepwise, asks
+from pyro_scale.infer.method import (
+    Chain,
+    Finished,
+    InitStrategy,
+    SteppedChain,
+    Stepwise,
+    asks,
+)
 from pyro_scale.infer.sampler_run import posterior_of_step, raise_broken_step, run_stages
 from pyro_scale.infer.sampler_setup import check_config, check_superchains, checked_sampling
 from pyro_scale.infer.settings import count_or_auto, needs_all_rows, settings_of
 from pyro_scale.infer.sharded import begin_sharded, or_sharded
 from pyro_scale.kernels import Kernel
-from pyro_scale.model.init_strategies import InitStrategy
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.budget import Budget
@@ -86,7 +91,7 @@ class Sampler(Stepwise):
         self,
         model: Model,
         *,
-        init_strategy: InitStrategy | Starts | Literal["auto"] = "auto",
+        init_strategy: InitStrategy | Literal["auto"] = "auto",
         num_data: int | None = None,
         compile: bool | Literal["auto"] = "auto",
         precondition: Any = "auto",

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike
 from pyro_scale.core.warn import warn
-from pyro_scale.data.open import DataLike
 from pyro_scale.diagnostics import crash_dump
 from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
 from pyro_scale.diagnostics.post_run import measure

@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Gaussian
+from pyro_scale.core.rows import DataLike
 from pyro_scale.core.validation import AUTO, as_count
 from pyro_scale.core.warn import warn
-from pyro_scale.data.open import DataLike
 from pyro_scale.data.row_sampler import Sampling, check_sampling
 from pyro_scale.data.sources import Data
 from pyro_scale.distributed.workers import Workers
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, BiasWarning
-from pyro_scale.infer.method import Starts
+from pyro_scale.infer.method import InitStrategy
 from pyro_scale.infer.settings import needs_all_rows
 from pyro_scale.kernels import Kernel
-from pyro_scale.model.init_strategies import InitStrategy
 from pyro_scale.run.by_rank import check_same, warn_of_reading
 from pyro_scale.run.config import RunConfig, check_equal_weights, check_length, check_memory
 from pyro_scale.run.problem import (
@@ -254,9 +253,7 @@ def _norms_of_starts(problem: Problem, fit: Any) -> dict[str, str]:
     return {name: f"{float(value.double().norm()):.4g}" for name, value in tensors.items()}
 
 
-def check_superchains(
-    superchains: Any, num_chains: int, init_strategy: InitStrategy | Starts
-) -> int:
+def check_superchains(superchains: Any, num_chains: int, init_strategy: InitStrategy) -> int:
     """The number of superchains (groups of chains that share a start), as an int, checked.
 
     Args:

@@ -10,9 +10,8 @@ from torch import Tensor
 from pyro_scale import kernels
 from pyro_scale.core.rows import Model
 from pyro_scale.core.schedules import Schedule
-from pyro_scale.infer.method import Starts
+from pyro_scale.infer.method import InitStrategy
 from pyro_scale.infer.sampler import Sampler
-from pyro_scale.model.init_strategies import InitStrategy
 
 #: A constant, or a schedule: a function of the step's number.
 Rate: TypeAlias = float | Schedule
@@ -31,7 +30,7 @@ class Options(TypedDict, total=False):
     """The keyword arguments that every sampler has besides its hyperparameters, for type checkers;
     `Sampler` says what they are."""
 
-    init_strategy: InitStrategy | Starts | Literal["auto"]
+    init_strategy: InitStrategy | Literal["auto"]
     num_data: int | None
     compile: bool | Literal["auto"]
     precondition: Any

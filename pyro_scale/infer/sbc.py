@@ -16,10 +16,10 @@ from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.stack import Stack
 from pyro_scale.calibration.truth import FromPosterior, FromPrior, Truth
 from pyro_scale.core import rows
-from pyro_scale.core.rows import Model
+from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.validation import as_count, as_flag, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.data.open import DataLike, open_data
+from pyro_scale.data.open import open_data
 from pyro_scale.data.row_sampler import check_sampling
 from pyro_scale.data.sources import TensorData
 from pyro_scale.engine.progress import Progress

@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.gaussian import Gaussian
-from pyro_scale.core.rows import Arguments, Model
+from pyro_scale.core.rows import Arguments, DataLike, Model
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.batches import Batches
-from pyro_scale.data.open import DataLike
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.check_fit import check_fit
 from pyro_scale.diagnostics.divergence import NOT_A_DENSITY, beyond_its_domain, where
@@ -27,10 +26,9 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
-from pyro_scale.infer.method import Chain, Finished, Starts, SteppedChain, Stepwise
+from pyro_scale.infer.method import Chain, Finished, InitStrategy, SteppedChain, Stepwise
 from pyro_scale.infer.sharded import begin_sharded, or_sharded
 from pyro_scale.kernels.optimizer import is_pure
-from pyro_scale.model.init_strategies import InitStrategy
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.results.gaussian import GaussianPosterior
@@ -59,7 +57,7 @@ class Options(TypedDict, total=False):
     """The keyword arguments that `MAP`, `VI` and `IVON` have in common, for type checkers;
     `Optimized` says what they are."""
 
-    init_strategy: InitStrategy | Starts
+    init_strategy: InitStrategy
     num_data: int | None
     compile: bool | Literal["auto"]
 
@@ -214,7 +212,7 @@ class Optimized(Stochastic, Approximation):
         *,
         structure: Structure,
         early_stopping: bool = False,
-        init_strategy: InitStrategy | Starts = None,
+        init_strategy: InitStrategy = None,
         num_data: int | None = None,
         compile: bool | Literal["auto"] = "auto",
     ):

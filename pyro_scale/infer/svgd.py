@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 
 from pyro_scale import kernels
-from pyro_scale.core.rows import Arguments, Model
+from pyro_scale.core.rows import Arguments, DataLike, Model
 from pyro_scale.core.schedules import Schedule
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
-from pyro_scale.data.open import DataLike
 from pyro_scale.data.sources import Data
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError, ConvergenceWarning
-from pyro_scale.infer.method import Finished, Starts, SteppedChain, asks
+from pyro_scale.infer.method import Finished, InitStrategy, SteppedChain, asks
 from pyro_scale.infer.stochastic import Stochastic, check_length, count_steps, times_of
 from pyro_scale.kernels.optimizer import as_optimizer
-from pyro_scale.model.init_strategies import InitStrategy
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.results.particles import ParticlePosterior
@@ -87,7 +85,7 @@ class SVGD(Stochastic):
         num_particles: int = 50,
         optimizer: Any = None,
         temperature: float | Schedule = 1.0,
-        init_strategy: InitStrategy | Starts = None,
+        init_strategy: InitStrategy = None,
         num_data: int | None = None,
         compile: bool | Literal["auto"] = "auto",
     ):

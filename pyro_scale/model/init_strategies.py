@@ -14,9 +14,6 @@ from pyro_scale.model.transforms import bijection
 
 #: An initialization in Pyro's manner: site -> constrained value.
 InitFunction = Callable[[Any], Tensor]
-#: Where chains start: such a function, or constrained values by site, `[num_chains, ...]`; None for
-#: the default.
-InitStrategy = InitFunction | dict[str, Tensor] | None
 
 #: The key of a site's `infer` dict that marks the weight of a network: (module, the weight's name
 #: in it). The module has `weights()`, its values by name, and `reset_weights()`, new draws of them.

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike
 from pyro_scale.curvature.chunks import CHUNK_ROWS, is_row_wise, split
 from pyro_scale.curvature.fisher import NoInformation, mask_of
-from pyro_scale.data.open import DataLike
 from pyro_scale.data.sources import Data
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.metrics.conformal import Interval, conformal, rank_of

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, Kronecker, LowRank
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
-from pyro_scale.data.open import DataLike
 from pyro_scale.diagnostics.check_fit import advice_on
 from pyro_scale.diagnostics.policy import WEIGHTS
 from pyro_scale.diagnostics.psis import Psis, psis

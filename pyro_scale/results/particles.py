@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.online_moments import Moments
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike
 from pyro_scale.core.validation import as_count
-from pyro_scale.data.open import DataLike
 from pyro_scale.errors import ArgumentError
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.results.call_checks import check_calls

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.online_moments import Moments
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
-from pyro_scale.data.open import DataLike, open_data
+from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.ksd import ksd
 from pyro_scale.diagnostics.loo import Loo, loo

@@ -11,8 +11,8 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import DataLike
 from pyro_scale.data.loaders import check_tensors, to_device
-from pyro_scale.data.open import DataLike
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.kernels import IVON

@@ -18,7 +18,7 @@ from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelError, SiteError
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.diagnose import find_broken_site
-from pyro_scale.model.init_strategies import InitFunction, InitStrategy
+from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.model.log_posterior import (
     MOST_STARTS,
     LogPosterior,
@@ -33,7 +33,7 @@ def initialize(
     kernel: Hyperparameters,
     first: Arguments,
     inits: Sequence[InitFunction],
-    init_strategy: InitStrategy,
+    init_strategy: InitFunction | dict[str, Tensor] | None,
     seed: int,
     per_chain: bool,
     drawn: Params | None = None,
@@ -89,7 +89,10 @@ def initialize(
 
 
 def init_of(
-    log_posterior: LogPosterior, init_strategy: InitStrategy, chain: int, num_chains: int
+    log_posterior: LogPosterior,
+    init_strategy: InitFunction | dict[str, Tensor] | None,
+    chain: int,
+    num_chains: int,
 ) -> InitFunction:
     """The init function of one chain: a function from a Pyro site to the constrained value of the
     site where the chain starts.

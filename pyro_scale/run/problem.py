@@ -29,7 +29,7 @@ from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, ModelWarning
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.diagnose import cut_gradients
-from pyro_scale.model.init_strategies import InitStrategy
+from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import model_warnings
 from pyro_scale.model.observation_checks import check_something_counts
@@ -231,7 +231,7 @@ def prepare(
     log_posterior: LogPosterior,
     data: Data,
     kernel: Hyperparameters,
-    init_strategy: InitStrategy,
+    init_strategy: InitFunction | dict[str, Tensor] | None,
     num_chains: int,
     seed: int,
     must_be_usable: bool = True,

@@ -31,7 +31,7 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, DataError, ModelWarning, NonFiniteError
 from pyro_scale.kernels import BAOA, IVON, MAP, SGHMC, SGLD, Hyperparameters
-from pyro_scale.model.init_strategies import InitStrategy, init_to_module, uniform
+from pyro_scale.model.init_strategies import InitFunction, init_to_module, uniform
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import model_warnings
 from pyro_scale.model.nn.sharded import NetworkFoundError, ShardedModule, looking, shards_of
@@ -96,7 +96,7 @@ def prepare_sharded(
     log_posterior: LogPosterior,
     data: Data,
     kernel: Hyperparameters,
-    init_strategy: InitStrategy,
+    init_strategy: InitFunction | dict[str, Tensor] | None,
     seed: int,
     network: ShardedModule,
     workers: Workers,
@@ -329,7 +329,9 @@ def _largest_batch(workers: Workers, batch: Arguments) -> Arguments:
     return to_device(largest, torch.device(workers.rows.device))
 
 
-def _check_starts(init_strategy: InitStrategy, network: ShardedModule) -> InitStrategy:
+def _check_starts(
+    init_strategy: InitFunction | dict[str, Tensor] | None, network: ShardedModule
+) -> InitFunction | dict[str, Tensor] | None:
     """The init strategy, unchanged, if it lets the network's weights start at their present values.
     Other starts would depend on how weights are shared out.
 
