@@ -7,6 +7,7 @@ minibatch-scaled log posterior.  The inference classes sample or approximate it 
 
 from pyro_scale import errors, metrics
 from pyro_scale.core import schedules
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.curvature.ggn import Curvature
 from pyro_scale.diagnostics.replay import Replay, replay
 from pyro_scale.infer.compare import compare
@@ -28,7 +29,6 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.nn.bayesianize import bayesianize
 from pyro_scale.model.nn.norm import FilterResponseNorm, replace_batchnorm
 from pyro_scale.model.nn.priors import weight_decay
-from pyro_scale.model.scaling import Evaluation
 from pyro_scale.results.files import load
 from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.results.particles import ParticlePosterior

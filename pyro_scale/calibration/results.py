@@ -19,6 +19,7 @@ from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.export import attributes
 
 if TYPE_CHECKING:
+    import pandas
     from matplotlib.figure import Figure
 
 #: Ranks are not uniform if their p-value, by Holm's method over all elements, is at most this.
@@ -124,7 +125,7 @@ class SBC:
             raise ArgumentError(f"number={number}: there are {self.num_simulations} simulations")
         return self.data_of(number)
 
-    def summary(self, var_names: Sequence[str] | None = None) -> Any:
+    def summary(self, var_names: Sequence[str] | None = None) -> pandas.DataFrame:
         """A DataFrame of statistics of ranks and draws, with a row for each scalar element of a
         quantity.
 
@@ -285,7 +286,7 @@ class SBC:
         return sorted({*self.failed, *self.slow})
 
     @cached_property
-    def _table(self) -> Any:
+    def _table(self) -> pandas.DataFrame:
         """The pandas DataFrame from which `summary` picks rows: statistics of ranks and draws, with
         a row for each scalar element of all quantities."""
         import pandas
@@ -348,7 +349,7 @@ class SBCComparison(Mapping[str, SBC]):
     def __len__(self) -> int:
         return len(self._results)
 
-    def summary(self, var_names: Sequence[str] | None = None) -> Any:
+    def summary(self, var_names: Sequence[str] | None = None) -> pandas.DataFrame:
         """A DataFrame with the rows of every result's `SBC.summary`, indexed by (setting, element).
 
         Args:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core import rows
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.whitening import Whitening
@@ -28,6 +29,8 @@ from pyro_scale.model.log_posterior import MOST_STARTS, LogPosterior
 from pyro_scale.posterior.chunked_vmap import vmap_in_chunks
 
 T = TypeVar("T")
+#: A batch of `StackedBatches`: (tensors of the chain, rows that all data sets share, own rows).
+ChainBatch = tuple[Sequence[Tensor], Arguments, Arguments]
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class StackedDensity:
 
     def grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], Any]:
+    ) -> tuple[dict[str, Tensor], Evaluation]:
         """(Gradient of a chain's log joint with respect to the whitened coordinates z, by site; the
         model's evaluation with the log joint).
 
@@ -73,7 +76,7 @@ class StackedDensity:
 
     def plain_grad(
         self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], Any]:
+    ) -> tuple[dict[str, Tensor], Evaluation]:
         """(Gradient of a chain's log joint with respect to the whitened coordinates z, by site; the
         model's evaluation with the log joint), as `grad`, but by `torch.autograd`, for models that
         `torch.func` does not support.
@@ -87,7 +90,7 @@ class StackedDensity:
         of data."""
         raise NotImplementedError
 
-    def own_values(self, values: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
+    def own_values(self, values: Mapping[str, Tensor], batch: ChainBatch) -> dict[str, Tensor]:
         """The hyperparameters of one chain's step, tensors by name: `values` with `lr` multiplied
         by the chain's own factor, if the chain's batch brings one."""
         constants, _, _ = batch
@@ -96,14 +99,16 @@ class StackedDensity:
         return {**values, "lr": values["lr"] * constants[-1][0]}
 
     def _grad_of_z(
-        self, grad: Callable[..., Any], params: Mapping[str, Tensor], batch: Any
-    ) -> tuple[dict[str, Tensor], Any]:
+        self,
+        grad: Callable[..., tuple[dict[str, Tensor], Evaluation]],
+        params: Mapping[str, Tensor],
+        batch: ChainBatch,
+    ) -> tuple[dict[str, Tensor], Evaluation]:
         constants, shared, table = batch
         if not self.in_batches:
             shared, table = transpose_tables(shared), rows.take(table, 0)
         if self.whitening is None:
-            gradient: tuple[dict[str, Tensor], Any] = grad(params, (shared, table))
-            return gradient
+            return grad(params, (shared, table))
         whitening = self.whitening.with_tensors([tensor[0] for tensor in constants[:-1]])
         params = self.layout.unflatten(whitening.to_params(self.layout.flatten(params)))
         by_site, evaluation = grad(params, (shared, table))

@@ -8,7 +8,7 @@ when data are opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,11 @@ from pyro_scale.errors import DataError
 
 #: The model's arguments: a tuple by position, or a dict by name.
 Arguments = tuple[Any, ...] | dict[str, Any]
+#: A Pyro model: a function or module that is called with its arguments.
+Model = Callable[..., Any]
+#: Data as users pass them: a loader, or the model's own arguments (a tensor or table, a tuple by
+#: position, a dict by name); None for a model without arguments.
+DataLike = Tensor | tuple[Any, ...] | Mapping[str, Any] | Iterable[Any] | None
 
 
 class Fixed(NamedTuple):
@@ -104,7 +109,7 @@ def tables_as_tensors(arguments: Arguments) -> Arguments:
     return pytree.tree_unflatten(tensors, pytree.tree_structure(arguments))
 
 
-def call(model: Callable[..., Any], arguments: Arguments) -> Any:
+def call(model: Model, arguments: Arguments) -> Any:
     """Calls the model with its arguments, a tuple (by position) or a dict (by name). Returns what
     the model returns."""
     if isinstance(arguments, dict):

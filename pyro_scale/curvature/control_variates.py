@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import Arguments
 from pyro_scale.curvature.observations import Exact
 from pyro_scale.model import derivatives
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.model.scaling import Evaluation
 
 Params = dict[str, Tensor]
 
@@ -84,7 +85,7 @@ class ControlVariates:
         return 2 * self.order
 
     def grad(
-        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+        self, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None = None
     ) -> tuple[Params, Evaluation]:
         """(The corrected gradient of the log joint, a dict by site, in nats and not divided by N;
         the model's evaluation on the batch: log likelihoods of its rows and the log prior).
@@ -97,7 +98,7 @@ class ControlVariates:
         return self._correct(self.log_posterior.grad, params, batch, indices)
 
     def plain_grad(
-        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+        self, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None = None
     ) -> tuple[Params, Evaluation]:
         """The corrected gradient of the log joint and the model's evaluation, as `grad` returns
         them; computed by `torch.autograd`, for models that `torch.func` does not support.
@@ -110,7 +111,7 @@ class ControlVariates:
         return self._correct(self.log_posterior.plain_grad, params, batch, indices)
 
     def _correct(
-        self, grad: Any, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None
+        self, grad: Any, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None
     ) -> tuple[Params, Evaluation]:
         slope, evaluation = grad(params, batch, indices)
         at_anchor, _ = grad(self.anchor, batch, indices)
@@ -126,7 +127,7 @@ class ControlVariates:
         return {n: corrected[n] + scale * of_batch[n] - of_all[n] for n in slope}, evaluation
 
     def row_gradients(
-        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+        self, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None = None
     ) -> Params:
         """The gradient of each row's log likelihood minus the row's control variate (its gradient
         at the anchor, and with `curvature` also the linear term): a dict by site, `[B, *shape]`.
@@ -152,7 +153,7 @@ class ControlVariates:
         return {name: left[name] + of_rows[name] for name in left}
 
     def _linearize(
-        self, away: Params, batch: Any, indices: Tensor | None
+        self, away: Params, batch: Arguments, indices: Tensor | None
     ) -> tuple[list[Tensor], Any]:
         """Products with the Jacobian J of a batch's outputs at the anchor.
 
@@ -178,7 +179,7 @@ class ControlVariates:
             return [o.times(m[..., None], f)[..., 0] for o, m, f in observed], backwards[1]
 
     def _outputs(
-        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None
+        self, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """(A list with the outputs of each observed site, `[B, K]` for B rows of the batch: the K
         numbers through which the site's likelihood depends on the params; a list with the numbers

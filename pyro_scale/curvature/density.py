@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.layout import Layout
 from pyro_scale.curvature.chunks import Chunk, chunks_of, is_row_wise, num_rows_in
 from pyro_scale.data.sources import Data, IndexedData, TensorData
@@ -20,7 +21,6 @@ from pyro_scale.distributed.sums import Sums
 from pyro_scale.errors import DataError
 from pyro_scale.model.derivatives import hessian, hessian_diagonal
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.model.scaling import Evaluation
 from pyro_scale.rng.seeds import Purpose, generator
 
 T = TypeVar("T")

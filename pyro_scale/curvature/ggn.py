@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 import torchopt
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pyro_scale.core import rows
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
@@ -32,7 +33,6 @@ from pyro_scale.curvature.prior_hessian import prior_product
 from pyro_scale.curvature.row_wise import RowWise
 from pyro_scale.errors import ArgumentError
 from pyro_scale.model.log_posterior import LogPosterior, Params
-from pyro_scale.model.scaling import Evaluation
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: "ggn", "empirical_fisher", or "monte_carlo": the GGN estimated from drawn observations, for
@@ -87,7 +87,7 @@ class Curvature:
     def diagonal(
         self,
         params: Params,
-        batch: Any,
+        batch: Arguments,
         indices: Tensor | None = None,
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
@@ -110,7 +110,11 @@ class Curvature:
         return self.diagonal_of(self.observe(params, batch, indices, held, keep))
 
     def dense(
-        self, params: Params, batch: Any, indices: Tensor | None = None, held: Params | None = None
+        self,
+        params: Params,
+        batch: Arguments,
+        indices: Tensor | None = None,
+        held: Params | None = None,
     ) -> Tensor:
         """The log likelihood's curvature as a matrix [D, D], in nats, summed over the rows of a
         batch. D is the number of elements of `params`, in whose order rows and columns are;
@@ -125,7 +129,7 @@ class Curvature:
     def product(
         self,
         params: Params,
-        batch: Any,
+        batch: Arguments,
         vector: Params,
         indices: Tensor | None = None,
         held: Params | None = None,
@@ -165,7 +169,7 @@ class Curvature:
     def kronecker(
         self,
         params: Params,
-        batch: Any,
+        batch: Arguments,
         indices: Tensor | None = None,
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
@@ -197,7 +201,7 @@ class Curvature:
     def eigenvalues(
         self,
         params: Params,
-        batch: Any,
+        batch: Arguments,
         bases: Mapping[str, Sequence[Basis]],
         indices: Tensor | None = None,
         held: Params | None = None,
@@ -220,7 +224,7 @@ class Curvature:
         return eigenvalues_of(graph, run.columns, run.width, inputs.keep, bases)
 
     def natural_gradient(
-        self, params: Params, batch: Any, damping: float = 0.0, indices: Tensor | None = None
+        self, params: Params, batch: Arguments, damping: float = 0.0, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
         """(The natural gradient of a batch's log joint, the model's evaluation on the batch).
 
@@ -261,7 +265,7 @@ class Curvature:
             solution = solve(product, layout.flatten(gradient))
         return layout.unflatten(solution), evaluation
 
-    def notes(self, params: Params, batch: Any, indices: Tensor | None = None) -> list[str]:
+    def notes(self, params: Params, batch: Arguments, indices: Tensor | None = None) -> list[str]:
         """Remarks for users on the accuracy of the curvature: one string for each observed site
         whose Fisher information can only be estimated by Monte Carlo; empty if all is exact. The
         model is run on the batch to find its observed sites.
@@ -274,7 +278,7 @@ class Curvature:
     def observe(
         self,
         params: Params,
-        batch: Any,
+        batch: Arguments,
         indices: Tensor | None = None,
         held: Params | None = None,
         keep: slice = _ALL_ROWS,
@@ -321,7 +325,7 @@ class Curvature:
     def _inputs(
         self,
         params: Params,
-        batch: Any,
+        batch: Arguments,
         indices: Tensor | None,
         held: Params | None,
         keep: slice,

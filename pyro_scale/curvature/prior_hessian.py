@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import matrix_or_diagonal
 from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import Arguments
 from pyro_scale.model.derivatives import hessian, hessian_diagonal
 from pyro_scale.model.log_posterior import LogPosterior, Params
 
@@ -19,7 +18,7 @@ _ROUNDINGS = 100
 def prior_product(
     log_posterior: LogPosterior,
     params: Params,
-    batch: Any,
+    batch: Arguments,
     vector: Params,
     held: Params | None = None,
 ) -> dict[str, Tensor]:
@@ -41,7 +40,7 @@ def prior_product(
 
 
 def prior_precision(
-    log_posterior: LogPosterior, params: Params, batch: Any, held: Params | None, dense: bool
+    log_posterior: LogPosterior, params: Params, batch: Arguments, held: Params | None, dense: bool
 ) -> Tensor:
     """The prior's precision: minus the Hessian of the log prior with respect to `params`, in their
     order, [D, D]; or its diagonal, [D], if not `dense`. `held` has the unconstrained values of the
@@ -73,7 +72,7 @@ def precision_of_prior(
 
 
 def correlated_sites(
-    log_posterior: LogPosterior, params: Params, batch: Any, held: Params | None
+    log_posterior: LogPosterior, params: Params, batch: Arguments, held: Params | None
 ) -> set[str]:
     """Names of the sites among `params` whose prior correlates elements of the same site: their
     block of the prior's precision is not diagonal. `held` has the unconstrained values of the other
@@ -86,7 +85,7 @@ def correlated_sites(
 
 
 def _log_prior(
-    log_posterior: LogPosterior, params: Params, batch: Any, held: Params | None
+    log_posterior: LogPosterior, params: Params, batch: Arguments, held: Params | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(The log prior, a scalar with an autograd graph; the params by site, as leaves of the
     graph)."""

@@ -11,7 +11,7 @@ from torch.utils import data as torch_data
 from torch.utils.data import default_collate
 
 from pyro_scale.core import rows
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike
 from pyro_scale.core.validation import as_count
 from pyro_scale.data.loaders import check_tensors, is_iterable_style, to_device
 from pyro_scale.data.sources import Data, IndexedData, TensorData
@@ -20,7 +20,7 @@ from pyro_scale.errors import ArgumentError, DataError
 
 
 def open_data(
-    data: Any,
+    data: DataLike,
     batch_size: int | None = None,
     num_data: int | None = None,
     device: torch.device | None = None,
@@ -201,7 +201,7 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _is_row(data: Any) -> bool:
+def _is_row(data: DataLike) -> bool:
     """Whether the data are a list of arrays: as a loader's collate function returns the model's
     arguments.
     """

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.mixing import mixing_of, standard_error_of_mean
 from pyro_scale.core.online_moments import Moments
+from pyro_scale.core.rows import DataLike
 from pyro_scale.core.validation import evenly
 from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics.policy import MIXING, TEMPERATURE
@@ -25,6 +26,9 @@ from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.like_run import check_like_run
 from pyro_scale.posterior.predictive import predictive_means
 from pyro_scale.posterior.row_batches import data_sites
+
+if TYPE_CHECKING:
+    import pandas
 
 #: Advice where chains stay in different modes.
 APART = (
@@ -43,7 +47,7 @@ def select_elements(result: PosteriorDraws, name: str) -> Tensor:
     return result.elements(name, evenly(result.shapes[name].numel(), MIXING.elements))
 
 
-def mixing(draws: Mapping[str, Tensor]) -> Any:
+def mixing(draws: Mapping[str, Tensor]) -> pandas.DataFrame:
     """A DataFrame with a row for each variable: the largest R-hat and the smallest bulk and tail
     ESS of its elements, without elements that are constant.
 
@@ -60,7 +64,7 @@ def mixing(draws: Mapping[str, Tensor]) -> Any:
     return table
 
 
-def mixing_of_moments(moments: Mapping[str, Moments], sites: Sequence[str]) -> Any:
+def mixing_of_moments(moments: Mapping[str, Moments], sites: Sequence[str]) -> pandas.DataFrame:
     """A DataFrame with a row for each site: the largest split R-hat and the smallest ESS (by batch
     means) of its elements, for draws that were not kept.
 
@@ -76,7 +80,7 @@ def mixing_of_moments(moments: Mapping[str, Moments], sites: Sequence[str]) -> A
     return table
 
 
-def mixing_of_predictions(result: PosteriorDraws, predict_at: Any) -> Any:
+def mixing_of_predictions(result: PosteriorDraws, predict_at: DataLike) -> pandas.DataFrame:
     """A DataFrame with a row for each data site: the largest R-hat and the smallest bulk and tail
     ESS of its predictive means. For networks, whose weights have equivalent modes.
 
@@ -135,7 +139,7 @@ def standard_error(series: Tensor, least: int = TEMPERATURE.fewest_draws) -> flo
 
 
 def warn_of_unmixed(
-    result: PosteriorDraws, table: Any, of_predictions: bool, is_long_step: bool
+    result: PosteriorDraws, table: pandas.DataFrame, of_predictions: bool, is_long_step: bool
 ) -> bool:
     """Warns if R-hat shows that chains do not agree; returns True if it warned. There is no warning
     with one chain, too few draws, or temperature 0, where chains end in different modes.
@@ -155,7 +159,7 @@ def warn_of_unmixed(
     r_hat, limit = table["r_hat"], MIXING.disagree if are_many else MIXING.disagree_of_few
     if not bool((r_hat > limit).any()):
         return False
-    worst = r_hat.idxmax()
+    worst = str(r_hat.idxmax())
     advice = "take a longer warm-up"
     advice += " or more steps" if is_long_step else ", more steps or a larger lr"
     if not of_predictions and are_apart(result, worst, r_hat[worst]):

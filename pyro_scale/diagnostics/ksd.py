@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale import metrics
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.validation import as_count
 from pyro_scale.curvature.chunks import Chunk, chunks_of, chunks_with, is_row_wise
 from pyro_scale.data.sources import Data
@@ -18,7 +19,6 @@ from pyro_scale.errors import ArgumentError, DataError
 from pyro_scale.model import derivatives
 from pyro_scale.model.derivatives import Params
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.model.scaling import Evaluation
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.predictive import resample_equally
 

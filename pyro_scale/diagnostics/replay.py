@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout, dtype_name
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, Model
 from pyro_scale.diagnostics.crash_dump import Rerun, rerun
 from pyro_scale.model.diagnose import error_in_short, find_broken_site, nan_or_infinite
 from pyro_scale.model.log_posterior import LogPosterior
@@ -59,7 +59,7 @@ class Replay:
         return f"chain {self.chain}, step {self.step}: {self.reason}\n{table}"
 
 
-def replay(path: files.FilePath, model: Any) -> Replay:
+def replay(path: files.FilePath, model: Model) -> Replay:
     """Reruns the last steps of a chain that became NaN or infinite, and says why it broke.
 
     The `run` of a sampler writes up to 16 steps, as many as fit into 64 MiB, of each of the first

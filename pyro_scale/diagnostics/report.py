@@ -6,7 +6,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    import pandas
 
 #: Whether means are within 0.1 posterior sds and sds within 5%; or whether draws are those of an
 #: ensemble, which is not the posterior.
@@ -109,7 +112,7 @@ class Report:
             {"verdict": self.verdict, "findings": findings, "choices": dict(self.choices)}
         )
 
-    def to_frame(self) -> Any:
+    def to_frame(self) -> pandas.DataFrame:
         """A pandas DataFrame with a row for each finding and the columns site, check, verdict, told
         (the result in words) and advice."""
         import pandas

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ from pyro_scale.rng.streams import RefinedNoise
 from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning.policy import TOLERANCE
+
+if TYPE_CHECKING:
+    import pandas
 
 #: Places in an epoch that draws must fall at to see the average heat of shuffled batches: with 4
 #: places a bias comes out 6% too large, with 2 about 30%.
@@ -69,7 +72,9 @@ class _SiteBias(NamedTuple):
     excess_order: float
 
 
-def step_size_bias(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -> Any:
+def step_size_bias(
+    plan: RunPlan, result: PosteriorDraws, num_samples: int | None
+) -> pandas.DataFrame:
     """A DataFrame with a row for each latent site: the bias of its mean, in posterior sds, and the
     ratio of its sd to the sd at lr = 0, at the worst elements, each with a standard error. Warns if
     a bias is significantly above its tolerance.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,13 +17,16 @@ from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.export import to_inference_data
 from pyro_scale.posterior.predictive import in_proportion
 
+if TYPE_CHECKING:
+    import pandas
+
 #: A site with more elements has a single row, unless it is in `var_names`.
 _LISTED_ELEMENTS = 100
 #: Levels of the quantiles of draws that were not kept.
 _LEVELS = 0.05, 0.5, 0.95
 
 
-def summary(result: PosteriorDraws, var_names: list[str] | None) -> Any:
+def summary(result: PosteriorDraws, var_names: list[str] | None) -> pandas.DataFrame:
     """The DataFrame that `summary()` returns, with a row for each element: mean, sd, quantiles,
     R-hat, ESS as by ArviZ; and, if tuning chose settings of the run, the report's verdict on the
     site.
@@ -71,7 +74,7 @@ def _site_of(row: object) -> str:
     return str(row).partition("[")[0].strip()
 
 
-def _summary_of_draws(result: PosteriorDraws, name: str, values: Tensor) -> Any:
+def _summary_of_draws(result: PosteriorDraws, name: str, values: Tensor) -> pandas.DataFrame:
     """ArviZ's summary of one site as a DataFrame with a row for each element; R-hat and ESS of
     constant elements are NaN.
 
@@ -90,7 +93,9 @@ def _summary_of_draws(result: PosteriorDraws, name: str, values: Tensor) -> Any:
     return table
 
 
-def _summary_of_moments(moments: Mapping[str, Moments], var_names: list[str] | None) -> Any:
+def _summary_of_moments(
+    moments: Mapping[str, Moments], var_names: list[str] | None
+) -> pandas.DataFrame:
     """The summary as a DataFrame with a row for each element, from moments and quantiles that were
     computed during the run, for draws that were not kept.
 
@@ -115,7 +120,7 @@ def _summary_of_moments(moments: Mapping[str, Moments], var_names: list[str] | N
     return pandas.concat(tables)[columns].round(3)
 
 
-def _mixing_columns(table: Any) -> list[str]:
+def _mixing_columns(table: pandas.DataFrame) -> list[str]:
     """The names of those columns of a summary table that hold R-hat or an ESS."""
     return [column for column in table.columns if column.startswith(("ess", "r_hat"))]
 

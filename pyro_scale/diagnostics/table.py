@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor
 
+from pyro_scale.core.rows import DataLike
 from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics.convergence import (
     mixing,
@@ -25,8 +26,11 @@ from pyro_scale.diagnostics.resolution import frozen_latents
 from pyro_scale.errors import BiasWarning
 from pyro_scale.posterior.draws import PosteriorDraws
 
+if TYPE_CHECKING:
+    import pandas
 
-def diagnostics(result: PosteriorDraws, predict_at: Any = None) -> Any:
+
+def diagnostics(result: PosteriorDraws, predict_at: DataLike = None) -> pandas.DataFrame:
     """A DataFrame with a row for each latent site: R-hat and ESS, and where they were measured,
     temperatures of draws and momenta (relative to the requested one) and the effect of minibatch
     noise. Warns of each problem that it shows.
@@ -165,10 +169,10 @@ def has_wrong_temperature(result: PosteriorDraws) -> bool:
 
 def _warn(
     result: PosteriorDraws,
-    table: Any,
+    table: pandas.DataFrame,
     temperatures: _Temperatures | None,
     frozen: list[str],
-    predicted: Any,
+    predicted: pandas.DataFrame | None,
 ) -> None:
     """Warns of each problem that the table of diagnostics shows; once for several problems with the
     same cause.
@@ -271,7 +275,7 @@ def _warn_of_heating(result: PosteriorDraws, factor: float) -> None:
     )
 
 
-def _hot_momenta(table: Any) -> list[str]:
+def _hot_momenta(table: pandas.DataFrame) -> list[str]:
     """The names of sites whose kinetic temperature (of their momenta) is significantly above the
     one that the step size explains; empty if there are none."""
     least = table["kinetic_temperature"] - TEMPERATURE.errors * table["kinetic_temperature_mcse"]
@@ -279,7 +283,7 @@ def _hot_momenta(table: Any) -> list[str]:
     return [*table.index[least > limit]]
 
 
-def _warn_of_momenta(result: PosteriorDraws, table: Any, hot: list[str]) -> None:
+def _warn_of_momenta(result: PosteriorDraws, table: pandas.DataFrame, hot: list[str]) -> None:
     """Warns of the site whose momenta are hottest, compared with what the step size alone explains.
 
     Args:
@@ -288,7 +292,7 @@ def _warn_of_momenta(result: PosteriorDraws, table: Any, hot: list[str]) -> None
         hot: names of the sites whose momenta are significantly too hot, at least one.
     """
     heat = table["kinetic_temperature"] - table["kinetic_temperature_expected"]
-    site = heat[hot].idxmax()
+    site = str(heat[hot].idxmax())
     row = table.loc[site]
     warn(
         BiasWarning,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_scale.compile.trace import is_tracing
 from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import RankError
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ class DataParallel:
         return int(self.density.num_data)
 
     def plain_grad(
-        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], Estimate]:
+        self, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Any]:
         """(Gradient of the log joint, by site; the log joint's estimate), both from the rows of all
         ranks.
 
@@ -116,7 +117,7 @@ class DataParallel:
     grad = plain_grad
 
     def row_gradients(
-        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+        self, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
         """The gradient of the log likelihood of each of this rank's rows with respect to params,
         `[rows, *shape]` by site; not summed over ranks."""

@@ -5,7 +5,6 @@ chain becomes NaN or infinite.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from pyro_scale.engine.checkpoint import RunState
 from pyro_scale.engine.draws import Draws, Failure, Steps
 from pyro_scale.engine.executors import Kept, Program, eager
 from pyro_scale.engine.inputs import StepInputs
-from pyro_scale.engine.step import Engine
+from pyro_scale.engine.step import Engine, State
 from pyro_scale.engine.step_recorder import (
     MOST_CHAINS,
     MOST_STEPS,
@@ -73,7 +72,7 @@ class Chains:
         numbers = range(len(positions)) if numbers is None else numbers
         dtype, device, size = positions.dtype, positions.device, engine.num_latents
         first = NoiseStream(seed, numbers, (size,), dtype, device, Purpose.MOMENTUM).at(0)
-        self.state: Any = engine.init(positions, first, values)
+        self.state: State = engine.init(positions, first, values)
         shape = engine.kernel.normals, size
         self.noise = NoiseStream(seed, numbers, shape, dtype, device)
         self.alive = torch.ones(len(positions), dtype=torch.bool)
@@ -132,7 +131,7 @@ class Chains:
 
     def _run_unbroken(
         self, program: Program, block: StepInputs, steps: Steps
-    ) -> tuple[Any, Kept] | None:
+    ) -> tuple[State, Kept] | None:
         """(The state of the sampler's kernel after a block of steps, the draws and log joints kept
         in it), if all running chains remain finite. None if one of them becomes NaN or infinite in
         the block, or the model raises a RuntimeError: the block then has to be taken in smaller
@@ -144,10 +143,10 @@ class Chains:
             return None
         return None if self._find_broken(moved, kept).any() else (moved, kept)
 
-    def _run(self, program: Program, block: StepInputs, steps: Steps) -> tuple[Any, Kept]:
+    def _run(self, program: Program, block: StepInputs, steps: Steps) -> tuple[State, Kept]:
         return program.run(self.state, block, steps.left(block.start), steps.thinning)
 
-    def _find_broken(self, moved: Any, kept: Kept) -> Tensor:
+    def _find_broken(self, moved: State, kept: Kept) -> Tensor:
         """Mask of the chains that break in these steps: booleans `[chains]`, True for a chain that
         was running until now and has a non-finite position or log joint after these steps.
 
@@ -182,7 +181,9 @@ class Chains:
         self.alive = self.alive & ~broken
         self._keep(moved, kept, block, steps, draws)
 
-    def _keep(self, moved: Any, kept: Kept, block: StepInputs, steps: Steps, draws: Draws) -> None:
+    def _keep(
+        self, moved: State, kept: Kept, block: StepInputs, steps: Steps, draws: Draws
+    ) -> None:
         """Makes the state after a block the current one, and writes the block's draws into `draws`.
 
         Args:
@@ -264,7 +265,7 @@ class Chains:
             past = [*self.recent.replay(program), step]
             self.last_steps[chain] = record(self._engine, batches, past, chain)
 
-    def _replace_stopped(self, state: Any) -> Any:
+    def _replace_stopped(self, state: State) -> State:
         """The state of all chains, in which stopped chains have a copy of the first running chain's
         state, as their own could fail again. Unchanged if all chains run, or none does.
         """

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core.layout import dtype_name
 from pyro_scale.core.warn import warn
 from pyro_scale.engine.draws import Draws, Failure
+from pyro_scale.engine.step import State
 from pyro_scale.errors import ArgumentError, FileError, PyroScaleWarning
 from pyro_scale.storage import files
 
@@ -79,7 +80,7 @@ class Checkpoint(NamedTuple):
     program: str | None
     sink: dict[str, Any] | None = None
 
-    def state_like(self, state: Any) -> Any:
+    def state_like(self, state: State) -> State:
         """The state of the sampler's kernel from the checkpoint, which stores it as a list of
         tensors: in the pytree structure and on the devices of `state`, another state of the same
         kernel.

@@ -36,7 +36,7 @@ from pyro_scale.engine.executors import (
 )
 from pyro_scale.engine.plan import StepPlan
 from pyro_scale.engine.reuse import Blueprint, arrange, whitening_tensors
-from pyro_scale.engine.step import Engine
+from pyro_scale.engine.step import Engine, State
 from pyro_scale.errors import ArgumentError, CompileWarning
 
 #: Steps of one chain from which compiling repays the few seconds that it takes.
@@ -226,7 +226,7 @@ def _compile(example: Example, num_chains: int, by_column: bool, as_loop: bool =
 
 
 def _as_function(
-    engine: Engine, batch: Batch, state: Any, noise: Tensor, values: Mapping[str, Tensor]
+    engine: Engine, batch: Batch, state: State, noise: Tensor, values: Mapping[str, Tensor]
 ) -> tuple[Callable[..., list[Tensor]], list[Tensor]]:
     """A step as a function of a flat list of tensors, as tracing needs it.
 
@@ -264,11 +264,11 @@ def _as_function(
 
 def _compiled_step(
     call: Callable[[list[Tensor]], Any],
-    state_spec: Any,
+    state_spec: pytree.TreeSpec,
     batches: Batches,
     constants: Sequence[Tensor],
     whitening: Sequence[Tensor],
-) -> Callable[..., tuple[Any, Tensor]]:
+) -> Callable[..., tuple[State, Tensor]]:
     """A function of (state, hyperparameters, standard normal numbers, changing tensors of the
     minibatches) that takes one step by a compiled function, and returns (next state, log joint
     `[chains]`).
@@ -281,7 +281,9 @@ def _compiled_step(
         whitening: tensors of the whitening; empty without one.
     """
 
-    def step(state: Any, values: Any, noise: Tensor, changing: Any) -> tuple[Any, Tensor]:
+    def step(
+        state: State, values: Mapping[str, Tensor], noise: Tensor, changing: Any
+    ) -> tuple[State, Tensor]:
         batch = batches.batch(batches.fixed, changing)
         changed = [*pytree.tree_leaves(state), *values.values(), noise.contiguous()]
         *moved, log_joint = call([*changed, *whitening, *_inputs_from(batch), *constants])

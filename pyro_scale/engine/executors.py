@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -28,7 +28,7 @@ from pyro_scale.core.rows import Fixed, Gathered, PerStep, Source
 from pyro_scale.core.thread_count import available_threads
 from pyro_scale.data.batches import Batches
 from pyro_scale.engine.inputs import StepInputs
-from pyro_scale.engine.step import Engine
+from pyro_scale.engine.step import Engine, State
 
 #: Why a program computes something else than the step.
 IS_FROZEN = (
@@ -70,7 +70,7 @@ class Program(Protocol):
         """The program's name in messages, such as "compiled loop"."""
         ...
 
-    def run(self, state: Any, block: StepInputs, left: int, every: int) -> tuple[Any, Kept]:
+    def run(self, state: State, block: StepInputs, left: int, every: int) -> tuple[State, Kept]:
         """Takes the steps of a block.
 
         Args:
@@ -97,10 +97,10 @@ class OneByOne:
         name: the program's name in messages.
     """
 
-    step: Callable[..., tuple[Any, Tensor]]
+    step: Callable[..., tuple[State, Tensor]]
     name: str
 
-    def run(self, state: Any, block: StepInputs, left: int, every: int) -> tuple[Any, Kept]:
+    def run(self, state: State, block: StepInputs, left: int, every: int) -> tuple[State, Kept]:
         positions, log_joints = [], []
         for place in range(len(block)):
             state, log_joint = self.step(state, *block.at(place))
@@ -127,7 +127,7 @@ class ChainByChain:
     def name(self) -> str:
         return self.program.name
 
-    def run(self, state: Any, block: StepInputs, left: int, every: int) -> tuple[Any, Kept]:
+    def run(self, state: State, block: StepInputs, left: int, every: int) -> tuple[State, Kept]:
         chains = [slice(chain, chain + 1) for chain in range(len(block.noise))]
         results = [
             self.program.run(
@@ -154,14 +154,14 @@ class CompiledLoop:
     """
 
     loop: Loop
-    state_spec: Any
+    state_spec: pytree.TreeSpec
     all_at_once: bool
     batches: Batches
     constants: Sequence[Tensor]
     whitening: Sequence[Tensor] = ()
     name: str = "compiled loop"
 
-    def run(self, state: Any, block: StepInputs, left: int, every: int) -> tuple[Any, Kept]:
+    def run(self, state: State, block: StepInputs, left: int, every: int) -> tuple[State, Kept]:
         groups = 1 if self.all_at_once else len(block.noise)
         leaves = [leaf.unflatten(0, (groups, -1)) for leaf in pytree.tree_leaves(state)]
         columns = [column.expand(groups, *column.shape) for column in block.values.values()]
@@ -208,7 +208,9 @@ def eager(engine: Engine, batches: Batches) -> OneByOne:
     every step.
     """
 
-    def step(state: Any, values: Any, noise: Tensor, changing: Any) -> tuple[Any, Tensor]:
+    def step(
+        state: State, values: Mapping[str, Tensor], noise: Tensor, changing: Any
+    ) -> tuple[State, Tensor]:
         batch = batches.batch(batches.fixed, changing)
         with exclusive:  # it runs the model
             state, evaluation = engine.step(state, batch, noise, values)

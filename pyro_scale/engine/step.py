@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core import rows
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import Arguments
 from pyro_scale.core.whitening import Whitening
 from pyro_scale.data.batches import Batch
 
@@ -32,8 +34,8 @@ class Density(Protocol):
         ...
 
     def grad(
-        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], Any]:
+        self, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Evaluation]:
         """(Gradient of the minibatch estimate of the log joint with respect to params, by site; the
         model's evaluation with that log joint) for one chain. Works under `torch.vmap`.
 
@@ -46,8 +48,8 @@ class Density(Protocol):
         ...
 
     def plain_grad(
-        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], Any]:
+        self, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], Evaluation]:
         """(Gradient of the minibatch estimate of the log joint with respect to params, by site; the
         model's evaluation with that log joint) for one chain, by plain autograd. Works for more
         models than `grad`, but not under `torch.vmap`. Arguments as for `grad`.
@@ -55,10 +57,19 @@ class Density(Protocol):
         ...
 
     def row_gradients(
-        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+        self, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Gradients of the log likelihood of each row of a minibatch with respect to params, `[B,
         *shape]` by site. Arguments as for `grad`."""
+        ...
+
+
+class State(Protocol):
+    """The state of a sampler's kernel: a named tuple of tensors."""
+
+    @property
+    def position(self) -> Tensor:
+        """Where a chain is, `[D]`; of all chains, `[chains, D]`."""
         ...
 
 
@@ -93,7 +104,7 @@ class Target:
 
     density: Density
     layout: Layout
-    arguments: rows.Arguments
+    arguments: Arguments
     indices: Tensor | None
     vectorized: bool
     whitening: Whitening | None = None
@@ -103,7 +114,7 @@ class Target:
         """N, the number of rows of the whole data."""
         return self.density.num_data
 
-    def grad(self, position: Tensor) -> tuple[Tensor, Any]:
+    def grad(self, position: Tensor) -> tuple[Tensor, Evaluation]:
         """(Gradient `[D]`, at a position [D], of the log joint divided by N, the number of rows of
         the data; the model's evaluation with the log joint itself, in nats).
         """
@@ -185,7 +196,7 @@ class Engine:
     known_noise: Tensor | None = None
     whitening: Whitening | None = None
 
-    def init(self, positions: Tensor, noise: Tensor, values: Mapping[str, Tensor]) -> Any:
+    def init(self, positions: Tensor, noise: Tensor, values: Mapping[str, Tensor]) -> State:
         """The state of the sampler's kernel for chains that start at params.
 
         Args:
@@ -196,14 +207,14 @@ class Engine:
         values = self.kernel_values(values)
         positions = _map_latents(self.whitening, "to_whitened", positions)
 
-        def init(position: Tensor, noise: Tensor) -> Any:
+        def init(position: Tensor, noise: Tensor) -> State:
             return self.kernel.init(position, values, noise)
 
         return self._share_points(torch.vmap(init)(positions, self.pad(noise)))
 
     def step(
-        self, state: Any, batch: Batch, noise: Tensor, values: Mapping[str, Tensor]
-    ) -> tuple[Any, Any]:
+        self, state: State, batch: Batch, noise: Tensor, values: Mapping[str, Tensor]
+    ) -> tuple[State, Evaluation]:
         """Takes one step with every chain. Returns (next state of the sampler's kernel, evaluations
         of the model with the log joints in nats), both for all chains.
 
@@ -217,7 +228,9 @@ class Engine:
             return self._step_together(self.kernel, state, batch, values)
         values = self.subtract_known_noise(self.kernel_values(values))
 
-        def update(arguments: Any, indices: Any, state: Any, noise: Tensor) -> tuple[Any, Any]:
+        def update(
+            arguments: Arguments, indices: Tensor | None, state: State, noise: Tensor
+        ) -> tuple[State, Evaluation]:
             target = self._target(arguments, indices, self.whitening)
             return self.kernel.update(state, target, target.own(values), noise)
 
@@ -225,8 +238,8 @@ class Engine:
         return self._share_points(state), evaluation
 
     def _step_together(
-        self, kernel: Coupled, state: Any, batch: Batch, values: Mapping[str, Tensor]
-    ) -> tuple[Any, Any]:
+        self, kernel: Coupled, state: State, batch: Batch, values: Mapping[str, Tensor]
+    ) -> tuple[State, Evaluation]:
         """Takes a step with chains that interact: latents move in the directions that the kernel
         computes from all chains, points by the mean gradient. Returns (next state of the sampler's
         kernel, evaluations of the model with the log joints), both for all chains.
@@ -238,7 +251,7 @@ class Engine:
         directions = kernel.couple(state.position[:, : self.num_latents], latents, values)
         directions = torch.cat([directions, points.mean(0).expand_as(points)], 1)
 
-        def move(state: Any, direction: Tensor) -> Any:
+        def move(state: State, direction: Tensor) -> State:
             return kernel.move(state, direction, values)
 
         return self._map_chains(move, state, directions), evaluation
@@ -249,7 +262,9 @@ class Engine:
         step.
         """
 
-        def at(arguments: Any, indices: Any, position: Tensor) -> tuple[Tensor, Tensor]:
+        def at(
+            arguments: Arguments, indices: Tensor | None, position: Tensor
+        ) -> tuple[Tensor, Tensor]:
             gradient, evaluation = self._target(arguments, indices).grad(position)
             return evaluation.log_joint, gradient
 
@@ -261,7 +276,7 @@ class Engine:
         the chains' params, `[chains, D]`.
         """
 
-        def evaluate(arguments: Any, indices: Any, position: Tensor) -> Tensor:
+        def evaluate(arguments: Arguments, indices: Tensor | None, position: Tensor) -> Tensor:
             return self._target(arguments, indices).grad(position)[0]
 
         return self._over_chains(evaluate, batch, positions)
@@ -317,7 +332,7 @@ class Engine:
         return to_params(self.whitening, positions)
 
     def _target(
-        self, arguments: Any, indices: Tensor | None, whitening: Whitening | None = None
+        self, arguments: Arguments, indices: Tensor | None, whitening: Whitening | None = None
     ) -> Target:
         return Target(self.density, self.layout, arguments, indices, self.vectorized, whitening)
 
@@ -417,7 +432,7 @@ class Engine:
         """
         return self.num_latents, self.layout.size - self.num_latents
 
-    def _share_points(self, state: Any) -> Any:
+    def _share_points(self, state: State) -> State:
         """The state with the points of each chain replaced by their mean over chains. Chains that
         are not finite are left out of the mean, and unchanged."""
         if not self.has_points:

@@ -18,7 +18,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.data.batches import Batches
 from pyro_scale.engine.executors import Program
 from pyro_scale.engine.inputs import StepInputs
-from pyro_scale.engine.step import Engine
+from pyro_scale.engine.step import Engine, State
 
 #: Chains of a run whose last steps are recorded: the first that break.
 MOST_CHAINS = 4
@@ -83,9 +83,9 @@ class RecentSteps:
     They are held so that these steps can be rerun and recorded when a chain stops."""
 
     def __init__(self) -> None:
-        self._blocks: deque[tuple[StepInputs, Any]] = deque()
+        self._blocks: deque[tuple[StepInputs, State]] = deque()
 
-    def add(self, block: StepInputs, state: Any) -> None:
+    def add(self, block: StepInputs, state: State) -> None:
         """Holds a block of steps and the state before it, for a replay, and drops the oldest blocks
         that are no longer needed. Drops all blocks if the new one is too large to hold; blocks
         before a gap in the step numbers are dropped, too.

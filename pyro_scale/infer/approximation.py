@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, Self, get_args
 
+from pyro_scale.core.rows import Model
 from pyro_scale.curvature.evidence import GaussianStructure
 from pyro_scale.errors import ArgumentError
-from pyro_scale.infer.method import Method, asks
+from pyro_scale.infer.method import InitStrategy, Method, asks
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.storage.files import FilePath
@@ -37,10 +38,10 @@ class Approximation(Method):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         structure: GaussianStructure | Literal["auto"] = "diag",
-        init_strategy: Any = None,
+        init_strategy: InitStrategy = None,
         num_data: int | None = None,
     ):
         super().__init__(model, init_strategy=init_strategy, num_data=num_data)
@@ -60,7 +61,7 @@ class Approximation(Method):
         return self.posterior.fit
 
     @classmethod
-    def load(cls, path: FilePath, model: Any) -> Self:
+    def load(cls, path: FilePath, model: Model) -> Self:
         """A method of this class that holds the fit which `save` wrote to a file, with the file's
         `structure`. It has results but cannot be run; see `Method.load`.
 

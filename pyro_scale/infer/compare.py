@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_scale.core.rows import DataLike
 from pyro_scale.curvature.chunks import chunks_of
 from pyro_scale.diagnostics.convergence import mixing, select_elements
 from pyro_scale.diagnostics.policy import MIXING
@@ -28,6 +29,7 @@ from pyro_scale.results.particles import ParticlePosterior
 from pyro_scale.results.posterior import Posterior
 
 if TYPE_CHECKING:
+    import pandas
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -46,7 +48,7 @@ class Comparison:
         reference: name of the method that distances are measured from.
     """
 
-    table: Any
+    table: pandas.DataFrame
     reference: str
 
     def plot(self) -> Figure:
@@ -77,7 +79,7 @@ class Comparison:
 
 @check_calls
 def compare(
-    methods: Mapping[str, Method | Posterior], data: Any = None, reference: str | None = None
+    methods: Mapping[str, Method | Posterior], data: DataLike = None, reference: str | None = None
 ) -> Comparison:
     """Compares fitted methods on one model: their costs, and their distances from one of them.
 
@@ -289,7 +291,7 @@ def _distances(
     return {"mean_distance": float(gaps.max()), "sd_distance": float(ratios.max())}
 
 
-def _held_out(name: str, posterior: Posterior, data: Any) -> dict[str, float]:
+def _held_out(name: str, posterior: Posterior, data: DataLike) -> dict[str, float]:
     """The columns `lpd`, the log predictive density of a held-out row in nats, averaged over rows,
     and `lpd_se`, the standard error of that average (NaN for one row).
 
@@ -317,7 +319,7 @@ def _in_short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _plot_densities(ax: Axes, table: Any, colors: list[Any]) -> None:
+def _plot_densities(ax: Axes, table: pandas.DataFrame, colors: Sequence[tuple[float, ...]]) -> None:
     """Draws the left panel of a comparison's plot: each method's held-out log predictive density in
     nats a row, with its standard error, on a line of its own; the first method is on top.
 
@@ -339,7 +341,11 @@ def _plot_densities(ax: Axes, table: Any, colors: list[Any]) -> None:
 
 
 def _plot_distances(
-    figure: Figure, ax: Axes, table: Any, reference: str, colors: list[Any]
+    figure: Figure,
+    ax: Axes,
+    table: pandas.DataFrame,
+    reference: str,
+    colors: Sequence[tuple[float, ...]],
 ) -> None:
     """Draws the panel of distances of a comparison's plot: for every method, at the seconds that it
     took, its distances from the reference in mean (filled) and in log sd (open). The reference is a

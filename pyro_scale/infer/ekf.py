@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_scale.core.gaussian import Gaussian, as_structure
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.memory import check_fits
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike, Model
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.curvature.chunks import num_rows_in
 from pyro_scale.curvature.gaussian_prior import gaussian_prior
@@ -28,7 +28,7 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, DataError, ModelError, NotRunError
 from pyro_scale.infer.approximation import Approximation, Structure, fit_of
 from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, LastProgram, Rates, Step
-from pyro_scale.infer.method import NotRun, Starts, Stepwise
+from pyro_scale.infer.method import InitStrategy, NotRun, Starts, Stepwise
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.rng.seeds import choose_seed
@@ -114,13 +114,13 @@ class EKF(Stepwise, Approximation):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         structure: Structure = "diag",
         curvature: RowKind = "ggn",
         lr: float = 1.0,
         transition_sd: TransitionSd = 0.0,
-        init_strategy: Any = None,
+        init_strategy: InitStrategy = None,
         num_data: int | None = None,
         compile: bool | Literal["auto"] = "auto",
     ):
@@ -137,7 +137,7 @@ class EKF(Stepwise, Approximation):
     @without_vmap_warnings()
     def run(
         self,
-        data: Any,
+        data: DataLike,
         *,
         num_epochs: int = 1,
         batch_size: int | None = None,
@@ -210,7 +210,7 @@ class EKF(Stepwise, Approximation):
 
     @functools.wraps(GaussianPosterior.predict)
     def predict(  # type: ignore[override]  # of a wrapped function
-        self, *args: Any, calibrate: Any = None, **kwargs: Any
+        self, *args: Any, calibrate: DataLike = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Predictions as by `GaussianPosterior.predict`; before the first step, predictions from
         the prior's Gaussian, for which no observations are needed."""
@@ -293,7 +293,11 @@ class EKF(Stepwise, Approximation):
 
 
 def _start(
-    log_posterior: LogPosterior, arguments: Arguments, init_strategy: Any, dense: bool, seed: int
+    log_posterior: LogPosterior,
+    arguments: Arguments,
+    init_strategy: InitStrategy,
+    dense: bool,
+    seed: int,
 ) -> Gaussian:
     """The Gaussian in unconstrained space before the first batch.
 

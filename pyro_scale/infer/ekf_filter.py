@@ -17,6 +17,7 @@ from pyro_scale.compile.compiled import compile_loop, section_on, why_not
 from pyro_scale.compile.cpp_loop import Inputs, Loop
 from pyro_scale.compile.trace import trace
 from pyro_scale.core import rows
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.exclusive import exclusive, raise_if_from_handler
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.layout import Layout
@@ -31,7 +32,6 @@ from pyro_scale.errors import CompileWarning, ModelError, NonFiniteError, NotRun
 from pyro_scale.kernels.ekf import EKFState, absorb, predict
 from pyro_scale.model import derivatives
 from pyro_scale.model.log_posterior import LogPosterior, Params
-from pyro_scale.model.scaling import Evaluation
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.results.gaussian import GaussianPosterior

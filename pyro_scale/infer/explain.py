@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributions import ComposeTransform, IndependentTransform
 
+from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.curvature.gaussian_prior import exact_moments
 from pyro_scale.data.open import open_data
@@ -140,7 +141,7 @@ def _span(names: Sequence[str]) -> str:
 @check_calls
 @without_vmap_warnings()
 def explain(
-    model: Any, data: Any = None, batch_size: int | None = None, num_data: int | None = None
+    model: Model, data: DataLike = None, batch_size: int | None = None, num_data: int | None = None
 ) -> Explanation:
     """Shows how the library understands a model: which sites are latent and which observed, and
     which log densities are scaled by N/B.  Nothing is sampled.

@@ -7,13 +7,14 @@ import dataclasses
 import fnmatch
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Diagonal, Gaussian, Kronecker
 from pyro_scale.core.layout import Layout
+from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.validation import as_count, as_flag
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.curvature.chunks import chunks_of, is_row_wise
@@ -29,7 +30,7 @@ from pyro_scale.distributed.workers import Distributed, Workers
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, ModelError
 from pyro_scale.infer.approximation import Approximation, fit_of
-from pyro_scale.infer.method import Finished, asks
+from pyro_scale.infer.method import Finished, InitStrategy, asks
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.posterior.collect import facts_of
 from pyro_scale.posterior.gaussians import Fit
@@ -116,7 +117,7 @@ class Laplace(Approximation):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         structure: GaussianStructure | Literal["auto"] = "auto",
         curvature: CurvatureKind = "ggn",
@@ -124,7 +125,7 @@ class Laplace(Approximation):
         temperature: float = 1.0,
         rank: int | None = None,
         corrected: bool = False,
-        init_strategy: Any = None,
+        init_strategy: InitStrategy = None,
         num_data: int | None = None,
     ):
         super().__init__(model, structure=structure, init_strategy=init_strategy, num_data=num_data)
@@ -155,7 +156,7 @@ class Laplace(Approximation):
     @without_vmap_warnings()
     def run(
         self,
-        data: Any,
+        data: DataLike,
         *,
         mode: Mode = None,
         tune: Sequence[str] | None = None,
@@ -238,7 +239,7 @@ class Laplace(Approximation):
 
     def update(
         self,
-        data: Any,
+        data: DataLike,
         *,
         mode: Mode = None,
         batch_size: int | None = None,

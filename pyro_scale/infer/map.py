@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_scale import kernels
 from pyro_scale.core.memory import check_fits
+from pyro_scale.core.rows import Model
 from pyro_scale.core.warn import warn
 from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.curvature.modes import NEAR, lbfgs, newton_refine
@@ -69,7 +70,7 @@ class MAP(Optimized):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         optimizer: Any = None,
         structure: Structure = "diag",

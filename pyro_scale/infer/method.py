@@ -23,7 +23,7 @@ from typing import (
 
 from torch import Tensor
 
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike, Model
 from pyro_scale.core.thread_count import restored_threads
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
@@ -33,6 +33,7 @@ from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError, NotRunError
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.call_errors import check_model
+from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.call_checks import OF_METHOD, check_calls, missing_attribute
 from pyro_scale.results.files import check_contents, posterior_of, read
@@ -133,6 +134,11 @@ class Starts(Protocol):
         ...
 
 
+#: Where chains start: one of Pyro's strategies, constrained values by site, `[num_chains, ...]`,
+#: or a fit; None for the default.
+InitStrategy = InitFunction | dict[str, Tensor] | Starts | None
+
+
 class Method:
     """An inference method on a model: `run` it on data, then read the results.
 
@@ -155,7 +161,9 @@ class Method:
     #: The state after the last call: no posterior, a finished run, or a chain.
     _last: NotRun | Finished | Chain
 
-    def __init__(self, model: Any, *, init_strategy: Any = None, num_data: int | None = None):
+    def __init__(
+        self, model: Model, *, init_strategy: InitStrategy = None, num_data: int | None = None
+    ):
         if not isinstance(model, LogPosterior):
             check_model(model)
         has_its_own = isinstance(model, LogPosterior) and model.given_num_data is not None
@@ -171,7 +179,7 @@ class Method:
                 "pyro.infer.autoguide.init_to_median, a dict of tensors [num_chains, ...], or a fit"
             )
         self.model = model
-        self._init_strategy = init_strategy
+        self._init_strategy: Any = init_strategy
         self._num_data = None if num_data is None else as_count("num_data", num_data)
         self._forget()
 
@@ -248,7 +256,7 @@ class Method:
         return self.posterior.params
 
     @classmethod
-    def load(cls, path: files.FilePath, model: Any) -> Self:
+    def load(cls, path: files.FilePath, model: Model) -> Self:
         """An instance with the posterior that `save` wrote, bit for bit.  It cannot be run or
         stepped.
 
@@ -286,7 +294,7 @@ class Method:
         that old results cannot be read if the run fails."""
         self._last = NotRun(type(self).__name__, self._not_run)
 
-    def _open(self, data: Any, batch_size: int | None) -> Data:
+    def _open(self, data: DataLike, batch_size: int | None) -> Data:
         """The data that the user passed to `run`, opened on the model's device.
 
         Args:
@@ -331,7 +339,7 @@ class Method:
         self._understood = new
         return problem
 
-    def _starts(self, num_chains: int, seed: int) -> Any:
+    def _starts(self, num_chains: int, seed: int) -> InitFunction | dict[str, Tensor] | None:
         """Where chains start, for `prepare`: constrained tensors `[num_chains, ...]` by site, drawn
         from the fit if the user's init strategy is one; otherwise the init strategy as the user
         passed it."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.sources import TensorData
@@ -22,7 +23,7 @@ from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarnin
 from pyro_scale.exact.chains import Draws, chain_seed, sample
 from pyro_scale.exact.log_density import EarlierFunction, LogDensity, log_density
 from pyro_scale.exact.nutpie_api import Settings, takes_pointers, version
-from pyro_scale.infer.method import Finished, Method, asks
+from pyro_scale.infer.method import Finished, InitStrategy, Method, asks
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.diagnose import find_broken_site
 from pyro_scale.posterior.collect import facts_of
@@ -95,10 +96,10 @@ class NUTS(Method):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         num_data: int | None = None,
-        init_strategy: Any = None,
+        init_strategy: InitStrategy = None,
         max_depth: int = 10,
         target_accept: float = 0.8,
         mass: Mass = "diag",
@@ -120,7 +121,7 @@ class NUTS(Method):
     @without_vmap_warnings()
     def run(
         self,
-        data: Any,
+        data: DataLike,
         *,
         num_samples: int = 1000,
         warmup_steps: int = 1000,
@@ -199,7 +200,9 @@ class NUTS(Method):
     report = asks(Posterior.report)
     starts = asks(Posterior.starts)
 
-    def _problem(self, data: Any, num_chains: int, batch_size: int | None, seed: int) -> Problem:
+    def _problem(
+        self, data: DataLike, num_chains: int, batch_size: int | None, seed: int
+    ) -> Problem:
         """The analyzed model on all rows of the data, with chains at their starts.
 
         Args:

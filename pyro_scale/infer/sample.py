@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 from pyro_scale.core import rows
+from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
@@ -36,8 +37,8 @@ _COMPILATION = 20.0
 @check_calls
 @without_vmap_warnings()
 def sample(
-    model: Any,
-    data: Any,
+    model: Model,
+    data: DataLike,
     *,
     seconds: float = 60.0,
     num_samples: int = 1000,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
+from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.schedules import Cyclical, Schedule
 from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
@@ -17,7 +18,14 @@ from pyro_scale.diagnostics.step_size_bias import step_size_bias
 from pyro_scale.distributed.workers import Distributed, Workers
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError
-from pyro_scale.infer.method import Chain, Finished, SteppedChain, Stepwise, asks
+from pyro_scale.infer.method import (
+    Chain,
+    Finished,
+    InitStrategy,
+    SteppedChain,
+    Stepwise,
+    asks,
+)
 from pyro_scale.infer.sampler_run import posterior_of_step, raise_broken_step, run_stages
 from pyro_scale.infer.sampler_setup import (
     check_config,
@@ -37,6 +45,7 @@ from pyro_scale.run.resume import Journal
 from pyro_scale.storage.files import FilePath
 
 if TYPE_CHECKING:
+    import pandas
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -85,9 +94,9 @@ class Sampler(Stepwise):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
-        init_strategy: Any = "auto",
+        init_strategy: InitStrategy | Literal["auto"] = "auto",
         num_data: int | None = None,
         compile: bool | Literal["auto"] = "auto",
         precondition: Any = "auto",
@@ -95,7 +104,7 @@ class Sampler(Stepwise):
         subtract_noise: bool = False,
         **hyperparameters: Any,
     ):
-        starts = None if is_auto(init_strategy) else init_strategy
+        starts: Any = None if is_auto(init_strategy) else init_strategy
         super().__init__(model, init_strategy=starts, num_data=num_data)
         self._earlier = Earlier()
         self.kernel, self._settings = settings_of(
@@ -110,7 +119,7 @@ class Sampler(Stepwise):
 
     @classmethod
     def from_sgd(
-        cls, model: Any, *, lr: float | Schedule, momentum: float = 0.0, **others: Any
+        cls, model: Model, *, lr: float | Schedule, momentum: float = 0.0, **others: Any
     ) -> Self:
         """A sampler whose steps at temperature 0 are exactly those of `torch.optim.SGD` on the
         negative log joint divided by N, the number of rows of the data.
@@ -136,7 +145,7 @@ class Sampler(Stepwise):
     @without_vmap_warnings()
     def run(
         self,
-        data: Any,
+        data: DataLike,
         *,
         num_samples: int = 1000,
         warmup_steps: int | Literal["auto"] = "auto",
@@ -328,7 +337,7 @@ class Sampler(Stepwise):
 
     report = asks(Posterior.report)
 
-    def step_size_bias(self, *, num_samples: int | None = None) -> Any:
+    def step_size_bias(self, *, num_samples: int | None = None) -> pandas.DataFrame:
         """The bias that the finite step size and minibatches cause: a DataFrame, one row a latent
         site.
 

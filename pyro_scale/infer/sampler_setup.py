@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Gaussian
+from pyro_scale.core.rows import DataLike
 from pyro_scale.core.validation import AUTO, as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.data.row_sampler import Sampling, check_sampling
 from pyro_scale.data.sources import Data
 from pyro_scale.engine.draws import Steps
 from pyro_scale.errors import ArgumentError, BiasWarning
+from pyro_scale.infer.method import InitStrategy
 from pyro_scale.infer.settings import needs_all_rows
 from pyro_scale.kernels import Kernel
 from pyro_scale.run.by_rank import Sharing, check_same
@@ -55,7 +57,7 @@ def check_config(sampler: Sampler, config: RunConfig) -> None:
 
 
 def run_problem(
-    sampler: Sampler, data: Any, config: RunConfig, seed: int, sharing: Sharing
+    sampler: Sampler, data: DataLike, config: RunConfig, seed: int, sharing: Sharing
 ) -> Problem:
     """The analyzed model on the data, with all chains at their starts, ready for tuning.
 
@@ -219,7 +221,7 @@ def _norms_of_starts(problem: Problem, fit: Any) -> dict[str, str]:
     return {name: f"{float(value.double().norm()):.4g}" for name, value in tensors.items()}
 
 
-def check_superchains(superchains: Any, num_chains: int, init_strategy: Any) -> int:
+def check_superchains(superchains: Any, num_chains: int, init_strategy: InitStrategy) -> int:
     """The number of superchains as an int, after checks; a superchain is a group of chains that
     share a start.
 

@@ -8,7 +8,9 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 from torch import Tensor
 
 from pyro_scale import kernels
+from pyro_scale.core.rows import Model
 from pyro_scale.core.schedules import Schedule
+from pyro_scale.infer.method import InitStrategy
 from pyro_scale.infer.sampler import Sampler
 
 #: A constant, or a schedule: a function of the step's number.
@@ -28,7 +30,7 @@ class Options(TypedDict, total=False):
     """The keyword arguments that every sampler has besides its hyperparameters, for type checkers;
     `Sampler` says what they are."""
 
-    init_strategy: Any
+    init_strategy: InitStrategy | Literal["auto"]
     num_data: int | None
     compile: bool | Literal["auto"]
     precondition: Any
@@ -42,7 +44,7 @@ class Underdamped(Sampler):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         lr: StepSize = "auto",
         friction: Friction = "auto",
@@ -167,7 +169,7 @@ class SGLD(Sampler):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         lr: StepSize = "auto",
         temperature: Rate = 1.0,
@@ -205,7 +207,7 @@ class SGNHT(Sampler):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         lr: StepSize = "auto",
         friction: Rate | Literal["auto"] = "auto",
@@ -275,7 +277,7 @@ class pSGLD(Sampler):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         lr: StepSize = "auto",
         temperature: Rate = 1.0,

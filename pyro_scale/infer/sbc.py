@@ -16,6 +16,7 @@ from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.stack import Stack
 from pyro_scale.calibration.truth import FromPosterior, FromPrior, Truth
 from pyro_scale.core import rows
+from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.validation import as_count, as_flag, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
@@ -63,7 +64,7 @@ _OF_ONE_RUN = (
 @without_vmap_warnings()
 def sbc(
     inference: Method | Mapping[str, Method],
-    data: Any,
+    data: DataLike,
     *,
     num_simulations: int = 1000,
     method: From = "prior",
@@ -240,7 +241,7 @@ def _campaign(
 
 def _truth(
     inference: Method,
-    data: Any,
+    data: DataLike,
     method: From,
     simulator: Callable[..., Any] | None,
     resample: bool,
@@ -265,7 +266,7 @@ def _truth(
         arguments = rows.concatenate(list(opened.in_order()))
     num_data = inference._num_data or rows.count(arguments)
 
-    def generator_of(model: Any) -> Generator:
+    def generator_of(model: Model) -> Generator:
         generator = Generator.from_model(as_log_posterior(model, num_data), arguments)
         return generator.with_resampled_covariates() if resample else generator
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.core.gaussian import Gaussian
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike, Model
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.batches import Batches
@@ -25,7 +25,7 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, NonFiniteError
 from pyro_scale.infer.approximation import Approximation, Structure
-from pyro_scale.infer.method import Chain, Finished, SteppedChain, Stepwise
+from pyro_scale.infer.method import Chain, Finished, InitStrategy, SteppedChain, Stepwise
 from pyro_scale.infer.sharded import begin_sharded, or_sharded
 from pyro_scale.kernels.optimizer import is_pure
 from pyro_scale.posterior.collect import facts_of
@@ -52,7 +52,7 @@ class Options(TypedDict, total=False):
     """The keyword arguments that `MAP`, `VI` and `IVON` have in common, for type checkers;
     `Optimized` says what they are."""
 
-    init_strategy: Any
+    init_strategy: InitStrategy
     num_data: int | None
     compile: bool | Literal["auto"]
 
@@ -204,12 +204,12 @@ class Optimized(Stochastic, Approximation):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         kernel: Any,
         *,
         structure: Structure,
         early_stopping: bool = False,
-        init_strategy: Any = None,
+        init_strategy: InitStrategy = None,
         num_data: int | None = None,
         compile: bool | Literal["auto"] = "auto",
     ):
@@ -220,7 +220,7 @@ class Optimized(Stochastic, Approximation):
     @or_sharded
     def run(
         self,
-        data: Any,
+        data: DataLike,
         *,
         num_steps: int | None = None,
         num_epochs: int | None = None,

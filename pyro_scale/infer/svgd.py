@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from pyro_scale import kernels
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike, Model
 from pyro_scale.core.schedules import Schedule
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.sources import Data
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError, ConvergenceWarning
-from pyro_scale.infer.method import Finished, SteppedChain, asks
+from pyro_scale.infer.method import Finished, InitStrategy, SteppedChain, asks
 from pyro_scale.infer.stochastic import Stochastic, check_length, count_steps, times_of
 from pyro_scale.kernels.optimizer import as_optimizer
 from pyro_scale.posterior.collect import facts_of
@@ -80,12 +80,12 @@ class SVGD(Stochastic):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         num_particles: int = 50,
         optimizer: Any = None,
         temperature: float | Schedule = 1.0,
-        init_strategy: Any = None,
+        init_strategy: InitStrategy = None,
         num_data: int | None = None,
         compile: bool | Literal["auto"] = "auto",
     ):
@@ -97,7 +97,7 @@ class SVGD(Stochastic):
     @without_vmap_warnings()
     def run(
         self,
-        data: Any,
+        data: DataLike,
         *,
         num_steps: int | None = None,
         num_epochs: int | None = None,

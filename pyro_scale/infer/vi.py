@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_scale import kernels
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian
 from pyro_scale.core.memory import check_fits
+from pyro_scale.core.rows import Model
 from pyro_scale.core.schedules import Falling, Schedule
 from pyro_scale.core.validation import as_count
 from pyro_scale.curvature.bound import Bound, Offset
@@ -140,7 +141,7 @@ class VI(Variational):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         structure: Structure = "diag",
         optimizer: Any = None,
@@ -212,7 +213,7 @@ class IVON(Variational):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         *,
         lr: float | Schedule | Literal["auto"] = "auto",
         momentum: float | Schedule = 0.9,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.schedules import initial, map_schedule
 from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels.hyperparameters import Hyper, Values
@@ -41,7 +41,7 @@ class BAOA(Underdamped):
 
     def update(
         self, state: PhaseState, target: Target, values: Values, noise: Tensor
-    ) -> tuple[PhaseState, Any]:
+    ) -> tuple[PhaseState, Evaluation]:
         lr, friction = values["lr"], values["friction"]
         mass, temperature = values["mass"], values["temperature"]
         position, momentum = state

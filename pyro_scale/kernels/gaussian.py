@@ -40,7 +40,7 @@ class _Linear:
     push: Tensor
     num_data: int = 1
 
-    def grad(self, position: Tensor) -> tuple[Tensor, None]:
+    def grad(self, position: Tensor) -> tuple[Tensor, Any]:
         return self.push - self.slope * position, None
 
 

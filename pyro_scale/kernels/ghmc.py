@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels.baoa import BAOA
@@ -117,7 +118,7 @@ class GHMC(Underdamped):
 
     def update(
         self, state: GHMCState, target: Target, values: Values, noise: Tensor
-    ) -> tuple[GHMCState, Any]:
+    ) -> tuple[GHMCState, Evaluation]:
         friction, mass, temperature = values["friction"], values["mass"], values["temperature"]
         has_started = state.log_joint > -torch.inf
         lr = torch.where(has_started, values["lr"], 0.0)

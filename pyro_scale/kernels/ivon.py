@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters, Values
 from pyro_scale.kernels.kernel import Target
 from pyro_scale.kernels.vi import entropies
@@ -79,7 +80,7 @@ class IVON(Hyperparameters):
 
     def update(
         self, state: IVONState, target: Target, values: Values, noise: Tensor
-    ) -> tuple[IVONState, Any]:
+    ) -> tuple[IVONState, Evaluation]:
         mean, curvature, momentum, weight = state
         sd = torch.sqrt(values["temperature"] / curvature)
         gradient, evaluation = target.grad(mean + sd * noise[0])

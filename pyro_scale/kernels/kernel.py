@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels.hyperparameters import Hyper, Hyperparameters, Values
@@ -28,7 +29,7 @@ class Target(Protocol):
         """N, the number of rows of the full data set."""
         ...
 
-    def grad(self, position: Tensor) -> tuple[Tensor, Any]:
+    def grad(self, position: Tensor) -> tuple[Tensor, Evaluation]:
         """(Gradient `[D]` of the log joint at `position` `[D]`, divided by N, the number of rows of
         the data; the model's evaluation with the log joint, which the sampler's step returns
         unchanged or with another `log_joint`).

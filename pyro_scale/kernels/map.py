@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Target
 from pyro_scale.kernels.optimizer import Optimizing, ascend, init_optimizer
@@ -43,7 +44,7 @@ class MAP(Optimizing):
 
     def update(
         self, state: MAPState, target: Target, values: Values, noise: Tensor
-    ) -> tuple[MAPState, Any]:
+    ) -> tuple[MAPState, Evaluation]:
         gradient, evaluation = target.grad(state.position)
         (position,), optimizer = ascend(
             self.optimizer_at(values), [gradient], state.optimizer, [state.position]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.schedules import polynomial_decay
 from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels.hyperparameters import Hyper, Values
@@ -102,7 +103,7 @@ class pSGLD(Kernel):
 
     def update(
         self, state: PSGLDState, target: Target, values: Values, noise: Tensor
-    ) -> tuple[PSGLDState, Any]:
+    ) -> tuple[PSGLDState, Evaluation]:
         position, square = state
         gradient, evaluation = target.grad(position)
         square = square + values["forgetting"] * (gradient * gradient - square)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.schedules import initial, map_schedule
 from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels.hyperparameters import Hyper, Values
@@ -42,7 +42,7 @@ class SGHMC(Underdamped):
 
     def update(
         self, state: PhaseState, target: Target, values: Values, noise: Tensor
-    ) -> tuple[PhaseState, Any]:
+    ) -> tuple[PhaseState, Evaluation]:
         lr, friction = values["lr"], values["friction"]
         mass, temperature = values["mass"], values["temperature"]
         position, momentum = state

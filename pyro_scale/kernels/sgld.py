@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Kernel, Target, Theory
 from pyro_scale.kernels.langevin import OverdampedTheory
@@ -42,7 +43,7 @@ class SGLD(Kernel):
 
     def update(
         self, state: SGLDState, target: Target, values: Values, noise: Tensor
-    ) -> tuple[SGLDState, Any]:
+    ) -> tuple[SGLDState, Evaluation]:
         lr, temperature = values["lr"], values["temperature"]
         (position,) = state
         gradient, evaluation = target.grad(position)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.kernels.baoa import BAOA
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Kernel, Linearized, Target, Theory
@@ -97,7 +98,7 @@ class SGNHT(Underdamped):
 
     def update(
         self, state: SGNHTState, target: Target, values: Values, noise: Tensor
-    ) -> tuple[SGNHTState, Any]:
+    ) -> tuple[SGNHTState, Evaluation]:
         lr, friction = values["lr"], values["friction"]
         mass, temperature = values["mass"], values["temperature"]
         position, momentum, xi = state

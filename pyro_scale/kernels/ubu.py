@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.kernels.hyperparameters import Values
 from pyro_scale.kernels.kernel import Target
 from pyro_scale.kernels.langevin import PhaseState, Underdamped, kick
@@ -49,7 +50,7 @@ class UBU(Underdamped):
 
     def update(
         self, state: PhaseState, target: Target, values: Values, noise: Tensor
-    ) -> tuple[PhaseState, Any]:
+    ) -> tuple[PhaseState, Evaluation]:
         position, momentum = move_freely(state, values, noise[:2])
         gradient, evaluation = target.grad(position)
         momentum = kick(momentum, gradient, values["lr"])

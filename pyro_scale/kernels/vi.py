@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.kernels.hyperparameters import Hyper, Values
 from pyro_scale.kernels.kernel import Target
 from pyro_scale.kernels.optimizer import Optimizing, ascend, init_optimizer
@@ -74,10 +75,11 @@ class VI(Optimizing):
 
     def update(
         self, state: VIState, target: Target, values: Values, noise: Tensor
-    ) -> tuple[VIState, Any]:
+    ) -> tuple[VIState, Evaluation]:
         mean, spread, optimizer_state = state
         is_random = torch.as_tensor(values["temperature"] > 0, device=mean.device)  # not points
-        slope, widening, log_joint = torch.zeros_like(mean), torch.zeros_like(spread), 0.0
+        slope, widening = torch.zeros_like(mean), torch.zeros_like(spread)
+        log_joint: Tensor | float = 0.0
         for eps in noise:
             gradient, evaluation = target.grad(mean + is_random * self.displace(spread, eps))
             if self.sticking_the_landing:

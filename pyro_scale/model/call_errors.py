@@ -7,7 +7,7 @@ out, unpacked or converted.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.layout import dtype_name
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, Model
 from pyro_scale.errors import ArgumentError, CallError, DataError, ModelError, PyroScaleError
 from pyro_scale.model.init_strategies import WEIGHT, InitFunction
 from pyro_scale.model.program import Program
@@ -45,7 +45,7 @@ _THREE_LINES = """
         return pyro.sample("y", dist.Normal(net(x), 1.0).to_event(1), obs=y)"""
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Model) -> None:
     """Raises for an object that cannot be a model, whatever its arguments.
 
     Raises:
@@ -72,7 +72,7 @@ def check_model(model: Any) -> None:
 
 
 def explain_first_call(
-    model: Callable[..., Any], arguments: Arguments, error: Exception, init: InitFunction
+    model: Model, arguments: Arguments, error: Exception, init: InitFunction
 ) -> PyroScaleError | None:
     """The error that explains why a model's first call failed; None if no cause is found. Returns
     the error and does not raise it.
@@ -100,7 +100,7 @@ def explain_first_call(
 
 
 def explain_later_call(
-    model: Callable[..., Any],
+    model: Model,
     arguments: Arguments,
     example: Arguments,
     error: Exception,
@@ -191,9 +191,7 @@ def _only_argument(arguments: Arguments) -> Arguments | None:
 # ------------------------------------------------------------------ arguments of a signature
 
 
-def _signature_error(
-    model: Callable[..., Any], arguments: Arguments, error: Exception
-) -> CallError | None:
+def _signature_error(model: Model, arguments: Arguments, error: Exception) -> CallError | None:
     """The error that says that the arguments do not match the model's signature; None if they
     match, or `error`, which the call raised, is not a TypeError."""
     if not isinstance(error, TypeError):
@@ -209,7 +207,7 @@ def _signature_error(
     return None
 
 
-def argument_name(model: Callable[..., Any], arguments: Arguments, place: str) -> str:
+def argument_name(model: Model, arguments: Arguments, place: str) -> str:
     """A name for messages of a tensor among the model's arguments, by the parameters of the model's
     signature, such as `x` or `x['age']`; `place` itself if the model has no signature.
 
@@ -233,7 +231,7 @@ def argument_name(model: Callable[..., Any], arguments: Arguments, place: str) -
 
 
 def _dtype_error(
-    model: Callable[..., Any], arguments: Arguments, error: Exception, init: InitFunction
+    model: Model, arguments: Arguments, error: Exception, init: InitFunction
 ) -> DataError | None:
     """The error that says which arguments have the wrong dtype, and how to convert them; None if
     converting them does not make the model run. Returns the error and does not raise it. Arguments
@@ -268,7 +266,7 @@ def _dtype_error(
     return None
 
 
-def _conversions(model: Callable[..., Any], leaves: list[Any]) -> Iterator[dict[int, torch.dtype]]:
+def _conversions(model: Model, leaves: list[Any]) -> Iterator[dict[int, torch.dtype]]:
     """Yields conversions of dtype to try, as dicts from the index of a tensor in `leaves` to its
     new dtype: first of single tensors, then of all floating-point tensors, then of all tensors.
 
@@ -308,7 +306,7 @@ def _has_density(site: Site) -> bool:
 
 
 def _runs(
-    model: Callable[..., Any],
+    model: Model,
     arguments: Arguments,
     init: InitFunction,
     recorder: Recorder | None = None,

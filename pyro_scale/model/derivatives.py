@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pyro_scale.model.scaling import Evaluation
+from pyro_scale.core.evaluation import Evaluation
 
 #: Rows of a Jacobian, such as a Hessian, that are computed at once.
 _JACOBIAN_ROWS = 64

@@ -22,13 +22,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from pyro_scale.core import rows
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.exclusive import exclusive, raise_if_from_handler, without_onednn
 from pyro_scale.core.rows import Arguments
 from pyro_scale.model import derivatives
 from pyro_scale.model.classify import close
 from pyro_scale.model.diagnose import error_in_short
 from pyro_scale.model.log_posterior import LogPosterior, Params
-from pyro_scale.model.scaling import Evaluation
 
 #: Tolerance in roundings for sums in another order.
 _ROUNDINGS = 1000.0
@@ -62,7 +62,9 @@ class FrozenBase:
         with torch.no_grad():
             return tuple(self.base(*rows.leaves(arguments)))
 
-    def __call__(self, params: Params, batch: Any, indices: Tensor | None = None) -> Evaluation:
+    def __call__(
+        self, params: Params, batch: Arguments, indices: Tensor | None = None
+    ) -> Evaluation:
         """The log joint density, as `LogPosterior.__call__` returns it.
 
         Args:
@@ -73,7 +75,7 @@ class FrozenBase:
         return Evaluation(*self.head(*(params[name] for name in self.names), *batch))
 
     def grad(
-        self, params: Params, batch: Any, indices: Tensor | None = None
+        self, params: Params, batch: Arguments, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
         """The gradient of the log joint density with respect to the params, and the evaluation, as
         `LogPosterior.grad` returns them.
@@ -86,7 +88,7 @@ class FrozenBase:
         return derivatives.gradient(lambda p: self(p, batch), params)
 
     def plain_grad(
-        self, params: Params, batch: Any, indices: Tensor | None = None
+        self, params: Params, batch: Arguments, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
         """As `grad`, by `torch.autograd` instead of `torch.func`: for models that `torch.func` does
         not support.
@@ -99,7 +101,7 @@ class FrozenBase:
         return derivatives.plain_gradient(lambda p: self(p, batch), params)
 
     def row_gradients(
-        self, params: Params, batch: Any, indices: Tensor | None = None
+        self, params: Params, batch: Arguments, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
         """The gradient of each row's log likelihood with respect to the params, `[B, *shape]` by
         site, not multiplied by N/B.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from pyro_scale.core import rows
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, Model
 from pyro_scale.errors import ModelError
 
 
@@ -130,7 +130,7 @@ def _check_module(module: nn.Module, trace: ModuleTrace) -> None:
 
 
 @contextmanager
-def forbid_writes(model: Callable[..., Any], arguments: Arguments) -> Iterator[Arguments]:
+def forbid_writes(model: Model, arguments: Arguments) -> Iterator[Arguments]:
     """Context that yields copies of the arguments to run the model on, and at its end checks that
     the model wrote to none of them.
 

@@ -17,10 +17,11 @@ from pyro.infer.autoguide.initialization import init_to_sample, init_to_value
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.exclusive import exclusive, own_generator
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, Model
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.errors import ArgumentError, CallError, NotRunError, PyroScaleError
@@ -44,7 +45,7 @@ from pyro_scale.model.model_info import ModelInfo
 from pyro_scale.model.preflight import examine_function, examine_model
 from pyro_scale.model.program import Program, function_model, observe_draws
 from pyro_scale.model.recorder import Recorder, Simulator
-from pyro_scale.model.scaling import Evaluation, Prior
+from pyro_scale.model.scaling import Prior
 from pyro_scale.model.site_checks import NotFiniteStartError, check_starts
 from pyro_scale.model.sites import Point, Site, points_of_store
 from pyro_scale.model.transforms import is_real
@@ -63,7 +64,9 @@ def _explains_errors(method: F) -> F:
     because the batch does not fit the model, a `PyroScaleError` that says so is raised instead."""
 
     @functools.wraps(method)
-    def call(self: LogPosterior, params: Params, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self: LogPosterior, params: Params, batch: Arguments, *args: Any, **kwargs: Any
+    ) -> Any:
         try:
             return method(self, params, batch, *args, **kwargs)
         except Exception as error:
@@ -110,7 +113,7 @@ class LogPosterior:
         (torch.Size([4]), -918.9)
     """
 
-    def __init__(self, model: Callable[..., Any], num_data: int | None = None):
+    def __init__(self, model: Model, num_data: int | None = None):
         check_model(model)
         self.model = model
         self._num_data = None if num_data is None else as_count("num_data", num_data)
@@ -148,7 +151,9 @@ class LogPosterior:
     # ------------------------------------------------------------------ the density
 
     @_explains_errors
-    def __call__(self, params: Params, batch: Any, indices: Tensor | None = None) -> Evaluation:
+    def __call__(
+        self, params: Params, batch: Arguments, indices: Tensor | None = None
+    ) -> Evaluation:
         """The log joint density at unconstrained params, in nats, estimated from a batch: (log
         joint, log prior, each row's log likelihood `[B]`).
 
@@ -170,7 +175,7 @@ class LogPosterior:
         return self.model_info.scaling.evaluate(sites, batch_size, self._prior)
 
     def grad(
-        self, params: Params, batch: Any, indices: Tensor | None = None
+        self, params: Params, batch: Arguments, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
         """Gradient of the estimated log joint density with respect to unconstrained params, by
         `torch.func`: it works under `torch.vmap`. Arguments are those of a call of the log
@@ -183,7 +188,7 @@ class LogPosterior:
         return derivatives.gradient(lambda p: self(p, batch, indices), params)
 
     def plain_grad(
-        self, params: Params, batch: Any, indices: Tensor | None = None
+        self, params: Params, batch: Arguments, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
         """Gradient of the estimated log joint density with respect to unconstrained params, and the
         evaluation, as `grad` returns them; computed by `torch.autograd` instead of `torch.func`,
@@ -194,7 +199,7 @@ class LogPosterior:
         return derivatives.plain_gradient(lambda p: self(p, batch, indices), params)
 
     def row_gradients(
-        self, params: Params, batch: Any, indices: Tensor | None = None
+        self, params: Params, batch: Arguments, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
         """The gradient of each row's log likelihood with respect to the params, `[B, *shape]` by
         site, not scaled up from the batch to the data (by N/B). Arguments as for a call."""
@@ -202,7 +207,7 @@ class LogPosterior:
 
     @_explains_errors
     def log_likelihood(
-        self, params: Params, batch: Any, indices: Tensor | None = None
+        self, params: Params, batch: Arguments, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Each row's log likelihood in nats, `[B]` by observed site: not scaled up from the batch
         to the data (by N/B), but multiplied by the user's `poutine.scale`. If rows depend on each
@@ -515,7 +520,7 @@ class LogPosterior:
                 raise
             raise explained from error
 
-    def _explain(self, batch: Any, error: Exception) -> PyroScaleError | None:
+    def _explain(self, batch: Arguments, error: Exception) -> PyroScaleError | None:
         """The error that explains how a later batch does not fit the model; None if the model has
         seen no batch, the error is the library's own, or the batch is not the cause."""
         if self._model_info is None or isinstance(error, PyroScaleError):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import exclusive
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, Model
 from pyro_scale.errors import ModelError
 from pyro_scale.model.init_strategies import WEIGHT, InitFunction
 from pyro_scale.model.masked_latents import Kept
@@ -34,7 +34,7 @@ class Program:
             site.
     """
 
-    def __init__(self, model: Callable[..., Any]):
+    def __init__(self, model: Model):
         self.model = model
         self.owners: dict[str, tuple[nn.Module, str]] = {}
 
@@ -115,7 +115,7 @@ class _Root(nn.Module):
     model: `torch.func.functional_call` on it replaces weights of any of these modules.
     """
 
-    def __init__(self, model: Callable[..., Any], modules: list[nn.Module]):
+    def __init__(self, model: Model, modules: list[nn.Module]):
         super().__init__()
         self._model = [model]  # in a list, so that a module does not become a child twice
         self.modules_ = nn.ModuleList(modules)

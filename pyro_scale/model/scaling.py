@@ -10,33 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.errors import PlateError, SiteError
 from pyro_scale.model.sites import Site
 from pyro_scale.model.terms import Term, aligned_scale, terms_of
 
 _ESCAPE = "write plate('data', {num_data}, subsample_size=len(x)) around it"
-
-
-class Evaluation(NamedTuple):
-    """The log joint density estimated from one batch of B rows, in nats; totals over all N rows,
-    not per datum.
-
-    Attributes:
-        log_joint: estimate of the log joint density, `log_prior + N/B * log_lik.sum()`, a scalar.
-        log_prior: the part that is counted once, a scalar: priors, Jacobian, global factors and
-            observed sites outside the data's plate.
-        log_lik: each row's log likelihood, `[B]`, summed over observed sites, not multiplied by
-            N/B.
-    """
-
-    log_joint: Tensor
-    log_prior: Tensor
-    log_lik: Tensor
 
 
 #: (sites of a run, the model's own log prior) -> the log prior that counts, in nats.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike
 from pyro_scale.curvature.chunks import CHUNK_ROWS, is_row_wise, split
 from pyro_scale.curvature.fisher import NoInformation, mask_of
 from pyro_scale.data.sources import Data
@@ -31,7 +31,7 @@ Predict = Callable[[Arguments, Sequence[str], Reduction], dict[str, Any]]
 _MIN_DRAWS = 1000
 
 
-def check_interval(interval: float | None, calibrate: Any, reduce: Any) -> None:
+def check_interval(interval: float | None, calibrate: DataLike, reduce: Any) -> None:
     """Raises for arguments of `predict` about intervals that are out of range or do not go
     together.
 

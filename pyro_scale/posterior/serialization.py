@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.layout import Layout, dtype_name
 from pyro_scale.core.online_moments import Totals
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, Model
 from pyro_scale.data.loaders import to_device
 from pyro_scale.errors import FileError
 from pyro_scale.model.fingerprint import first_difference, model_fingerprint
@@ -202,7 +202,7 @@ def _totals(contents: Mapping[str, Any] | None) -> SampleTotals | None:
 # ------------------------------------------------------------------ the model
 
 
-def prepare_model(contents: Mapping[str, Any], model: Any) -> LogPosterior:
+def prepare_model(contents: Mapping[str, Any], model: Model) -> LogPosterior:
     """The user's model, analyzed on the batch in the file at the values in the file, as it was in
     the run.
 
@@ -239,7 +239,7 @@ def prepare_model(contents: Mapping[str, Any], model: Any) -> LogPosterior:
     return log_posterior
 
 
-def device_of(contents: Mapping[str, Any], model: Any) -> torch.device:
+def device_of(contents: Mapping[str, Any], model: Model) -> torch.device:
     """The device for a file's tensors: that of the model's modules; otherwise that of the run if
     this machine has it; otherwise the CPU."""
     device_of_model, device_of_run = module_device(model), torch.device(contents["device"])

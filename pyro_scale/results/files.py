@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pyro_scale.core.rows import Model
 from pyro_scale.errors import FileError
 from pyro_scale.model.call_errors import check_model
 from pyro_scale.model.log_posterior import LogPosterior
@@ -19,7 +20,7 @@ from pyro_scale.storage import files
 
 
 @check_calls
-def load(path: files.FilePath, model: Any) -> Posterior:
+def load(path: files.FilePath, model: Model) -> Posterior:
     """Reads the posterior that `save` wrote, bit for bit.
 
     Methods that read the run's data (`log_likelihood`, most groups of `to_arviz`) need `data=`.
@@ -73,7 +74,7 @@ def read(path: files.FilePath) -> dict[str, Any]:
     return contents
 
 
-def posterior_of(path: files.FilePath, contents: Mapping[str, Any], model: Any) -> Posterior:
+def posterior_of(path: files.FilePath, contents: Mapping[str, Any], model: Model) -> Posterior:
     """The posterior in a file's contents: a `GaussianPosterior` for approximations, a
     `ParticlePosterior` for SVGD, a `Posterior` for others.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Diagonal, Kronecker, LowRank
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics.check_fit import advice_on
@@ -29,6 +29,9 @@ from pyro_scale.results.call_checks import check_calls
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.early_stopping import has_converged
+
+if TYPE_CHECKING:
+    import pandas
 
 #: Least draws of each start that `sample(resample=True)` weighs.
 _PROPOSALS = 1000
@@ -169,7 +172,7 @@ class GaussianPosterior(Posterior):
         return_sites: Sequence[str] | None = None,
         reduce: Reduce | None = None,
         interval: float | None = None,
-        calibrate: Any = None,
+        calibrate: DataLike = None,
         linearized: bool | Literal["probit"] = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -353,7 +356,7 @@ class GaussianPosterior(Posterior):
         return has_converged(self.trace, self.fit.layout.size)
 
     @check_calls
-    def diagnostics(self) -> Any:  # type: ignore[override]  # of no chains
+    def diagnostics(self) -> pandas.DataFrame:  # type: ignore[override]  # of no chains
         """Numbers that show whether the fit can be trusted: a DataFrame with a row for each start.
 
         Columns:

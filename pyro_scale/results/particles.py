@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core.online_moments import Moments
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike
 from pyro_scale.core.validation import as_count
 from pyro_scale.errors import ArgumentError
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.results.posterior import Posterior, starts_at
 from pyro_scale.tuning.early_stopping import has_converged
+
+if TYPE_CHECKING:
+    import pandas
 
 #: Message where R-hat or ESS is requested.
 _COUPLED = (
@@ -62,7 +65,7 @@ class ParticlePosterior(Posterior):
         return starts_at(self.draws, torch.zeros_like(particles), particles)
 
     @check_calls
-    def summary(self, var_names: list[str] | None = None) -> Any:
+    def summary(self, var_names: list[str] | None = None) -> pandas.DataFrame:
         """Summary of the particles: a DataFrame with a row for each element, as for samplers, but
         without R-hat, ESS and Monte Carlo errors, which are about chains.
 
@@ -89,7 +92,7 @@ class ParticlePosterior(Posterior):
         return {name: without_mixing(of_site) for name, of_site in super().moments(levels).items()}
 
     @check_calls
-    def diagnostics(self, predict_at: Any = None) -> Never:
+    def diagnostics(self, predict_at: DataLike = None) -> Never:
         """Always raises an error: R-hat and ESS are about chains, and particles are not chains.
 
         Raises:

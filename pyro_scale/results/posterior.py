@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core.online_moments import Moments
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.data.open import open_data
@@ -32,6 +32,9 @@ from pyro_scale.results.call_checks import OF_POSTERIOR, check_calls, missing_at
 from pyro_scale.rng.seeds import Purpose, choose_seed, generator
 from pyro_scale.run.problem import module_device
 from pyro_scale.storage import files
+
+if TYPE_CHECKING:
+    import pandas
 
 #: Most bytes of pointwise log likelihood that `to_arviz` computes by default.
 _LOG_LIKELIHOOD_BYTES = 2**30
@@ -147,7 +150,7 @@ class Posterior:
         return result.moments(levels)
 
     @check_calls
-    def summary(self, var_names: list[str] | None = None) -> Any:
+    def summary(self, var_names: list[str] | None = None) -> pandas.DataFrame:
         """ArviZ's summary, a DataFrame with a row for each element.
 
         A site with more than 100 elements has one row, with the largest R-hat and the smallest ESS
@@ -170,7 +173,7 @@ class Posterior:
         return summary(result, var_names)
 
     @check_calls
-    def diagnostics(self, predict_at: Any = None) -> Any:
+    def diagnostics(self, predict_at: DataLike = None) -> pandas.DataFrame:
         """Numbers that show whether the draws can be trusted: a DataFrame with a row for each
         latent site, and the run's facts in `.attrs`.
 
@@ -241,7 +244,7 @@ class Posterior:
         )
 
     @check_calls
-    def log_likelihood(self, data: Any = None) -> dict[str, Tensor]:
+    def log_likelihood(self, data: DataLike = None) -> dict[str, Tensor]:
         """Log likelihood of each row at each draw, `[chains * draws, N]` in nats by data site.
 
         The result is not scaled by N/B, but has the model's own scale and mask.  Rows are in the
@@ -261,7 +264,7 @@ class Posterior:
         return predictive.log_likelihood(result.every_draw, self.open_data(data))
 
     @check_calls
-    def loo(self, num_rows: int | None = None, data: Any = None, seed: int = 0) -> Loo:
+    def loo(self, num_rows: int | None = None, data: DataLike = None, seed: int = 0) -> Loo:
         """How well the model predicts rows that it has not seen: leave-one-out cross-validation by
         Pareto-smoothed importance sampling (Vehtari, Gelman and Gabry 2017).  The result `elpd` is
         the sum over all rows, in nats.
@@ -294,7 +297,7 @@ class Posterior:
     @check_calls
     def ksd(
         self,
-        data: Any = None,
+        data: DataLike = None,
         num_samples: int | None = None,
         num_rows: int | None = None,
     ) -> float:
@@ -332,7 +335,7 @@ class Posterior:
         return_sites: Sequence[str] | None = None,
         reduce: Reduce | None = None,
         interval: float | None = None,
-        calibrate: Any = None,
+        calibrate: DataLike = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Posterior predictive draws by site, `[draws, ...]`, one for each posterior draw; or what
@@ -417,7 +420,7 @@ class Posterior:
         self,
         log_likelihood: bool | None = None,
         posterior_predictive: bool = False,
-        data: Any = None,
+        data: DataLike = None,
     ) -> Any:
         """The run as ArviZ's InferenceData (with ArviZ 1, a DataTree).
 
@@ -528,7 +531,7 @@ class Posterior:
             )
         return self.draws
 
-    def open_data(self, data: Any) -> Data:
+    def open_data(self, data: DataLike) -> Data:
         """A data source from which to read `data`; the run's own data if `data` is None.
 
         Args:
@@ -546,7 +549,7 @@ class Posterior:
             )
         return self.draws.data
 
-    def _open(self, data: Any) -> Data:
+    def _open(self, data: DataLike) -> Data:
         """The rows that the user passed, as a data source on the model's device.
 
         Raises:

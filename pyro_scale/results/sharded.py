@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike
 from pyro_scale.data.loaders import check_tensors, to_device
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, DataError
@@ -124,7 +124,7 @@ class ShardedPosterior(Posterior):
         batch_size: int | None = None,
         reduce: Any = None,
         interval: float | None = None,
-        calibrate: Any = None,
+        calibrate: DataLike = None,
         linearized: Any = False,
         **kwargs: Any,
     ) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.rows import Arguments
 from pyro_scale.engine.draws import Draws
 from pyro_scale.engine.step import Target, to_params
@@ -62,7 +63,7 @@ class Watched:
         """N, the number of rows of the whole data."""
         return self._target.num_data
 
-    def grad(self, position: Tensor) -> tuple[Tensor, Any]:
+    def grad(self, position: Tensor) -> tuple[Tensor, Evaluation]:
         """The gradient of the wrapped log posterior, unchanged. As long as gradients have been
         finite, the position and the gradient are also stored as attributes.
 

@@ -100,7 +100,10 @@ def initialize(
 
 
 def init_of(
-    log_posterior: LogPosterior, init_strategy: Any, chain: int, num_chains: int
+    log_posterior: LogPosterior,
+    init_strategy: InitFunction | dict[str, Tensor] | None,
+    chain: int,
+    num_chains: int,
 ) -> InitFunction:
     """The init function of one chain, as Pyro's strategies are: it takes a site of a Pyro trace and
     returns the constrained value at which the chain starts there.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, Model
 from pyro_scale.core.thread_count import Arithmetic, choose_threads
 from pyro_scale.core.warn import warn
 from pyro_scale.curvature.chunks import chunks_of, is_row_wise
@@ -30,6 +30,7 @@ from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, DataError, ModelWarning
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.diagnose import cut_gradients
+from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import model_warnings
 from pyro_scale.model.observation_checks import check_something_counts
@@ -325,7 +326,7 @@ def prepare(
     log_posterior: LogPosterior,
     data: Data,
     kernel: Hyperparameters,
-    init_strategy: Any,
+    init_strategy: InitFunction | dict[str, Tensor] | None,
     num_chains: int,
     seed: int,
     must_be_usable: bool = True,
@@ -502,9 +503,7 @@ def position_of(problem: Problem, values: Mapping[str, Tensor], argument: str) -
     return layout.flatten(layout.unflatten(start) | unconstrained)
 
 
-def as_log_posterior(
-    model: Callable[..., Any] | LogPosterior, num_data: int | None
-) -> LogPosterior:
+def as_log_posterior(model: Model | LogPosterior, num_data: int | None) -> LogPosterior:
     """A new `LogPosterior` of a model, before any batch, for data of `num_data` rows; None if that
     number is not known yet.
     """
@@ -513,7 +512,7 @@ def as_log_posterior(
     return LogPosterior(model, num_data)
 
 
-def module_device(model: Callable[..., Any] | LogPosterior) -> torch.device | None:
+def module_device(model: Model | LogPosterior) -> torch.device | None:
     """The device of a model's first parameter, to which data are moved; None for a model without
     parameters, such as a plain function."""
     module = model.model if isinstance(model, LogPosterior) else model

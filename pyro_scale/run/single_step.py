@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, Model
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
 from pyro_scale.engine.chains import Chains
@@ -22,7 +22,7 @@ from pyro_scale.run.problem import Problem, as_log_posterior, module_device
 
 
 def batch_as_data(
-    model: Any, num_data: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: Model, num_data: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Data:
     """The data of a problem that consist of one minibatch, which a user passes to `step` or
     `begin`.

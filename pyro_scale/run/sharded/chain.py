@@ -18,7 +18,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.layout import Layout
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, Model
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batch, Batches, batches_from
 from pyro_scale.data.loaders import to_device
@@ -30,7 +30,7 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, DataError, ModelWarning, NonFiniteError
 from pyro_scale.kernels import BAOA, IVON, MAP, SGHMC, SGLD, Hyperparameters
-from pyro_scale.model.init_strategies import init_to_module, uniform
+from pyro_scale.model.init_strategies import InitFunction, init_to_module, uniform
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import model_warnings
 from pyro_scale.model.nn.sharded import NetworkFoundError, ShardedModule, looking, shards_of
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 ELEMENTWISE = SGLD, SGHMC, BAOA, IVON, MAP
 
 
-def sharded_network(model: Any, arguments: Arguments) -> ShardedModule | None:
+def sharded_network(model: Model, arguments: Arguments) -> ShardedModule | None:
     """The first sharded network that a model calls; None if it calls none, or fails before.
 
     The model is run with these arguments until it calls a sharded network; that network is not
@@ -93,7 +93,7 @@ def prepare_sharded(
     log_posterior: LogPosterior,
     data: Data,
     kernel: Hyperparameters,
-    init_strategy: Any,
+    init_strategy: InitFunction | dict[str, Tensor] | None,
     seed: int,
     network: ShardedModule,
     workers: Workers,
@@ -315,7 +315,9 @@ def _largest_batch(workers: Workers, batch: Arguments) -> Arguments:
     return to_device(largest, torch.device(workers.rows.device))
 
 
-def _check_starts(init_strategy: Any, network: ShardedModule) -> Any:
+def _check_starts(
+    init_strategy: InitFunction | dict[str, Tensor] | None, network: ShardedModule
+) -> InitFunction | dict[str, Tensor] | None:
     """The init strategy that the user passed, unchanged, after a check: the weights of a sharded
     network can start only at their present values.
 

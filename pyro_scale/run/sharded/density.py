@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.evaluation import Evaluation
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.data.loaders import to_device
@@ -17,7 +18,6 @@ from pyro_scale.distributed.shares import Rows
 from pyro_scale.errors import DataError
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.nn.sharded import ShardedModule, stepping
-from pyro_scale.model.scaling import Evaluation
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ShardedDensity:
         return self.log_posterior.num_data
 
     def plain_grad(
-        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+        self, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Evaluation]:
         """(This rank's part of the gradient of the log joint, by site; the evaluation with the log
         joint of all ranks, in nats).
@@ -104,7 +104,7 @@ class ShardedDensity:
     grad = plain_grad
 
     def row_gradients(
-        self, params: Mapping[str, Tensor], batch: Any, indices: Tensor | None = None
+        self, params: Mapping[str, Tensor], batch: Arguments, indices: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Always raises NotImplementedError: gradients of single rows are not available, as
         `fully_shard` computes the gradient of all rows together."""
