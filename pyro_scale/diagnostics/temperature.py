@@ -59,8 +59,6 @@ _NUMBERS_AT_ONCE = 2**23
 _FLATTEST = 1e-6
 #: Least fraction of the requested temperature that draws are assumed to have.
 _COLDEST = 0.1
-#: Variance of an element's contributions to the temperature on a Gaussian.
-_GAUSSIAN = 2.0
 #: Elements whose laws are computed at a time, to stay in the processor's cache.
 _ELEMENTS_AT_ONCE = 2**13
 
@@ -145,39 +143,33 @@ def virial(
     def draws_and_batch(places: Tensor, step: int) -> tuple[Tensor, Batch]:
         changing = batches.take(step, step + len(places))
         changing = pytree.tree_map(lambda leaf: leaf[chains].flatten(0, 1), changing)
-        draws = positions[every, seen[places]].flatten(0, 1)
-        return draws, batches.batch(batches.fixed, changing)
+        return positions[every, seen[places]], batches.batch(batches.fixed, changing)
 
-    draws, batch = draws_and_batch(torch.zeros(1, dtype=torch.long), step)
+    order = _evenly_from_the_first(len(seen))[:most] if is_exact else torch.arange(len(seen))
     with Arithmetic() as counted:
-        engine.gradient(draws.to(device), batch)
+        _measure(engine, cloud, *draws_and_batch(order[:1], step), device)
     # on all rows, one draw of each chain takes almost as long as two
     at_once = max(1 + is_exact, _NUMBERS_AT_ONCE // counted.numbers)
     enough = -(-work.enough // len(chains))
-    order = _evenly_from_the_first(len(seen))[:most] if is_exact else torch.arange(len(seen))
     step, taken, measured = step + 1, 0, []
     totals = torch.zeros(2, 5, engine.layout.size, dtype=torch.float64)
     for places in order.split(min(at_once, enough)):
         draws, batch = draws_and_batch(places, step)
-        gradient = engine.gradient(draws.to(device), batch).cpu()
+        parts, squares = _measure(engine, cloud, draws, batch, device)
+        distances = cloud.squared_distances(draws)
         step, taken = step + len(places), taken + len(places)
-        squares, distances = gradient.double().square(), cloud.squared_distances(draws)
-        parts = ((cloud.mean - draws) * _along(engine, gradient)).double()
-        parts = parts.mul_(engine.density.num_data)
         totals += torch.stack([_moments(parts, distances), _moments(squares, distances)])
         count = taken * len(chains)
         of_parts, of_squares = (_Regression.from_moments(total / count) for total in totals)
-        steepest = _largest(squares.sum(0), slices) if steepest is None else steepest
-        measured.append(_by_site(parts, slices, steepest).unflatten(0, (len(chains), -1)))
+        steepest = _largest(squares.sum((0, 1)), slices) if steepest is None else steepest
+        measured.append(_by_site(parts, slices, steepest))
         is_explained = is_exact and taken >= enough and of_parts.explains(taken / len(seen))
         if is_explained:
             break
     assert steepest is not None
-    predicted = [
-        _by_site(of_parts.predict(cloud.squared_distances(block)), slices, steepest)
-        for block in (positions[every, places].flatten(0, 1) for places in cloud.blocks(seen))
-    ]
-    of_sites = torch.cat([block.unflatten(0, (len(chains), -1)) for block in predicted], 1)
+    blocks = (positions[every, places] for places in seen.split(cloud.block))
+    predicted = (of_parts.predict(cloud.squared_distances(draws)) for draws in blocks)
+    of_sites = torch.cat([_by_site(parts, slices, steepest) for parts in predicted], 1)
     places = order[:taken]
     residuals = torch.cat(measured, 1) - of_sites[:, places]
     of_sites[:, places] += len(seen) / taken * residuals
@@ -217,14 +209,29 @@ class _Cloud(NamedTuple):
         variance = (total.squares / total.number)[0].clamp(min=torch.finfo(mean.dtype).tiny)
         return cls(mean, variance, block)
 
-    def blocks(self, places: Tensor) -> tuple[Tensor, ...]:
-        """Parts of `places` whose draws fit into memory."""
-        return places.split(self.block)
-
     def squared_distances(self, draws: Tensor) -> Tensor:
-        """Squared distance of each element of draws `[draws, D]` from the mean over the variance,
-        `[draws, D]`, in double precision; 1 on average."""
+        """Squared distance of each element of draws `[..., D]` from the mean over the variance,
+        `[..., D]`, in double precision; 1 on average."""
         return (self.mean - draws).double().square_().div_(self.variance)
+
+
+def _measure(
+    engine: Engine, cloud: _Cloud, draws: Tensor, batch: Batch, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(Contribution of each draw and element to the temperature; squared gradient of the log joint
+    divided by N), `[chains, draws, D]` each, in double precision.
+
+    Args:
+        engine: engine that computes the gradients.
+        cloud: mean of all draws.
+        draws: the draws at which gradients are taken, `[chains, draws, D]`.
+        batch: a minibatch for each draw.
+        device: device of the model.
+    """
+    gradient = engine.gradient(draws.flatten(0, 1).to(device), batch).cpu()
+    along = _along(engine, gradient).view_as(draws)
+    parts = ((cloud.mean - draws) * along).double() * engine.density.num_data
+    return parts, gradient.view_as(draws).double().square()
 
 
 def _moments(numbers: Tensor, distances: Tensor) -> Tensor:
@@ -232,12 +239,19 @@ def _moments(numbers: Tensor, distances: Tensor) -> Tensor:
     the squared distances, of their squares, and of numbers times squared distances.
 
     Args:
-        numbers: a number of each draw and element, `[draws, D]`.
-        distances: squared distances of the draws' elements from the mean, `[draws, D]`.
+        numbers: a number of each draw and element, `[chains, draws, D]`.
+        distances: squared distances of the draws' elements from the mean, `[chains, draws, D]`.
     """
-    pairs = (numbers, numbers), (distances, distances), (numbers, distances)
-    squares, distances_squares, products = (torch.einsum("nd,nd->d", *pair) for pair in pairs)
-    return torch.stack([numbers.sum(0), squares, distances.sum(0), distances_squares, products])
+    over = 0, 1
+    return torch.stack(
+        [
+            numbers.sum(over),
+            numbers.square().sum(over),
+            distances.sum(over),
+            distances.square().sum(over),
+            (numbers * distances).sum(over),
+        ]
+    )
 
 
 class _Regression(NamedTuple):
@@ -278,12 +292,13 @@ class _Regression(NamedTuple):
         to the squared error of any element than the draws themselves, or draws of a Gaussian."""
         explained = self.explained * self.variance
         unexplained = self.variance - explained
-        return bool((unexplained <= fraction * explained.clamp(min=_GAUSSIAN)).all())
+        return bool((unexplained <= fraction * explained.clamp(min=2)).all())
 
     def errors(self, count: int, more: int) -> Tensor:
         """Standard errors of the temperature of each element, `[D]`, if draws are independent:
         `count` with gradients, `more` with squared distances."""
-        variance = self.variance.clamp(min=_GAUSSIAN)  # with few draws, it may be too small
+        # that of a Gaussian is 2; with few draws, small means have small spreads
+        variance = self.variance.clamp(min=2)
         return (variance * ((1 - self.explained) / count + self.explained / more)).sqrt()
 
 
@@ -316,17 +331,17 @@ def _most_gradients(
 
 
 def _by_site(parts: Tensor, slices: Sequence[slice], steepest: Tensor) -> Tensor:
-    """Two columns for each site at every draw, `[draws, sites, 2]`: the mean of `parts` over the
+    """Two columns for each site at every draw, `[..., sites, 2]`: the mean of `parts` over the
     site's elements, and the value of `parts` at its steepest element.
 
     Args:
-        parts: a number for each element, `[draws, D]`.
+        parts: a number for each element, `[..., D]`.
         slices: indices of each site's elements among the D.
         steepest: index, among the D, of each site's steepest element (that of the largest mean
             squared gradient), `[sites]`.
     """
-    means = torch.stack([parts[:, place].mean(-1, dtype=torch.float64) for place in slices], -1)
-    return torch.stack([means, parts[:, steepest].double()], -1)
+    means = torch.stack([parts[..., place].mean(-1) for place in slices], -1)
+    return torch.stack([means, parts[..., steepest]], -1)
 
 
 def _along(engine: Engine, gradient: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ CODE_LINES = {
     "core": 1382,
     "curvature": 3133,
     "data": 932,
-    "diagnostics": 2534,
+    "diagnostics": 2539,
     "distributed": 560,
     "engine": 1668,
     "exact": 522,
