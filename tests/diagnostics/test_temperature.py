@@ -356,3 +356,30 @@ def test_a_part_of_the_draws_tells_the_variance_of_all(lr, affordable):
     own = draws[:, :: 1000 // 64].var(correction=0)
     assert abs(float(own) * (N + 0.01) - spread) > 0.01
     assert float(found.errors) == pytest.approx((2 / 4000) ** 0.5 * max(1, spread), rel=0.15)
+
+
+@pytest.mark.slow
+def test_draws_without_gradients_are_predicted_with_their_error():
+    """On a posterior that is no Gaussian, with gradients at a tenth of the draws: the temperature is
+    that of all gradients within the error of a difference estimator, and so is its scatter."""
+    sampler = ps.BAOA(mean_and_scale, lr=0.3, compile=False)
+    how = {**LONG, "num_samples": 1000, "thinning": 2, "warmup_steps": 100}
+    fit = quiet(sampler.run, (Y[:8],), **how, **QUIET)
+    found = virial_of(fit, most=400 * 8 * (4 + 32))
+    everything = virial_of(fit, enough=4000)
+    assert (found.num_draws, everything.num_draws) == (400, 4000)
+    draws, count = fit.posterior.draws.positions.flatten(0, 1), 4000
+    distance = (draws - draws.mean(0))[:, 3].square()
+    parts = everything.parts[..., 1, 0].flatten()
+    covariance = torch.stack([distance, parts]).cov(correction=0)
+    explained = covariance[0, 1] ** 2 / covariance[0, 0]
+    left = covariance[1, 1] - explained
+    assert 0.02 < float(left / covariance[1, 1]) < 0.98  # else nothing is tested
+    gap = float(found.of_elements[3] - everything.of_elements[3])
+    assert abs(gap) < 4.4 * float(left / 400) ** 0.5
+    assert abs(gap) > 1e-6
+    predicted = found.parts[..., 1, 0].flatten()
+    assert float(predicted.mean()) == pytest.approx(float(found.of_elements[3]), rel=1e-9)
+    error = float(explained / count + left / 400)
+    assert float(predicted.var()) / count == pytest.approx(error, rel=0.5)
+    assert float(found.errors[3]) == pytest.approx(error**0.5, rel=0.3)
