@@ -43,7 +43,7 @@ from torch.utils import _pytree as pytree
 from pyro_scale.core import rows
 from pyro_scale.core.online_moments import Sums
 from pyro_scale.core.thread_count import Arithmetic
-from pyro_scale.data.batches import Batch, Batches, WholeData
+from pyro_scale.data.batches import Batches, WholeData
 from pyro_scale.data.sources import OwnSubsamples, TensorData
 from pyro_scale.engine.draws import Draws
 from pyro_scale.engine.step import Engine
@@ -138,37 +138,28 @@ def virial(
     cloud = _Cloud.from_draws(positions, seen)
     slices = [engine.layout.slices()[name] for name in problem.log_posterior.latents]
     steepest = _largest(noise, slices) if noise is not None and noise.any() else None
-    every, device = torch.arange(len(chains))[:, None], problem.positions.device
-
-    def draws_and_batch(places: Tensor, step: int) -> tuple[Tensor, Batch]:
-        changing = batches.take(step, step + len(places))
-        changing = pytree.tree_map(lambda leaf: leaf[chains].flatten(0, 1), changing)
-        return positions[every, seen[places]], batches.batch(batches.fixed, changing)
-
+    sample = _Sample(engine, batches, positions, chains, seen, cloud, problem.positions.device)
     order = _evenly_from_the_first(len(seen))[:most] if is_exact else torch.arange(len(seen))
     with Arithmetic() as counted:
-        _measure(engine, cloud, *draws_and_batch(order[:1], step), device)
+        sample.measure(order[:1], step)
     # on all rows, one draw of each chain takes almost as long as two
     at_once = max(1 + is_exact, _NUMBERS_AT_ONCE // counted.numbers)
     enough = -(-work.enough // len(chains))
     step, taken, measured = step + 1, 0, []
     totals = torch.zeros(2, 5, engine.layout.size, dtype=torch.float64)
     for places in order.split(min(at_once, enough)):
-        draws, batch = draws_and_batch(places, step)
-        parts, squares = _measure(engine, cloud, draws, batch, device)
-        distances = cloud.squared_distances(draws)
+        parts, squares, distances = sample.measure(places, step)
         step, taken = step + len(places), taken + len(places)
         totals += torch.stack([_moments(parts, distances), _moments(squares, distances)])
         count = taken * len(chains)
         of_parts, of_squares = (_Regression.from_moments(total / count) for total in totals)
         steepest = _largest(squares.sum((0, 1)), slices) if steepest is None else steepest
         measured.append(_by_site(parts, slices, steepest))
-        is_explained = is_exact and taken >= enough and of_parts.explains(taken / len(seen))
-        if is_explained:
+        if is_explained := is_exact and taken >= enough and of_parts.explains(taken / len(seen)):
             break
     assert steepest is not None
-    blocks = (positions[every, places] for places in seen.split(cloud.block))
-    predicted = (of_parts.predict(cloud.squared_distances(draws)) for draws in blocks)
+    blocks = torch.arange(len(seen)).split(cloud.block)
+    predicted = (of_parts.predict(cloud.squared_distances(sample.draws(b))) for b in blocks)
     of_sites = torch.cat([_by_site(parts, slices, steepest) for parts in predicted], 1)
     places = order[:taken]
     residuals = torch.cat(measured, 1) - of_sites[:, places]
@@ -215,23 +206,45 @@ class _Cloud(NamedTuple):
         return (self.mean - draws).double().square_().div_(self.variance)
 
 
-def _measure(
-    engine: Engine, cloud: _Cloud, draws: Tensor, batch: Batch, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """(Contribution of each draw and element to the temperature; squared gradient of the log joint
-    divided by N), `[chains, draws, D]` each, in double precision.
+@dataclass(frozen=True)
+class _Sample:
+    """Draws of a run, and what their gradients need.
 
-    Args:
+    Attributes:
         engine: engine that computes the gradients.
-        cloud: mean of all draws.
-        draws: the draws at which gradients are taken, `[chains, draws, D]`.
-        batch: a minibatch for each draw.
+        batches: minibatches of the gradients.
+        positions: draws of the finished chains, `[chains, draws, D]`.
+        chains: numbers of these chains.
+        seen: indices of the draws, the same for every chain.
+        cloud: mean and variance of these draws.
         device: device of the model.
     """
-    gradient = engine.gradient(draws.flatten(0, 1).to(device), batch).cpu()
-    along = _along(engine, gradient).view_as(draws)
-    parts = ((cloud.mean - draws) * along).double() * engine.density.num_data
-    return parts, gradient.view_as(draws).double().square()
+
+    engine: Engine
+    batches: Batches
+    positions: Positions
+    chains: Tensor
+    seen: Tensor
+    cloud: _Cloud
+    device: torch.device
+
+    def draws(self, places: Tensor) -> Tensor:
+        """The draws at `places` among those seen, of every chain, `[chains, n, D]`."""
+        return self.positions[torch.arange(len(self.chains))[:, None], self.seen[places]]
+
+    def measure(self, places: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(Contribution of each draw and element to the temperature; squared gradient of the log
+        joint divided by N; squared distance from the mean over the variance), `[chains, n, D]`
+        each, in double precision, of the draws at `places` among those seen, on the minibatches
+        from `step` on."""
+        changing = self.batches.take(step, step + len(places))
+        changing = pytree.tree_map(lambda leaf: leaf[self.chains].flatten(0, 1), changing)
+        batch, draws = self.batches.batch(self.batches.fixed, changing), self.draws(places)
+        gradient = self.engine.gradient(draws.flatten(0, 1).to(self.device), batch).cpu()
+        away, along = self.cloud.mean - draws, _along(self.engine, gradient).view_as(draws)
+        parts = (away * along).double() * self.engine.density.num_data
+        squares = gradient.view_as(draws).double().square()
+        return parts, squares, self.cloud.squared_distances(draws)
 
 
 def _moments(numbers: Tensor, distances: Tensor) -> Tensor:
