@@ -23,7 +23,7 @@ CODE_LINES = {
     "core": 1382,
     "curvature": 3133,
     "data": 932,
-    "diagnostics": 2539,
+    "diagnostics": 2545,
     "distributed": 560,
     "engine": 1668,
     "exact": 522,
@@ -40,7 +40,7 @@ CODE_LINES = {
 }
 #: Of the whole package.
 MOST = {
-    "files": 284,
+    "files": 285,
     "files of more than 300 code lines": 4,
     "functions of more than 8 parameters": 4,
     "functions of more than 50 code lines": 1,
