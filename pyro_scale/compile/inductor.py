@@ -157,8 +157,8 @@ def _may_abort(kernel: object) -> bool:
 
 @contextmanager
 def _kernels_built_on_demand() -> Iterator[None]:
-    """Context in which Inductor does not build the C++ kernels that it writes: most are built as
-    parts of a loop."""
+    """Context in which Inductor writes the source of C++ kernels and leaves building them to their
+    first call. Most are never called: their source becomes part of a larger C++ loop."""
     from torch._inductor.async_compile import AsyncCompile
 
     def on_demand(self: Any, argument_types: list[str], source: str) -> CppKernel:

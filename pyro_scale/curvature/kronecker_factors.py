@@ -110,9 +110,8 @@ class Factors:
 
     @property
     def mean_inputs(self) -> Tensor:
-        """The mean of a a^T over rows of data and positions, [m, m]: `inputs` divided by
-        `count`.
-        """
+        """The mean of a a^T, [m, m], over rows of data and the places of a layer's input in a row
+        (pixels, words), for the m inputs a of a layer at a place."""
         return self.inputs / self.count
 
 
@@ -219,8 +218,16 @@ def _covers(factors: list[Factors], leaf: Tensor) -> bool:
 def _parts(
     entries: Sequence[Entry], gradients: Mapping[Node, Gradients], leaf: Tensor, keep: slice
 ) -> Iterator[Part]:
-    """Yields the factors of rows' gradients of one param (`leaf`): a part for each operation that
-    uses the param, and for each group of a grouped convolution."""
+    """Yields the factors of which rows' gradients of one param are products (layer inputs, and
+    gradients at layer outputs): a part for each operation that uses the param, and for each group
+    of a grouped convolution.
+
+    Args:
+        entries: the operations that use the param.
+        gradients: gradients at the operations' outputs.
+        leaf: the param.
+        keep: the rows of the batch whose factors are wanted.
+    """
     dtype = torch.promote_types(leaf.dtype, torch.float32)
     for entry in entries:
         use, slope = entry.use, _slope(entry)

@@ -145,8 +145,9 @@ class Exact(Observation):
 
     @cached_property
     def _roots(self) -> Tensor:
-        """For each element of each row, a matrix R with R R^T = the element's Fisher information:
-        `[B, elements, m, m]`.
+        """For each observed element of each row, a matrix R with R R^T = the Fisher information
+        about the m parameters of the element's distribution (its logits, or mean and scale), `[B,
+        elements, m, m]`.
         """
         return gaussian.semidefinite_root(self.row_values)
 

@@ -133,8 +133,9 @@ def _product_with_vector(operand: Operand) -> Use | None:
 
 
 def _convolution(operand: Operand) -> Use | None:
-    """How a convolution in one or two dimensions uses its weight or its bias: a `Product` or an
-    `Elementwise`. None for its input, for a transposed convolution, or if the output's first
+    """How the output of a convolution in one or two dimensions depends on its weight or its bias,
+    from which the gradients of single rows follow: as a matrix `Product` or `Elementwise`
+    multiplication. None for its input, for a transposed convolution, or if the output's first
     dimension is not that of the rows of data.
     """
     node, _, shape, output, rows = operand

@@ -200,9 +200,10 @@ def _run_at_half_step(plan: RunPlan, count: int) -> Draws:
 def _gaussian_laws(
     plan: RunPlan, result: PosteriorDraws, short: PosteriorDraws, coupled: PosteriorDraws
 ) -> dict[str, Law]:
-    """A dict from each latent site to the dependence on lr of the variances of its unconstrained
-    elements, by theory; empty if steps have no minibatch noise that raises the temperature, or it
-    was not measured.
+    """How the variances of each latent site's unconstrained elements depend on lr on a Gaussian
+    posterior with the run's minibatch noise, by site: the sampler's theory, from which the bias at
+    lr follows better than from the difference of two noisy variances. Empty if minibatch noise does
+    not heat the sampler, or was not measured.
 
     Args:
         plan: plan of the run.

@@ -55,9 +55,10 @@ class StepInputs:
         return self.start + len(self)
 
     def at(self, place: int) -> tuple[dict[str, Tensor], Tensor, Any]:
-        """(Hyperparameters by name; standard normal numbers `[chains, normals, latents]`; changing
-        tensors of the minibatches) of one step, without the dimension of steps. `place` is the
-        index of the step among the block's steps, counted from 0.
+        """The inputs of one step: (hyperparameters by name; standard normal numbers, of which each
+        chain takes some for every latent, `[chains, normals of a step, latents]`; the tensors of
+        the minibatch that differ from step to step, a pytree). `place` is the index of the step in
+        the block, counted from 0.
         """
         values = {name: column[place] for name, column in self.values.items()}
         changing = pytree.tree_map(lambda leaf: leaf[:, place], self.changing)

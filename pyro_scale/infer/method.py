@@ -205,8 +205,9 @@ class Method:
         return f"<{type(self).__name__}({settings}), {size}>"
 
     def _settings_in_words(self, facts: Mapping[str, Any]) -> str:
-        """The method's structure and its hyperparameters that are numbers or words, as a text
-        "name=value, ..." for `repr`; schedules and tensors are left out.
+        """The `structure` of an approximation (such as "dense") and the hyperparameters that are
+        numbers or words, as a text "name=value, ..." for `repr`; schedules and tensors are left
+        out.
 
         Args:
             facts: the posterior's `attrs`, whose values have precedence over those that the user

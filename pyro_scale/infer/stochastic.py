@@ -147,14 +147,15 @@ class Stochastic(Stepwise):
     def _posterior_of_step(
         self, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
     ) -> Posterior:
-        """The posterior after a single step of `step`; subclasses implement this for
-        `SteppedChain`.
+        """The posterior of the states at which the user's call of `step` arrived; subclasses say
+        what it is made of.
 
         Args:
             problem: the analyzed model.
             draws: states after the step.
             values: hyperparameters of the step, by name.
-            batch: first batch, which the posterior keeps in place of the data.
+            batch: the first batch that the user passed to `step`, on which the posterior runs the
+                model where it needs data.
         """
         raise NotImplementedError
 
@@ -355,8 +356,9 @@ class Optimized(Stochastic, Approximation):
         return EarlyStopping(window, problem.engine.layout.size)
 
     def _shared_out(self, problem: Problem, sharing: Sharing) -> Problem:
-        """The problem with the processes that share it, after checks that all have the same; if a
-        part of the model is frozen, features computed by that part replace the rows."""
+        """The problem of this process, which takes part of the rows or chains if there are several
+        processes. If a part of the model is frozen, features computed by that part replace the
+        rows. Raises unless all processes have the same model, data and arguments."""
         problem = sharing.share_out(problem)
         if not problem.is_alone:
             hyperparameters = self.kernel.hyperparameters()

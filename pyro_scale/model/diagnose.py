@@ -204,7 +204,8 @@ def _sloping_sites(
 
 
 def _direction(slope: Tensor) -> Tensor:
-    """A direction in which to move a latent, of the shape of `slope` (the likelihood's gradient
+    """A direction in which to move a latent, to see whether the likelihood depends on it although
+    autograd says that it does not; of the shape of `slope` (the likelihood's gradient
     with respect to that latent): between 0.5 and 1.5 at elements where the gradient is 0, and 0
     elsewhere. The numbers differ, so that sums and differences of moved elements both change.
     """
