@@ -140,7 +140,6 @@ def _write_dtypes(module: fx.GraphModule) -> None:
         takes_dtype = any(argument.name == "dtype" for argument in schema.arguments)
         if takes_dtype and node.kwargs.get("dtype") is None:
             node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
-    module.recompile()
 
 
 def _spread_failures(module: fx.GraphModule) -> None:
@@ -161,7 +160,6 @@ def _spread_failures(module: fx.GraphModule) -> None:
                 masked = graph.call_function(ops.masked_fill.Scalar, (factor, failed, torch.nan))
             factor.replace_all_uses_with(masked)
             masked.replace_input_with(masked, factor)
-    module.recompile()
 
 
 def _lift_constants(module: fx.GraphModule) -> list[Constant]:
@@ -182,5 +180,5 @@ def _lift_constants(module: fx.GraphModule) -> list[Constant]:
     held = [*module.named_buffers(), *module.named_parameters()]
     for name in {name.partition(".")[0] for name, _ in held}:
         delattr(module, name)  # or Inductor turns them into inputs again
-    module.recompile()
+    module.recompile()  # Python code of all changes to the graph: it takes milliseconds
     return constants
