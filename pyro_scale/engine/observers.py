@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_scale.data.batches import Batch
 from pyro_scale.engine.chains import Chains
-from pyro_scale.engine.checkpoint import Checkpoints
+from pyro_scale.engine.checkpoint import Checkpoints, RunState
 from pyro_scale.engine.draws import Draws, Sink
 from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.plan import StepPlan
@@ -192,8 +192,13 @@ class Saver(Observer):
     ):
         self._plan, self._chains, self._draws = plan, chains, draws
         self._checkpoints, self._sink = checkpoints, sink
-        self._sink_state: dict[str, Any] | None = None
+        self._held: tuple[RunState, dict[str, Any] | None]
         self._hold()
+
+    @property
+    def run_state(self) -> RunState:
+        """State of the run after the latest whole block."""
+        return self._held[0]
 
     def after(self, block: StepInputs) -> None:
         self._hold()
@@ -210,7 +215,7 @@ class Saver(Observer):
                 self._plan.batches.position(step),
                 self._draws.first(steps.kept_before(step)),
                 steps.look_every,
-                self._sink_state,
+                self._held[1],
             )
 
     def close_sink(self) -> None:
@@ -218,7 +223,7 @@ class Saver(Observer):
         does nothing without a sink."""
         if self._sink is not None:
             self._sink.close()
-            self._sink_state = self._sink.state()
+            self._held = self.run_state, self._sink.state()
             self.write()
 
     def rescue(self) -> Draws:
@@ -231,17 +236,22 @@ class Saver(Observer):
         kept, moved = (steps.kept_before(n) for n in (self.run_state.step, self._chains.count))
         if sink is not None and kept < sink.count == moved:
             self._hold()  # the sink has all draws of the chains
+        else:
+            self._set_draws()
         with contextlib.suppress(FileError):
             self.write()
         if sink is not None:
             with contextlib.suppress(FileError):
-                sink.go_on_from(self._sink_state)
+                sink.go_on_from(self._held[1])
                 sink.close()
         return self._draws.first(steps.kept_before(self.run_state.step))
 
     def _hold(self) -> None:
-        self.run_state = self._chains.run_state
-        self._sink_state = None if self._sink is None else self._sink.state()
+        # in one assignment: an interrupt must not leave one of the two behind
+        self._held = self._chains.run_state, None if self._sink is None else self._sink.state()
+        self._set_draws()
+
+    def _set_draws(self) -> None:
         self._draws.num_steps = self.run_state.step
         self._draws.failures = list(self.run_state.failures)
 

@@ -111,6 +111,29 @@ def test_interrupted_at_any_line_it_goes_on(kept, steps, seed, tmp_path, uninter
     same_outcome(fitted(resume=tmp_path / "run", **how), whole)
 
 
+@pytest.mark.parametrize(
+    ("kept", "part"), [("store", sinks.PartToDisk), ("nowhere", moment_sink.PartToMoments)]
+)
+def test_an_interrupt_while_a_sink_is_asked_for_its_state_loses_no_draw(
+    kept, part, tmp_path, monkeypatch
+):
+    """The chains have taken the block's steps then, and the sink has its draws."""
+    state, calls = part.state, itertools.count()
+
+    def interrupted(self):
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return state(self)
+
+    how = {**STEPS["constant"], **kept_at(kept, tmp_path), "checkpoint": tmp_path / "run"}
+    with monkeypatch.context() as patch:
+        patch.setattr(part, "state", interrupted)
+        fitted(checkpoint_every=1e9, **how)
+    assert next(calls) > 5
+    resumed = fitted(**{**how, "resume": how.pop("checkpoint")})
+    same_outcome(resumed, fitted(**STEPS["constant"], **kept_at(kept, tmp_path / "whole")))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("draws", long_but([3, 7, 10], 7))
 def test_an_interrupt_before_a_file_is_full_leaves_the_draws_until_then(draws, tmp_path, cut):
