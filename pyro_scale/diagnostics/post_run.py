@@ -38,7 +38,8 @@ def measure(
             warn_of_a_bad_anchor(noise)
             if values["temperature"] > 0:
                 variance = None if noise is None else noise.variance
-                heat = virial(*run, step + NOISE.draws, variance)
+                requested = float(values["temperature"])
+                heat = virial(*run, step + NOISE.draws, variance, temperature=requested)
                 elements = torch.stack([heat.of_elements, heat.errors])
                 temperature = VirialTemperature(heat.parts, heat.num_draws, elements)
         except (Exception, KeyboardInterrupt) as raised:  # the data may no longer be available

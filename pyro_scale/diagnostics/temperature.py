@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -59,6 +60,8 @@ _NUMBERS_AT_ONCE = 2**23
 _FLATTEST = 1e-6
 #: Least fraction of the requested temperature that draws are assumed to have.
 _COLDEST = 0.1
+#: Draws of a chain from which autocorrelations are estimated.
+_FEWEST_IN_BATCHES = 64
 #: Elements whose laws are computed at a time, to stay in the processor's cache.
 _ELEMENTS_AT_ONCE = 2**13
 
@@ -91,10 +94,10 @@ class Virial(NamedTuple):
         parts: what each draw contributes, `[finished chains, draws, sites, 2]`: the mean over a
             site's elements, and the contribution of its steepest element. The mean over draws is
             the temperature, and their scatter gives its error.
-        num_draws: number of independent draws that would have about these errors: those at which
-            gradients were taken, or all if their squared distances explain most.
+        num_draws: number of independent draws that would have about these errors: of those at
+            which gradients were taken, or of all if their squared distances explain most.
         of_elements: temperature of each element, `[D]`.
-        errors: standard errors of `of_elements` if draws are independent, `[D]`.
+        errors: standard errors of `of_elements`, `[D]`.
         mean_square: mean squared gradient of the log joint divided by N, `[D]`.
         is_exact: whether gradients are of all rows, without noise.
     """
@@ -115,6 +118,7 @@ def virial(
     step: int,
     noise: Tensor | None = None,
     work: GradientWork = GRADIENT_WORK,
+    temperature: float = 1.0,
 ) -> Virial:
     """Measures the temperature of a run's draws by the virial theorem, from the products of
     distance from the mean and gradient, on batches that the draws have not seen; to detect chains
@@ -129,12 +133,12 @@ def virial(
         noise: variance of the minibatch gradient, `[latents]`, whose largest elements are the
             steepest; None to take those with the largest gradients at the first draws.
         work: limits on the number of gradients.
+        temperature: the requested temperature.
     """
     engine, batches, size = _for_gradients(problem, batches, work)
     is_exact, chains = isinstance(batches, WholeData), torch.tensor(finished)
     most = _most_gradients(problem, positions, size, step, work)
-    more = min(work.most_draws, _NUMBERS_AT_ONCE // engine.layout.size) if is_exact else 0
-    seen = spread(positions, max(more // len(chains), most))
+    seen = _choose_draws(positions, most, work.most_draws if is_exact else 0)
     cloud = _Cloud.from_draws(positions, seen)
     slices = [engine.layout.slices()[name] for name in problem.log_posterior.latents]
     steepest = _largest(noise, slices) if noise is not None and noise.any() else None
@@ -155,20 +159,20 @@ def virial(
         of_parts, of_squares = (_Regression.from_moments(total / count) for total in totals)
         steepest = _largest(squares.sum((0, 1)), slices) if steepest is None else steepest
         measured.append(_by_site(parts, slices, steepest))
-        if is_explained := is_exact and taken >= enough and of_parts.explains(taken / len(seen)):
+        explains = of_parts.explains(taken / len(seen), temperature)
+        if is_explained := is_exact and taken >= enough and explains:
             break
     assert steepest is not None
     blocks = torch.arange(len(seen)).split(cloud.block)
     predicted = (of_parts.predict(cloud.squared_distances(sample.draws(b))) for b in blocks)
     of_sites = torch.cat([_by_site(parts, slices, steepest) for parts in predicted], 1)
-    places = order[:taken]
-    residuals = torch.cat(measured, 1) - of_sites[:, places]
-    of_sites[:, places] += len(seen) / taken * residuals
+    residuals = torch.cat(measured, 1) - of_sites[:, order[:taken]]
+    of_sites[:, order[:taken]] += len(seen) / taken * residuals
     return Virial(
         parts=of_sites,
-        num_draws=len(seen) * len(chains) if is_explained else count,
+        num_draws=int((len(seen) * len(chains) if is_explained else count) / cloud.time.median()),
         of_elements=of_parts.predict(1.0),
-        errors=of_parts.errors(count, len(seen) * len(chains)),
+        errors=of_parts.errors(count, len(seen) * len(chains), temperature) * cloud.time**0.5,
         mean_square=of_squares.predict(1.0).clamp(min=0),
         is_exact=is_exact,
     )
@@ -181,11 +185,13 @@ class _Cloud(NamedTuple):
         mean: mean of the draws, `[D]`.
         variance: variance of the draws, `[D]`, above 0.
         block: number of draws of each chain whose moments fit into memory at a time.
+        time: autocorrelation time of the squared distances from the mean, in draws, `[D]`.
     """
 
     mean: Tensor
     variance: Tensor
     block: int
+    time: Tensor
 
     @classmethod
     def from_draws(cls, positions: Positions, places: Tensor) -> _Cloud:
@@ -198,7 +204,21 @@ class _Cloud(NamedTuple):
         total = functools.reduce(Sums.__or__, sums).pool()
         mean = total.mean[0].to(positions[0, 0].dtype)
         variance = (total.squares / total.number)[0].clamp(min=torch.finfo(mean.dtype).tiny)
-        return cls(mean, variance, block)
+        cloud = cls(mean, variance, block, torch.ones_like(total.mean[0]))
+        if len(places) < _FEWEST_IN_BATCHES:
+            return cloud
+        # batch means: of about sqrt(n) batches of sqrt(n) draws of each chain
+        count = math.isqrt(len(places))
+        batches = torch.zeros(chains, count, size, dtype=torch.float64)
+        squares = torch.zeros(size, dtype=torch.float64)
+        for part in torch.arange(len(places)).split(block):
+            distances = cloud.squared_distances(positions[every, places[part]])
+            batches.index_add_(1, part * count // len(places), distances)
+            squares += distances.square().sum((0, 1))
+        of_draws = squares / (chains * len(places)) - 1
+        of_means = (batches * count / len(places)).var((0, 1))
+        time = len(places) / count * of_means / of_draws.clamp(min=torch.finfo(torch.float64).eps)
+        return cloud._replace(time=time.nan_to_num(1.0, 1.0, 1.0).clamp(min=1))
 
     def squared_distances(self, draws: Tensor) -> Tensor:
         """Squared distance of each element of draws `[..., D]` from the mean over the variance,
@@ -300,18 +320,20 @@ class _Regression(NamedTuple):
         draws."""
         return self.mean + self.slope * (distances - self.distance)
 
-    def explains(self, fraction: float) -> bool:
+    def explains(self, fraction: float, temperature: float) -> bool:
         """Whether, with gradients at this fraction of the draws, what is not explained adds no more
-        to the squared error of any element than the draws themselves, or draws of a Gaussian."""
+        to the squared error of any element than the draws themselves, or draws of a Gaussian at the
+        requested temperature."""
         explained = self.explained * self.variance
         unexplained = self.variance - explained
-        return bool((unexplained <= fraction * explained.clamp(min=2)).all())
+        return bool((unexplained <= fraction * explained.clamp(min=2 * temperature**2)).all())
 
-    def errors(self, count: int, more: int) -> Tensor:
+    def errors(self, count: int, more: int, temperature: float) -> Tensor:
         """Standard errors of the temperature of each element, `[D]`, if draws are independent:
-        `count` with gradients, `more` with squared distances."""
-        # that of a Gaussian is 2; with few draws, small means have small spreads
-        variance = self.variance.clamp(min=2)
+        `count` with gradients, `more` with squared distances, of a run at the requested
+        temperature."""
+        # that of a Gaussian is 2 T^2; with few draws, small means have small spreads
+        variance = self.variance.clamp(min=2 * temperature**2)
         return (variance * ((1 - self.explained) / count + self.explained / more)).sqrt()
 
 
@@ -320,6 +342,13 @@ def _evenly_from_the_first(count: int) -> Tensor:
     by multiples of the golden ratio."""
     multiples = torch.arange(count, dtype=torch.float64) * ((5**0.5 - 1) / 2)
     return (multiples % 1).argsort().argsort()
+
+
+def _choose_draws(positions: Positions, most: int, more: int) -> Tensor:
+    """Indices of the draws that are used, evenly spread and the same for every chain: `most` of a
+    chain, or `more` of all chains if they fit into memory."""
+    chains, _, size = positions.shape
+    return spread(positions, max(min(more, _NUMBERS_AT_ONCE // size) // chains, most))
 
 
 def _most_gradients(

@@ -145,7 +145,8 @@ def _check_mixing(
             continue
         r_hats, bulk, tail = mixing_of(values)
         r_hat, ess = float(r_hats.max()), float(torch.minimum(bulk, tail).min())
-        text = f"R-hat {r_hat:.3f}, {ess:.0f} effective draws of {chains * draws}"
+        text = f"{ess:.0f} effective draws of {chains * draws}"
+        text = text if chains < 2 else f"R-hat {r_hat:.3f}, {text}"
         advice = f"{more}, or another parametrization (poutine.reparam)"
         verdict: Verdict = "yes"
         if are_apart(result, name, r_hat):
@@ -157,7 +158,8 @@ def _check_mixing(
             verdict = "no" if chains * draws >= MIXING.many_draws else "unknown"
         elif r_hat > MIXING.agree or ess < enough:
             verdict = "unknown"
-        severity = max((r_hat - 1) / (MIXING.agree - 1), enough / ess)
+        disagreement = 0.0 if chains < 2 else (r_hat - 1) / (MIXING.agree - 1)
+        severity = max(disagreement, enough / ess)
         findings.append(Finding(name, "mixing", verdict, text, advice, severity))
         findings += _check_tails(name, values)
     return findings

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from warned import quiet, quiet_runs, told
 
 import pyro_scale as ps
+from pyro_scale.core.mixing import autocorrelation_time
 from pyro_scale.data.batches import Batch
 from pyro_scale.diagnostics.temperature import GradientWork, virial
 from pyro_scale.diagnostics.verdict import report as verdict_on
@@ -337,7 +338,6 @@ def test_its_gradients_are_bounded(monkeypatch, work, draws, size):
     assert sum(n for n, _, _ in rows) == draws + 4  # one of each chain, to see its memory
     assert {each for _, each, _ in rows} == {size}
     assert found.is_exact == (size == N)
-    assert found.num_draws == draws
     assert found.parts.shape[:2] == (4, 200)  # those without gradients are predicted
 
 
@@ -355,19 +355,21 @@ def test_a_part_of_the_draws_tells_the_variance_of_all(lr, affordable):
     assert float(found.parts[..., 0].mean()) == pytest.approx(float(found.of_elements), rel=1e-9)
     own = draws[:, :: 1000 // 64].var(correction=0)
     assert abs(float(own) * (N + 0.01) - spread) > 0.01
-    assert float(found.errors) == pytest.approx((2 / 4000) ** 0.5 * max(1, spread), rel=0.15)
+    time = float(autocorrelation_time((draws - draws.mean((0, 1))).square()))
+    expected = (2 * time / 4000) ** 0.5 * max(1, spread)
+    assert float(found.errors) == pytest.approx(expected, rel=0.25)  # 124 batch means: 7%
 
 
 @pytest.mark.slow
 def test_draws_without_gradients_are_predicted_with_their_error():
-    """On a posterior that is no Gaussian, with gradients at a tenth of the draws: the temperature is
-    that of all gradients within the error of a difference estimator, and so is its scatter."""
+    """On a posterior that is no Gaussian, with gradients at a tenth of the draws: the temperature
+    is that of all gradients within the error of a difference estimator, and so is its scatter."""
     sampler = ps.BAOA(mean_and_scale, lr=0.3, compile=False)
     how = {**LONG, "num_samples": 1000, "thinning": 2, "warmup_steps": 100}
     fit = quiet(sampler.run, (Y[:8],), **how, **QUIET)
     found = virial_of(fit, most=400 * 8 * (4 + 32))
     everything = virial_of(fit, enough=4000)
-    assert (found.num_draws, everything.num_draws) == (400, 4000)
+    assert found.num_draws < everything.num_draws
     draws, count = fit.posterior.draws.positions.flatten(0, 1), 4000
     distance = (draws - draws.mean(0))[:, 3].square()
     parts = everything.parts[..., 1, 0].flatten()
@@ -382,4 +384,36 @@ def test_draws_without_gradients_are_predicted_with_their_error():
     assert float(predicted.mean()) == pytest.approx(float(found.of_elements[3]), rel=1e-9)
     error = float(explained / count + left / 400)
     assert float(predicted.var()) / count == pytest.approx(error, rel=0.5)
-    assert float(found.errors[3]) == pytest.approx(error**0.5, rel=0.3)
+    time = float(autocorrelation_time(distance.unflatten(0, (4, 1000))[..., None]))
+    assert float(found.errors[3]) == pytest.approx((error * time) ** 0.5, rel=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("correlation", "temperature"), [(0.0, 0.01), (0.9, 1.0)])
+def test_its_errors_are_those_of_repetitions(correlation, temperature):
+    """Of draws that are right, independent or not: the z-scores' variance is that of chi-squared
+    over its degrees of freedom, to 4 of its standard errors; batch means may be 10% too large."""
+    fit = run(ps.SGLD(mean_of_normal, lr=0.1, compile=False), num_samples=500, thinning=1)
+    problem, repetitions = fit._last.plan.problem, 40
+    batches = problem.batches(4, "shuffle")
+    center, sd = float(Y.sum()) / (N + 0.01), (temperature / (N + 0.01)) ** 0.5
+    noise = normals(repetitions, 4, 600, 1, seed=11).double()
+    z = []
+    for steps in noise:
+        path = [steps[:, 0]]
+        for step in steps.unbind(1)[1:]:
+            path.append(correlation * path[-1] + (1 - correlation**2) ** 0.5 * step)
+        draws = center + sd * torch.stack(path, 1)[:, 100:]
+        found = virial(problem, draws, [*range(4)], batches, 10_000, temperature=temperature)
+        z.append(float((found.of_elements - temperature) / found.errors))
+    variance = sum(score**2 for score in z) / repetitions
+    slack = 4 * (2 / repetitions) ** 0.5
+    assert 0.7 - slack / 2 < variance < 1 + slack
+
+
+def test_a_single_chain_has_no_r_hat_in_its_report():
+    how = {"num_chains": 1, "num_samples": 100, "warmup_steps": 50}
+    fit = quiet(ps.BAOA(mean_of_normal, lr=0.5).run, (Y,), **how, **QUIET)
+    text = str(verdict_on(fit.posterior.draws, None, 1000).to_json())
+    assert "nan" not in text.lower()
+    assert "effective draws" in text
