@@ -60,8 +60,6 @@ _NUMBERS_AT_ONCE = 2**23
 _FLATTEST = 1e-6
 #: Least fraction of the requested temperature that draws are assumed to have.
 _COLDEST = 0.1
-#: Draws of a chain from which autocorrelations are estimated.
-_FEWEST_IN_BATCHES = 64
 #: Elements whose laws are computed at a time, to stay in the processor's cache.
 _ELEMENTS_AT_ONCE = 2**13
 
@@ -205,10 +203,10 @@ class _Cloud(NamedTuple):
         mean = total.mean[0].to(positions[0, 0].dtype)
         variance = (total.squares / total.number)[0].clamp(min=torch.finfo(mean.dtype).tiny)
         cloud = cls(mean, variance, block, torch.ones_like(total.mean[0]))
-        if len(places) < _FEWEST_IN_BATCHES:
-            return cloud
         # batch means: of about sqrt(n) batches of sqrt(n) draws of each chain
         count = math.isqrt(len(places))
+        if count < 8:
+            return cloud
         batches = torch.zeros(chains, count, size, dtype=torch.float64)
         squares = torch.zeros(size, dtype=torch.float64)
         for part in torch.arange(len(places)).split(block):

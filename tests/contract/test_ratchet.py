@@ -23,7 +23,7 @@ CODE_LINES = {
     "core": 1382,
     "curvature": 3133,
     "data": 932,
-    "diagnostics": 2567,
+    "diagnostics": 2566,
     "distributed": 560,
     "engine": 1674,
     "exact": 522,
