@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 
 
 class Stages:
@@ -25,13 +24,8 @@ class Stages:
         self._start = now
 
 
-def main(method: str, imported: Callable[[], object] = lambda: None) -> dict[str, float]:
-    """Seconds of imports, data, run, summary, report and predictions.
-
-    Args:
-        method: name of the sampler.
-        imported: called at the end of the library's import, to which its time counts.
-    """
+def main(method: str) -> dict[str, float]:
+    """Seconds of imports, data, run, summary, report and predictions."""
     stages = Stages()
     import pyro
     import pyro.distributions as dist
@@ -40,7 +34,6 @@ def main(method: str, imported: Callable[[], object] = lambda: None) -> dict[str
     stages.end("import torch, pyro")
     import pyro_scale as ps
 
-    imported()
     stages.end("import pyro_scale")
     from sklearn.datasets import load_breast_cancer
 
