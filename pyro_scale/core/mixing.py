@@ -143,7 +143,9 @@ def _halves(draws: Tensor) -> Tensor:
 
 
 def _split_r_hat(draws: Tensor) -> Tensor:
-    return _r_hat(_halves(draws)).nan_to_num(1.0, posinf=math.inf)
+    r_hat = _r_hat(_halves(draws))
+    is_constant = r_hat.isnan() & ~draws.isnan().any(2).any(1)
+    return torch.where(is_constant, 1.0, r_hat)
 
 
 def _r_hat(halves: Tensor) -> Tensor:

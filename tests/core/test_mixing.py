@@ -99,6 +99,12 @@ def test_elements_are_measured_apart():
     assert together.isnan().any(0).nonzero()[:, 0].tolist() == [3, 5]
 
 
+def test_an_element_with_a_nan_does_not_agree():
+    draws = normals(4, 100, 2, seed=6)
+    draws[2, 7, 1] = math.nan
+    assert split_r_hat(draws).isnan().tolist() == [False, True]
+
+
 def test_three_draws_a_chain_measure_nothing():
     draws = normals(4, 3, 2, seed=0)
     assert torch.stack(mixing_of(draws)).isnan().all()
