@@ -144,7 +144,7 @@ def _halves(draws: Tensor) -> Tensor:
 
 def _split_r_hat(draws: Tensor) -> Tensor:
     r_hat = _r_hat(_halves(draws))
-    is_constant = r_hat.isnan() & ~draws.isnan().any(2).any(1)
+    is_constant = r_hat.isnan() & draws.isfinite().all(2).all(1)
     return torch.where(is_constant, 1.0, r_hat)
 
 

@@ -99,10 +99,10 @@ def test_elements_are_measured_apart():
     assert together.isnan().any(0).nonzero()[:, 0].tolist() == [3, 5]
 
 
-def test_an_element_with_a_nan_does_not_agree():
-    draws = normals(4, 100, 2, seed=6)
-    draws[2, 7, 1] = math.nan
-    assert split_r_hat(draws).isnan().tolist() == [False, True]
+def test_an_element_that_is_not_finite_does_not_agree():
+    draws = normals(4, 100, 3, seed=6)
+    draws[2, 7, 1], draws[2, 7, 2] = math.nan, math.inf
+    assert split_r_hat(draws).isnan().tolist() == [False, True, True]
 
 
 def test_three_draws_a_chain_measure_nothing():
