@@ -144,8 +144,7 @@ def _halves(draws: Tensor) -> Tensor:
 
 def _split_r_hat(draws: Tensor) -> Tensor:
     r_hat = _r_hat(_halves(draws))
-    is_constant = r_hat.isnan() & draws.isfinite().all(2).all(1)
-    return torch.where(is_constant, 1.0, r_hat)
+    return torch.where(r_hat.isnan() & draws.isfinite().all(2).all(1), 1.0, r_hat)
 
 
 def _r_hat(halves: Tensor) -> Tensor:
@@ -174,9 +173,8 @@ def _mixing_of(draws: Tensor) -> Tensor:
     r_hat = torch.fmax(_r_hat(scores), _r_hat(folded_scores))
     below = [halves <= _quantile(everything, part)[:, None, None] for part in (0.05, 0.95)]
     tail = torch.minimum(*(_effective(is_below.double()) for is_below in below))
-    mixing = torch.stack([r_hat, _effective(scores), tail])
-    is_constant = everything[:, 0] == everything[:, -1]
-    return mixing.masked_fill(is_constant | everything[:, -1].isnan(), math.nan)
+    has_none = (everything[:, 0] == everything[:, -1]) | everything[:, -1].isnan()
+    return torch.stack([r_hat, _effective(scores), tail]).masked_fill(has_none, math.nan)
 
 
 def _effective(halves: Tensor) -> Tensor:

@@ -33,11 +33,11 @@ from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError, NotRunError
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.call_errors import check_model
-from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.call_checks import OF_METHOD, check_calls, missing_attribute
 from pyro_scale.results.files import check_contents, posterior_of, read
 from pyro_scale.results.posterior import Posterior
+from pyro_scale.run.initialize import ChainStarts
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
 from pyro_scale.run.run import RunPlan
 from pyro_scale.run.single_step import Stepping, batch_as_data
@@ -134,9 +134,8 @@ class Starts(Protocol):
         ...
 
 
-#: Where chains start: one of Pyro's strategies, constrained values by site, `[num_chains, ...]`,
-#: or a fit; None for the default.
-InitStrategy = InitFunction | dict[str, Tensor] | Starts | None
+#: What users pass as `init_strategy`: where chains start, or a fit from which starts are drawn.
+InitStrategy = ChainStarts | Starts
 
 
 class Method:
@@ -340,7 +339,7 @@ class Method:
         self._understood = new
         return problem
 
-    def _starts(self, num_chains: int, seed: int) -> InitFunction | dict[str, Tensor] | None:
+    def _starts(self, num_chains: int, seed: int) -> ChainStarts:
         """Where chains start, for `prepare`: constrained tensors `[num_chains, ...]` by site, drawn
         from the fit if the user's init strategy is one; otherwise the init strategy as the user
         passed it."""

@@ -110,8 +110,10 @@ def _move_parts(
     trajectories = []
     for part, sink in zip(parts, sink_of_part, strict=True):
         with writer(part) as checkpoints:
-            how = {"last": part.last, "checkpoints": checkpoints, "sink": sink}
-            trajectories.append(move(chains=part.chains, **how))
+            trajectory = move(
+                chains=part.chains, last=part.last, checkpoints=checkpoints, sink=sink
+            )
+            trajectories.append(trajectory)
     return trajectories
 
 

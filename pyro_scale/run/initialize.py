@@ -27,6 +27,10 @@ from pyro_scale.model.log_posterior import (
 )
 from pyro_scale.model.site_checks import FINITE_DATA
 
+#: Where chains start: an initialization, constrained values `[num_chains, ...]` by site, or None
+#: for the default.
+ChainStarts = InitFunction | dict[str, Tensor] | None
+
 
 class ChainInits(NamedTuple):
     """Where chains start.
@@ -37,7 +41,7 @@ class ChainInits(NamedTuple):
         functions: one init function for each chain, from `init_of`.
     """
 
-    strategy: Any
+    strategy: ChainStarts
     functions: Sequence[InitFunction]
 
 
@@ -101,7 +105,7 @@ def initialize(
 
 def init_of(
     log_posterior: LogPosterior,
-    init_strategy: InitFunction | dict[str, Tensor] | None,
+    init_strategy: ChainStarts,
     chain: int,
     num_chains: int,
 ) -> InitFunction:

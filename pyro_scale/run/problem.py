@@ -30,13 +30,12 @@ from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, DataError, ModelWarning
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.model.diagnose import cut_gradients
-from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import model_warnings
 from pyro_scale.model.observation_checks import check_something_counts
 from pyro_scale.model.other_batches import check_batches, check_supports
 from pyro_scale.rng.seeds import Purpose, derived_seed
-from pyro_scale.run.initialize import ChainInits, init_of, initialize
+from pyro_scale.run.initialize import ChainInits, ChainStarts, init_of, initialize
 from pyro_scale.run.understood import Understood
 
 Item = TypeVar("Item")
@@ -326,7 +325,7 @@ def prepare(
     log_posterior: LogPosterior,
     data: Data,
     kernel: Hyperparameters,
-    init_strategy: InitFunction | dict[str, Tensor] | None,
+    init_strategy: ChainStarts,
     num_chains: int,
     seed: int,
     must_be_usable: bool = True,

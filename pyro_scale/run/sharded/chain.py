@@ -30,7 +30,7 @@ from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.step import Engine
 from pyro_scale.errors import ArgumentError, DataError, ModelWarning, NonFiniteError
 from pyro_scale.kernels import BAOA, IVON, MAP, SGHMC, SGLD, Hyperparameters
-from pyro_scale.model.init_strategies import InitFunction, init_to_module, uniform
+from pyro_scale.model.init_strategies import init_to_module, uniform
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import model_warnings
 from pyro_scale.model.nn.sharded import NetworkFoundError, ShardedModule, looking, shards_of
@@ -38,7 +38,7 @@ from pyro_scale.model.other_batches import check_batch, is_checked
 from pyro_scale.model.program import Program
 from pyro_scale.rng.seeds import Purpose
 from pyro_scale.rng.streams import ShardNoise
-from pyro_scale.run.initialize import init_of, with_all_sites
+from pyro_scale.run.initialize import ChainStarts, init_of, with_all_sites
 from pyro_scale.run.problem import NO_ROWS, OTHER_BATCHES, Problem
 from pyro_scale.run.sharded.density import ShardedDensity
 
@@ -93,7 +93,7 @@ def prepare_sharded(
     log_posterior: LogPosterior,
     data: Data,
     kernel: Hyperparameters,
-    init_strategy: InitFunction | dict[str, Tensor] | None,
+    init_strategy: ChainStarts,
     seed: int,
     network: ShardedModule,
     workers: Workers,
@@ -315,9 +315,7 @@ def _largest_batch(workers: Workers, batch: Arguments) -> Arguments:
     return to_device(largest, torch.device(workers.rows.device))
 
 
-def _check_starts(
-    init_strategy: InitFunction | dict[str, Tensor] | None, network: ShardedModule
-) -> InitFunction | dict[str, Tensor] | None:
+def _check_starts(init_strategy: ChainStarts, network: ShardedModule) -> ChainStarts:
     """The init strategy that the user passed, unchanged, after a check: the weights of a sharded
     network can start only at their present values.
 
