@@ -146,7 +146,7 @@ def virial(
         sample.measure(order[:1], step)
     # on all rows, one draw of each chain takes almost as long as two
     at_once = max(1 + is_exact, _NUMBERS_AT_ONCE // counted.numbers)
-    enough = -(-work.enough // len(chains))
+    enough, every = -(-work.enough // len(chains)), len(seen) * len(chains)
     step, taken, measured = step + 1, 0, []
     totals = torch.zeros(2, 5, engine.layout.size, dtype=torch.float64)
     for places in order.split(min(at_once, enough)):
@@ -168,9 +168,9 @@ def virial(
     of_sites[:, order[:taken]] += len(seen) / taken * residuals
     return Virial(
         parts=of_sites,
-        num_draws=int((len(seen) * len(chains) if is_explained else count) / cloud.time.median()),
+        num_draws=math.ceil((every if is_explained else count) / cloud.time.median()),
         of_elements=of_parts.predict(1.0),
-        errors=of_parts.errors(count, len(seen) * len(chains), temperature) * cloud.time**0.5,
+        errors=of_parts.errors(count, every, temperature) * cloud.time**0.5,
         mean_square=of_squares.predict(1.0).clamp(min=0),
         is_exact=is_exact,
     )
@@ -216,7 +216,7 @@ class _Cloud(NamedTuple):
         of_draws = squares / (chains * len(places)) - 1
         of_means = (batches * count / len(places)).var((0, 1))
         time = len(places) / count * of_means / of_draws.clamp(min=torch.finfo(torch.float64).eps)
-        return cloud._replace(time=time.nan_to_num(1.0, 1.0, 1.0).clamp(min=1))
+        return cloud._replace(time=time.nan_to_num(1.0, 1.0, 1.0).clamp(1, chains * len(places)))
 
     def squared_distances(self, draws: Tensor) -> Tensor:
         """Squared distance of each element of draws `[..., D]` from the mean over the variance,

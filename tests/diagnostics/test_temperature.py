@@ -411,6 +411,17 @@ def test_its_errors_are_those_of_repetitions(correlation, temperature):
     assert 0.7 - slack / 2 < variance < 1 + slack
 
 
+def test_chains_that_stand_still_apart_are_worth_a_draw():
+    """Their squared distances from the mean are all the same, but for rounding."""
+    problem = with_anchor()._last.plan.problem
+    places = torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None, None]
+    draws = places * 0.1 + 1e-9 * normals(4, 300, 30, seed=3).double()
+    batches = problem.batches(4, "shuffle")
+    found = virial(problem, draws, [*range(4)], batches, 10_000)
+    assert found.num_draws >= 1
+    assert found.errors.isfinite().all()
+
+
 def test_a_single_chain_has_no_r_hat_in_its_report():
     how = {"num_chains": 1, "num_samples": 100, "warmup_steps": 50}
     fit = quiet(ps.BAOA(mean_of_normal, lr=0.5).run, (Y,), **how, **QUIET)
