@@ -164,15 +164,17 @@ class Arithmetic(TorchDispatchMode):
 
     Attributes:
         total: the sum so far.
+        operations: number of operations so far, those included that only view a tensor.
         numbers: elements of all results so far, which autograd may keep in memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.total, self.numbers = 0.0, 0
+        self.total, self.operations, self.numbers = 0.0, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.operations += 1
         if not func.is_view:
             name = func.overloadpacket.__name__
             results = _tensors(result)

@@ -24,6 +24,7 @@ from pyro_scale.compile.operations import NotALoop
 from pyro_scale.compile.trace import trace
 from pyro_scale.core.exclusive import exclusive, raise_if_from_handler
 from pyro_scale.core.rows import Fixed
+from pyro_scale.core.thread_count import Arithmetic
 from pyro_scale.core.warn import warn
 from pyro_scale.data.batches import Batch, Batches, WholeData
 from pyro_scale.engine.executors import (
@@ -39,8 +40,9 @@ from pyro_scale.engine.reuse import Blueprint, arrange, whitening_tensors
 from pyro_scale.engine.step import Engine, State
 from pyro_scale.errors import ArgumentError, CompileWarning
 
-#: Steps of one chain from which compiling repays the few seconds that it takes.
-_REPAID_AFTER = 3000
+#: Time that compiling takes, in operations of eager steps, which take 7 us each on a quiet machine:
+#: for any step, and for each operation of the step.
+_COMPILING, _COMPILING_EACH = 500_000, 260
 #: Chains that a vmapped step must move to take twice as long as for one.
 _CHAINS_FOR_TWICE = 250
 if hasattr(os, "register_at_fork"):
@@ -81,8 +83,7 @@ def choose_program(
     """
     compile, eager = plan.compile, example.eager
     if compile == "auto":
-        is_long = _repays(plan.steps.total, plan.count, plan.engine.vectorized)
-        compile = is_long if before is None else before != eager.name
+        compile = _repays(plan, example) if before is None else before != eager.name
     if not compile:
         return eager
     say("compiling")
@@ -109,17 +110,18 @@ def choose_program(
         return eager
 
 
-def _repays(num_steps: int, num_chains: int, vectorized: bool) -> bool:
-    """Whether compiling is expected to save more time than it takes, judged by the numbers of steps
-    and chains. Decides for `compile="auto"`.
-
-    Args:
-        num_steps: number of steps of the run.
-        num_chains: number of chains of the whole run.
-        vectorized: whether a step moves all chains at once by vmap.
+def _repays(plan: StepPlan, example: Example) -> bool:
+    """Whether compiling is expected to save more time than it takes, judged by the numbers of
+    steps, chains, and torch operations of an eager step, never by a clock. Decides for
+    `compile="auto"`.
     """
-    others = (num_chains - 1) / (_CHAINS_FOR_TWICE if vectorized else 1)
-    return num_steps * (1 + others) >= _REPAID_AFTER
+    others = (plan.count - 1) / (_CHAINS_FOR_TWICE if plan.engine.vectorized else 1)
+    steps = plan.steps.total * (1 + others)
+    if steps <= _COMPILING_EACH:
+        return False
+    with Arithmetic() as step:
+        example.eager.run(example.state, example.block.part(0, 1), 1, 1)
+    return steps * step.operations >= _COMPILING + _COMPILING_EACH * step.operations
 
 
 def _common_program(example: Example, num_chains: int, agree: Callable[[bool], bool]) -> Program:

@@ -184,45 +184,62 @@ def nothing_is_compiled_yet(monkeypatch):
     monkeypatch.setattr(compiled, "_compiled_before", {})
 
 
-def compiles(compile, steps, num_chains=1, vectorized=True):
-    """Whether choose_program compiles these steps, or as many."""
+def compiles(compile, steps, num_chains=1, vectorized=True, operations=500):
+    """Whether choose_program compiles so many steps of so many operations each."""
+
+    def step(*_):
+        x = torch.zeros(())
+        for _ in range(operations - 1):
+            x.neg()
+
     built = SimpleNamespace(program=lambda *_: "built before")
-    engine, batches = SimpleNamespace(vectorized=vectorized), SimpleNamespace()
+    engine, block = SimpleNamespace(vectorized=vectorized), SimpleNamespace(part=lambda *_: None)
     positions = torch.zeros(num_chains, 1)
     steps = Steps(steps) if isinstance(steps, int) else steps
-    plan = StepPlan(engine, positions, batches, {}, steps, 0, compile, built)
-    example = Example(engine, batches, SimpleNamespace(position=positions), None)
+    plan = StepPlan(engine, positions, None, {}, steps, 0, compile, built)
+    eager = SimpleNamespace(name="eager", run=step)
+    example = SimpleNamespace(eager=eager, state=None, block=block)
     return compile_step.choose_program(plan, example, None, str) == "built before"
 
 
 def test_auto_compiles_runs_that_repay_it():
-    assert not compiles("auto", 2999)
-    assert compiles("auto", 3000)
+    """500 operations a step, of which 500,000 take as long as compiling, and 260 more for each."""
+    assert not compiles("auto", 1259)
+    assert compiles("auto", 1260)
+    assert compiles("auto", 510, operations=2000)
+    assert not compiles("auto", 509, operations=2000)
     assert compiles(True, 1)
     assert not compiles(False, 10**9)
 
 
 def test_auto_counts_chain_steps():
     """A vmapped step of 251 chains takes twice as long as one of a chain; one by one, 251 times."""
-    assert not compiles("auto", 1499, num_chains=251)
-    assert compiles("auto", 1500, num_chains=251)
-    assert compiles("auto", 1500, num_chains=1000)
-    assert not compiles("auto", 749, num_chains=4, vectorized=False)
-    assert compiles("auto", 750, num_chains=4, vectorized=False)
+    assert not compiles("auto", 629, num_chains=251)
+    assert compiles("auto", 630, num_chains=251)
+    assert compiles("auto", 630, num_chains=1000)
+    assert not compiles("auto", 314, num_chains=4, vectorized=False)
+    assert compiles("auto", 315, num_chains=4, vectorized=False)
 
 
-@pytest.mark.parametrize("steps", [Steps(3000), Steps(290, 100, 10), Steps(1, 2999)])
+@pytest.mark.parametrize("steps", [Steps(1260), Steps(116, 100, 10), Steps(1, 1259)])
 def test_auto_counts_all_steps(steps):
     fewer = Steps(steps.num_samples, steps.warmup_steps - 1, steps.thinning)
     assert compiles("auto", steps)
-    assert not compiles("auto", fewer if steps.warmup_steps else Steps(2999))
+    assert not compiles("auto", fewer if steps.warmup_steps else Steps(1259))
 
 
 @pytest.mark.slow
-def test_a_run_is_as_long_as_all_its_steps():
-    how = {"num_samples": 10, "thinning": 298, "num_chains": 1}
-    assert program_of(ran(logistic, "auto", **how, warmup_steps=20)) == LOOP
-    assert program_of(ran(logistic, "auto", **how, warmup_steps=19)) == EAGER
+def test_a_longer_step_is_compiled_for_fewer_steps():
+    """The same logistic regression with a prior of 30 sites more."""
+
+    def wide(x, y=None):
+        for number in range(30):
+            pyro.sample(f"z{number}", dist.Normal(0.0, 1.0))
+        return logistic(x, y)
+
+    how = {"num_samples": 10, "thinning": 100, "num_chains": 1}
+    assert program_of(ran(logistic, "auto", **how)) == EAGER
+    assert program_of(ran(wide, "auto", **how)) == LOOP
 
 
 @pytest.mark.parametrize("value", ["yes", None, "Auto", 2, "True"])
