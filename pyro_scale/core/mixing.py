@@ -11,10 +11,14 @@ import math
 from collections.abc import Callable
 
 import torch
+from scipy.special import fdtrc
 from torch import Tensor
 
 #: Variances below this fraction of the mean square are rounding.
 _ROUNDING_SHARE = 1e-24
+#: Effective draws of half a chain below which a test of its mean gives false alarms (simulated:
+#: three times too many).
+_FEWEST_IN_HALF = 12
 #: Number of numbers that are processed at once.
 _GROUP_NUMBERS = 2**15
 
@@ -70,6 +74,26 @@ def mixing_of(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     else:
         r_hat, bulk, tail = _by_element(_mixing_of, draws.cpu())
     return (r_hat if chains > 1 else torch.full_like(r_hat, math.nan)), bulk, tail
+
+
+def chance_of_disagreement(draws: Tensor) -> Tensor:
+    """Probability that the half chains of a stationary run differ as much as these do, of each
+    element, `[elements]`: a p-value, small where chains disagree. 1 where it cannot be judged:
+    constant elements, fewer than four draws a chain, and half chains of fewer than 12 effective
+    draws; NaN for elements with a NaN among their
+    draws.
+
+    An F test: the variance between the means of the half chains over the variance that the
+    autocorrelations within half chains imply. The common mean is not used, as the effective draws
+    about it fall if chains disagree. The test is of ranks' normal scores and of folded ones, as
+    R-hat is (Vehtari et al. 2021), with Bonferroni's factor of 2.
+
+    Args:
+        draws: draws, `[chains, draws, elements]`.
+    """
+    if draws.shape[1] < 4:
+        return torch.ones(draws.shape[2:], dtype=torch.float64)
+    return _by_element(_chance_of_disagreement, draws.cpu())
 
 
 def effective_draws(draws: Tensor) -> Tensor:
@@ -164,17 +188,59 @@ def _mixing_of(draws: Tensor) -> Tensor:
     """Rank-normalized split R-hat, bulk ESS and tail ESS, `[3, elements]`, of draws `[elements,
     chains, draws]`."""
     halves = _halves(draws)
-    ordered, order = halves.flatten(1).sort(1)
+    scores, folded_scores, ordered = _scores_of_ranks(halves)
     everything = draws.flatten(1).sort(1).values if draws.shape[2] % 2 else ordered
-    scores = _normal_scores(ordered, order).view_as(halves)
-    middle = ordered[:, (ordered.shape[1] - 1) // 2] / 2 + ordered[:, ordered.shape[1] // 2] / 2
-    folded = (halves - middle[:, None, None]).abs()
-    folded_scores = _normal_scores(*folded.flatten(1).sort(1)).view_as(halves)
     r_hat = torch.fmax(_r_hat(scores), _r_hat(folded_scores))
     below = [halves <= _quantile(everything, part)[:, None, None] for part in (0.05, 0.95)]
     tail = torch.minimum(*(_effective(is_below.double()) for is_below in below))
     has_none = (everything[:, 0] == everything[:, -1]) | everything[:, -1].isnan()
     return torch.stack([r_hat, _effective(scores), tail]).masked_fill(has_none, math.nan)
+
+
+def _scores_of_ranks(halves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(Normal scores of draws; normal scores of their distances from the median, which differ where
+    chains differ in scale; the draws in order, `[elements, all draws]`), of draws `[elements, half
+    chains, draws]`."""
+    ordered, order = halves.flatten(1).sort(1)
+    scores = _normal_scores(ordered, order).view_as(halves)
+    middle = ordered[:, (ordered.shape[1] - 1) // 2] / 2 + ordered[:, ordered.shape[1] // 2] / 2
+    folded = (halves - middle[:, None, None]).abs()
+    return scores, _normal_scores(*folded.flatten(1).sort(1)).view_as(halves), ordered
+
+
+def _chance_of_disagreement(draws: Tensor) -> Tensor:
+    """The p-value of `chance_of_disagreement`, `[elements]`, of draws `[elements, chains,
+    draws]`."""
+    scores, folded_scores, ordered = _scores_of_ranks(_halves(draws))
+    chance = torch.minimum(_chance_of_means(scores), _chance_of_means(folded_scores))
+    return (2 * chance).clamp(max=1.0).masked_fill(ordered[:, -1].isnan(), math.nan)
+
+
+def _chance_of_means(halves: Tensor) -> Tensor:
+    """Probability that means of stationary half chains scatter as much, `[elements]`, of draws
+    `[elements, half chains, draws]`.
+
+    The variance of a mean is the sum of the autocovariances about each half's own mean, over
+    Geyer's initial monotone sequence of w lags. Such a sum is too small by w / draws, and has about
+    2 / (half chains * draws / w) of its square as variance (Sokal 1997, section 3), as a variance
+    from that many degrees of freedom.
+    """
+    _, chains, count = halves.shape
+    means = halves.mean(2, keepdim=True)
+    squares = torch.view_as_real(torch.fft.rfft(halves - means, n=2 * count)).square_()
+    power = (squares[..., 0] + squares[..., 1]).mean(1)
+    covariance = torch.fft.irfft(power, n=2 * count)[:, :count] / count
+    pairs = covariance[:, 0 : count // 2 * 2 : 2] + covariance[:, 1::2]
+    is_positive = (pairs > 0).cumprod(1)
+    lags = (4 * is_positive.sum(1) - 1).clamp(min=1)
+    total = 2 * (torch.cummin(pairs, 1).values * is_positive).sum(1) - covariance[:, 0]
+    total = total.clamp(min=covariance[:, 0] / math.log10(chains * count))  # of antithetic draws
+    between = means[..., 0].var(1)
+    is_short = total * _FEWEST_IN_HALF > covariance[:, 0] * count
+    variance = total / count / (1 - lags / count).clamp(min=1 / count)
+    freedom = (chains * count / lags).numpy()
+    chance = torch.from_numpy(fdtrc(chains - 1, freedom, (between / variance).numpy()))
+    return torch.where(is_short | (between == 0), 1.0, chance)
 
 
 def _effective(halves: Tensor) -> Tensor:

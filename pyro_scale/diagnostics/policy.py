@@ -14,21 +14,23 @@ class Mixing:
     """Thresholds of checks on R-hat and effective sample size, on chains in different modes, and on
     modes without draws."""
 
-    #: R-hat up to which chains agree, and R-hat above which they surely do not.
+    #: R-hat up to which chains agree, and R-hat above which they do not, if chance does not explain
+    #: it.
     agree: float = 1.01
     disagree: float = 1.05
-    #: Draws from which on an R-hat above `disagree` is not chance: of all chains (Vehtari et al.
-    #: 2021 require an ESS of 400), and of each chain.
-    many_draws: int = 400
+    #: Draws of each chain from which on an R-hat above `disagree` is not chance.
     many_per_chain: int = 50
+    #: Effective draws, bulk and tail, from which on a report does not doubt Monte Carlo errors, and
+    #: draws from which on a table does not doubt R-hat (Vehtari et al. 2021 require 400).
+    many_draws: int = 400
     #: With fewer draws, R-hat above which chains disagree, and draws of each chain below which
     #: there is no warning.
     disagree_of_few: float = 1.3
     few_per_chain: int = 20
     #: Draws of each chain below which a report does not judge mixing or rounding.
     fewest_per_chain: int = 8
-    #: Fraction of the draws that must be effective.
-    effective: float = 0.5
+    #: Probability that chance makes chains of a correct run disagree in some element.
+    family_wise: float = 0.01
     #: Chains stay in different modes if R-hat of the two halves of each chain is below `stays`,
     #: and R-hat of all chains at least `apart`.
     stays: float = 1.1

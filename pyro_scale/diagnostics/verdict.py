@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.mixing import autocorrelation_time, mixing_of
+from pyro_scale.core.mixing import autocorrelation_time, chance_of_disagreement, mixing_of
 from pyro_scale.core.validation import evenly
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.convergence import (
@@ -26,14 +28,22 @@ from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.model.diagnose import centered_latents, how_to_non_center
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.blame import WITHIN
+from pyro_scale.run.budget import rounded_up
 from pyro_scale.tuning.choice import Choice
 from pyro_scale.tuning.policy import TOLERANCE, WARM_UP
 
+#: Function from a factor to the argument of a run, as text, with which it takes so many times as
+#: many steps.
+Longer: TypeAlias = Callable[[float], str]
+#: Factor on the steps that are advised, as effective draws are estimates.
+MORE = 1.25
 #: Temperatures between which sds are within tolerance.
 _LOWEST, _HIGHEST = (1 - TOLERANCE.sd) ** 2, (1 + TOLERANCE.sd) ** 2
 
 
-def report(result: PosteriorDraws, choice: Choice | None, num_samples: int) -> Report:
+def report(
+    result: PosteriorDraws, choice: Choice | None, num_samples: int, longer: Longer | None = None
+) -> Report:
     """The report of a sampler's run: the findings of all checks, from which its verdict follows,
     and the choices of tuning.
 
@@ -41,6 +51,8 @@ def report(result: PosteriorDraws, choice: Choice | None, num_samples: int) -> R
         result: draws of the run.
         choice: settings that tuning chose; None if the user set everything.
         num_samples: requested draws of each chain.
+        longer: the argument of `run`, as text, with which it takes so many times as many steps;
+            None if that is `num_samples`.
     """
     trained = None if choice is None else choice.trained
     choices = {} if choice is None else choice.reasons_at(result.attrs["thinning"])
@@ -52,10 +64,7 @@ def report(result: PosteriorDraws, choice: Choice | None, num_samples: int) -> R
     if exploded := explosion(result):
         return Report.from_findings([Finding("", "explosion", "no", exploded)], choices)
     if trained is None:
-        # thinning is chosen so that most draws are effective
-        enough = MIXING.effective * result.num_chains * result.positions.shape[1]
-        findings = _check_mixing(result, enough, enough / 2, "a larger max_rows=")
-        findings += resolution(result)
+        findings = [*_check_mixing(result, longer), *resolution(result)]
     else:
         findings = _check_predictions(result)
     findings = [
@@ -78,7 +87,7 @@ def report_on_exact(result: PosteriorDraws, num_samples: int) -> Report:
     """
     findings = [
         *_check_length(result, num_samples),
-        *_check_mixing(result, MIXING.many_draws, 0.0, "a larger num_samples="),
+        *_check_mixing(result),
         *resolution(result),
         *_check_divergences(result),
     ]
@@ -120,58 +129,81 @@ def _check_length(result: PosteriorDraws, num_samples: int) -> list[Finding]:
     return [Finding("", "length", "unknown", text, advice, num_samples / max(1, kept))]
 
 
-def _check_mixing(
-    result: PosteriorDraws, enough: float, too_few: float, more: str
-) -> list[Finding]:
-    """Findings for the report on each latent site: whether chains agree (R-hat), and whether enough
-    draws are effective. A single one, "unknown", if draws are too few for a check.
+def _check_mixing(result: PosteriorDraws, longer: Longer | None = None) -> list[Finding]:
+    """Findings for the report on each latent site: whether chains agree, and how large Monte Carlo
+    errors are. A single one, "unknown", if draws are too few for a check.
+
+    Chains disagree if R-hat is above its limits and chance does not explain it. Draws whose Monte
+    Carlo errors are large are right, but too few: "unknown", never "no".
 
     Args:
         result: draws of a run.
-        enough: number of effective draws below which the verdict is "unknown".
-        too_few: number of effective draws below which the verdict is "no".
-        more: argument that gives more effective draws, for the advice.
+        longer: the argument, as text, with which a run takes so many times as many steps; None if
+            that is `num_samples`.
     """
     chains, draws = result.positions.shape[:2]
     if draws < MIXING.fewest_per_chain:
         text = f"{draws} draws a chain are too few to check it"
         severity = MIXING.fewest_per_chain / max(1, draws)
         return [Finding("", "mixing", "unknown", text, severity=severity)]
-    findings = []
+    varying = {}
     for name in result.log_posterior.latents:
         values = select_elements(result, name)
         values = values[..., values.amin((0, 1)) != values.amax((0, 1))]  # see `resolution`
-        if not values.shape[-1]:
-            continue
+        if values.shape[-1]:
+            varying[name] = values
+    by_chance = MIXING.family_wise / max(1, sum(values.shape[-1] for values in varying.values()))
+    findings = []
+    for name, values in varying.items():
         r_hats, bulk, tail = mixing_of(values)
-        r_hat, ess = float(r_hats.max()), float(torch.minimum(bulk, tail).min())
-        text = f"{ess:.0f} effective draws of {chains * draws}"
+        differ = ~(chance_of_disagreement(values) >= by_chance)  # NaN differs
+        r_hat = float(r_hats.max())
+        significant = float(torch.where(differ, r_hats, 1.0).nan_to_num(math.inf).max())
+        ess, ess_bulk = float(torch.minimum(bulk, tail).min()), float(bulk.min())
+        text = (
+            f"{ess:.0f} effective draws of {chains * draws}: means have Monte Carlo errors of up "
+            f"to {ess_bulk**-0.5:.2g} sds"
+        )
         text = text if chains < 2 else f"R-hat {r_hat:.3f}, {text}"
-        advice = f"{more}, or another parametrization (poutine.reparam)"
         verdict: Verdict = "yes"
-        if are_apart(result, name, r_hat):
-            advice = APART
+        advice, severity = "", 0.0
+        if not ess >= MIXING.many_draws:
+            verdict, severity = "unknown", MIXING.many_draws / ess
+            advice = _more_steps(result, MORE * severity, longer)
         if chains < 2:
             verdict, advice = "unknown", "num_chains=4: a single chain cannot show it"
-        elif not r_hat <= MIXING.disagree or not ess >= too_few:
-            # of few draws, it may be chance
-            verdict = "no" if chains * draws >= MIXING.many_draws else "unknown"
-        elif r_hat > MIXING.agree or ess < enough:
-            verdict = "unknown"
-        disagreement = 0.0 if chains < 2 else (r_hat - 1) / (MIXING.agree - 1)
-        severity = max(disagreement, enough / ess)
+        elif significant > MIXING.agree:
+            verdict = "no" if significant > MIXING.disagree else "unknown"
+            severity = (significant - 1) / (MIXING.agree - 1)
+            advice = f"{_more_steps(result, 4, longer)}, or another parametrization"
+            if are_apart(result, name, r_hat):
+                advice = APART
         findings.append(Finding(name, "mixing", verdict, text, advice, severity))
-        findings += _check_tails(name, values)
+        findings += _check_tails(result, name, values, longer)
     return findings
 
 
-def _check_tails(name: str, draws: Tensor) -> list[Finding]:
+def _more_steps(result: PosteriorDraws, factor: float, longer: Longer | None) -> str:
+    """The advice to repeat a run with `factor` times as many steps: the argument, and how long its
+    steps take, from the time that this run's took."""
+    argument = f"num_samples={rounded_up(factor * result.positions.shape[1]):,}"
+    if longer is not None:
+        argument = longer(factor)
+    seconds = rounded_up(factor * float(result.attrs["sampling_time"]))
+    return f"{argument}, which takes about {max(1, seconds):,} s"
+
+
+def _check_tails(
+    result: PosteriorDraws, name: str, draws: Tensor, longer: Longer | None
+) -> list[Finding]:
     """A list with one finding for the report if a site's tails are so heavy that its draws do not
     determine an sd; empty otherwise.
 
     Args:
+        result: draws of a run.
         name: name of the site.
         draws: draws of the site's elements, `[chains, draws, elements]`.
+        longer: the argument, as text, with which a run takes so many times as many steps.
     """
     squares = (draws.double() - draws.double().mean((0, 1))).square()
     variance, scatter = squares.mean((0, 1)), squares.flatten(0, 1).std(0)
@@ -183,8 +215,9 @@ def _check_tails(name: str, draws: Tensor) -> list[Finding]:
         return []
     worst = float(error[heavy].max())
     text = f"tails are so heavy that the sd has a Monte Carlo error of {100 * worst:.0f}%"
-    advice = "more num_samples=, or quantiles instead of sds"
-    return [Finding(name, "tails", "unknown", text, advice, worst / TOLERANCE.sd)]
+    severity = worst / TOLERANCE.sd
+    advice = f"{_more_steps(result, severity**2, longer)}; or quantiles instead of sds"
+    return [Finding(name, "tails", "unknown", text, advice, severity)]
 
 
 def _check_divergences(result: PosteriorDraws) -> list[Finding]:
@@ -230,9 +263,9 @@ def _check_temperatures(result: PosteriorDraws) -> list[Finding]:
     slices, latents = result.layout.slices(), result.log_posterior.latents
     count = sum(slices[name].stop - slices[name].start for name in latents)
     errors = errors_by_chance(TEMPERATURE.family_wise / 2, count)
-    # a standard error above the tolerance is inconclusive, unless it is that of so few draws
+    # inconclusive if the standard error is that of fewer draws than a report asks for
     assert virial.num_draws is not None
-    widest = max((_HIGHEST - 1) / 2, TEMPERATURE.wide * (2 / virial.num_draws) ** 0.5)
+    widest = TEMPERATURE.wide * (2 / min(virial.num_draws, MIXING.many_draws)) ** 0.5
     findings = []
     for name in latents:
         mean, mcse = means[slices[name]], mcses[slices[name]]

@@ -15,7 +15,7 @@ from pyro_scale.diagnostics import crash_dump
 from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
 from pyro_scale.diagnostics.post_run import measure
 from pyro_scale.diagnostics.report import Report
-from pyro_scale.diagnostics.verdict import report
+from pyro_scale.diagnostics.verdict import Longer, report
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import (
     BiasWarning,
@@ -77,7 +77,7 @@ def run_stages(
         name, may_halve = type(sampler).__name__, "lr" in sampler._settings.chosen
         trajectory = execute(plan, name, may_halve, budget, journal, facts, sink)
         trajectory = gather_trajectory(trajectory)
-        result, error = _collect(sampler, trajectory, config, choice, sink)
+        result, error = _collect(sampler, trajectory, config, choice, budget, sink)
     if problem.draws_differ:
         findings = _findings_of(result) if problem.is_first else None
         findings = problem.broadcast(findings, "what all chains have come to")
@@ -101,6 +101,7 @@ def _collect(
     trajectory: Trajectory,
     config: RunConfig,
     choice: Choice | None,
+    budget: Budget,
     sink: ToDisk | ToMoments | None,
 ) -> tuple[PosteriorDraws | None, BaseException | None]:
     """Collects, measures and reports on a run's draws, and stores them in the sampler.
@@ -110,6 +111,7 @@ def _collect(
         trajectory: steps of the run, gathered from all processes.
         config: the checked arguments of the run.
         choice: step size, warm-up and thinning that tuning chose; None if the user set all of them.
+        budget: limits on gradients of rows and on seconds, less what tuning has spent.
         sink: where draws were written during the run; None for memory.
 
     Returns:
@@ -130,8 +132,10 @@ def _collect(
         measurements = problem.broadcast(result.measurements, "what was measured")
         result = dataclasses.replace(result, measurements=measurements)
     if not isinstance(sink, ToMoments):
+        longer = None if choice is None else _argument_for(budget, trajectory)
         try:
-            attrs = result.attrs | {"report": report(result, choice, config.num_samples).to_json()}
+            text = report(result, choice, config.num_samples, longer).to_json()
+            attrs = result.attrs | {"report": text}
             result = dataclasses.replace(result, attrs=attrs)
         except (Exception, KeyboardInterrupt) as raised:  # such as data that cannot be read again
             error = error or raised
@@ -143,6 +147,18 @@ def _collect(
             error = error or raised
     sampler._last = Finished(Posterior(result), plan)
     return result, error
+
+
+def _argument_for(budget: Budget, trajectory: Trajectory) -> Longer:
+    """Function from a factor to the argument of `run`, as text, with which a run takes so many
+    times as many steps after tuning as this one."""
+    draws, problem = trajectory.draws, trajectory.problem
+
+    def longer(factor: float) -> str:
+        num_samples, steps = len(draws.kept_steps), draws.num_steps
+        return budget.argument_for(problem, factor * num_samples, factor * steps)
+
+    return longer
 
 
 def _draws_of(

@@ -102,6 +102,17 @@ class Budget:
         left = self.most_rows(problem) - self.spent
         return max(0, left) // (rows_a_step(problem) * len(problem.positions))
 
+    def argument_for(self, problem: Problem, num_samples: float, steps: float) -> str:
+        """The argument of a run, as text, with which each of its chains can take `steps` steps for
+        `num_samples` draws, after what is spent: `max_rows` if the user set it, otherwise
+        `num_samples`, with which the default grows."""
+        rows = self.spent + steps * rows_a_step(problem) * len(problem.positions)
+        if self.max_rows is not None:
+            return f"max_rows={rounded_up(rows):,}"
+        rows_a_draw = self.most_rows(problem) / max(_FEWEST_DRAWS, self.num_samples)
+        affordable = rows / rows_a_draw if rows > self.most_rows(problem) else 0
+        return f"num_samples={rounded_up(max(num_samples, affordable)):,}"
+
     @property
     def of_tuning(self) -> Budget:
         """The budget from which tuning (the choice of step size, warm-up, thinning, ...) derives
@@ -121,6 +132,13 @@ class Budget:
         passes = _PASSES_A_DRAW * max(_FEWEST_DRAWS, self.num_samples)
         rows = max(rows_a_step(problem), problem.log_posterior.num_data)
         return passes * len(problem.positions) * rows
+
+
+def rounded_up(number: float) -> int:
+    """The least integer of two digits and zeros that is not below a positive number: 1,300 for
+    1,234."""
+    unit = 10 ** max(0, math.floor(math.log10(number)) - 1)
+    return math.ceil(number / unit) * unit
 
 
 def passes_of(problem: Problem, steps: int) -> float:

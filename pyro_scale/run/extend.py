@@ -13,48 +13,48 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_scale.core.mixing import autocorrelation_time, split_r_hat
+from pyro_scale.core.mixing import chance_of_disagreement, mixing_of
 from pyro_scale.core.validation import evenly
 from pyro_scale.data.batches import Batches
 from pyro_scale.engine.checkpoint import Checkpoint, RunState
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.run.run import Trajectory
 
-#: Least effective draws per draw, and largest R-hat, of draws that are independent enough.
-_LEAST_ESS, _MOST_R_HAT = 0.5, 1.01
+#: Least effective draws per draw, bulk and tail, of draws that are independent enough; and the
+#: probability that chance makes chains disagree in some element.
+_LEAST_ESS, _FAMILY_WISE = 0.2, 0.01
 #: Elements of a position that are checked.
 _MOST_ELEMENTS = 1000
 
 
 def is_enough(trajectory: Trajectory) -> bool:
-    """Whether a finished run need not be continued at a larger thinning: for every element and its
-    squared deviation from the mean there are at least 0.5 effective draws per draw, and for every
-    element R-hat is at most 1.01. Also True with fewer than 4 draws, or if no chain reached the
-    end."""
+    """Whether a finished run need not be continued at a larger thinning: for every element there
+    are at least 0.2 effective draws per draw, bulk and tail, and chance explains how far chains
+    disagree. Also True with fewer than 4 draws, or if no chain reached the end."""
     draws, finished = trajectory.draws, trajectory.draws.finished
     latents = trajectory.problem.engine.num_latents
     if draws.positions.shape[1] < 4 or not (finished or trajectory.problem.is_split):
         return True
     chosen = evenly(latents, _MOST_ELEMENTS)
-    kept = draws.positions[finished][..., chosen].double()
+    kept = draws.positions[finished][..., chosen]
     if trajectory.problem.is_split:
         return trajectory.problem.reduce(_are_enough, kept, "draws to check")
     return _are_enough([kept])
 
 
 def _are_enough(of_processes: list[Tensor]) -> bool:
-    """True if, in every element, draws are independent enough (at least 0.5 effective draws per
-    draw) and chains agree (R-hat of at most 1.01).
+    """True if, in every element, draws are independent enough (at least 0.2 effective draws per
+    draw, bulk and tail) and chains do not disagree significantly.
 
     Args:
         of_processes: draws `[chains, draws, elements]` of each process, which are joined along
             chains.
     """
     kept = torch.cat(of_processes)
-    squares = (kept - kept.mean((0, 1))).square()
-    time = max(float(autocorrelation_time(values).max()) for values in (kept, squares))
-    r_hat = float(split_r_hat(kept).max()) if len(kept) > 1 else 1.0
-    return time <= 1 / _LEAST_ESS and r_hat <= _MOST_R_HAT
+    _, bulk, tail = mixing_of(kept)
+    too_few = torch.minimum(bulk, tail) < _LEAST_ESS * kept.shape[:2].numel()
+    disagree = chance_of_disagreement(kept) < _FAMILY_WISE / kept.shape[2]
+    return not bool((too_few | disagree).any())
 
 
 def cut_short(trajectory: Trajectory) -> Trajectory:

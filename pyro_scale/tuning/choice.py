@@ -119,8 +119,8 @@ class Choice:
         reasons = dict(self.reasons)
         if thinning != self.steps.thinning:
             reasons["thinning"] = (
-                f"{thinning} steps from one draw to the next, as draws {self.steps.thinning} steps "
-                "apart depended on each other"
+                f"{thinning} steps from one draw to the next, as too few draws "
+                f"{self.steps.thinning} step{'s' * (self.steps.thinning > 1)} apart were effective"
             )
         return reasons
 

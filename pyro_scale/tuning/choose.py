@@ -3,7 +3,7 @@
 modes of the posterior  ->  a Gaussian, in whose coordinates the posterior is about isotropic
 windows of warm-up      ->  the geometry of the draws, and a stable step size
 coupled pilots          ->  a step size with a small bias
-autocorrelation         ->  a thinning at which draws are nearly independent
+autocorrelation         ->  a thinning at which a quarter of the draws is effective
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def choose(
         time = tried.time if math.isfinite(tried.time) else time
         tuning.passes["pilots"] = passes_of(problem, tried.steps)
     most = max(1, tuning.left.steps(problem) // num_samples)
-    needed = max(1, math.ceil(time)) if math.isfinite(time) else most
+    needed = max(1, math.ceil(PILOTS.effective * time)) if math.isfinite(time) else most
     thinning = config.thinning or min(most, needed)
     return Choice(
         problem=problem,
@@ -378,5 +378,8 @@ def _explain(
             f"{float(tried.bias.mean.abs().max()):.2g} sds in means and "
             f"{100 * float(tried.bias.log_sd.abs().max()):.2g}% in sds"
         )
-    reasons["thinning"] = f"{thinning} steps from one draw to the next: nearly independent draws"
+    reasons["thinning"] = (
+        f"{thinning} step{'s' * (thinning > 1)} from one draw to the next, for about "
+        f"{PILOTS.effective:.0%} effective draws"
+    )
     return reasons

@@ -9,6 +9,7 @@ from reference import normals
 
 from pyro_scale.core.mixing import (
     autocorrelation_time,
+    chance_of_disagreement,
     effective_draws,
     mixing_of,
     split_r_hat,
@@ -115,3 +116,52 @@ def test_chains_that_stand_still_apart_do_not_agree():
     apart = torch.arange(4.0)[:, None, None].expand(4, 100, 1)
     assert float(split_r_hat(apart)) == math.inf
     assert float(mixing_of(apart)[0]) == math.inf
+
+
+# ------------------------------------------------------------------ chains that disagree
+
+
+def side_by_side(rho, elements, chains=4, draws=1000, seed=0):
+    """Stationary draws `[chains, draws, elements]`."""
+    paths = stationary_paths(rho, chains * elements, draws, seed)
+    return paths.view(chains, elements, draws).transpose(1, 2)
+
+
+@pytest.mark.parametrize("rho", [-0.4, 0.0, 2 / 3, 0.9])
+def test_chance_is_as_rare_as_it_says(rho):
+    """Of 2,000 elements, at four standard errors; of two independent tests the less likely counts
+    twice."""
+    chance = chance_of_disagreement(side_by_side(rho, 2000))
+    for level in (0.05, 0.01):
+        share = 1 - (1 - level / 2) ** 2
+        error = (share * (1 - share) / 2000) ** 0.5
+        assert float((chance < level).double().mean()) == pytest.approx(share, abs=4 * error)
+
+
+def test_chains_of_another_mean_or_scale_are_no_chance():
+    """One of four differs by .5 sds, seven of its standard errors; or by half in scale."""
+    draws = side_by_side(2 / 3, 3)
+    draws[0, :, 0] += 0.5
+    draws[0, :, 1] *= 1.5
+    chance = chance_of_disagreement(draws).tolist()
+    assert max(chance[:2]) < 1e-5
+    assert chance[2] > 0.01
+
+
+def test_two_modes_are_no_chance():
+    """Which chains never leave, whatever the draws of one of them are worth."""
+    draws = side_by_side(0.9, 1) + torch.tensor([0.0, 0.0, 8.0, 8.0])[:, None, None]
+    assert float(chance_of_disagreement(draws)) < 1e-12
+
+
+def test_what_cannot_be_judged():
+    """A random walk, whose half chains are worth a few draws; a constant; three draws; no
+    numbers."""
+    draws = side_by_side(0.0, 3)
+    draws[..., 0] = draws[..., 0].cumsum(1)
+    draws[..., 1] = 0.1
+    draws[0, 3, 2] = math.nan
+    chance = chance_of_disagreement(draws).tolist()
+    assert chance[:2] == [1.0, 1.0]
+    assert math.isnan(chance[2])
+    assert chance_of_disagreement(draws[:, :3]).tolist() == [1.0, 1.0, 1.0]

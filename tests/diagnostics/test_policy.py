@@ -18,12 +18,13 @@ WORDS = {0.1: "a tenth", 0.5: "half", 2.0: "twice", 3.0: "three", 5.0: "five"}
 #: What the page says, with the fields that its numbers are.
 SENTENCES = """\
 (of up to {MIXING.elements})
-above {MIXING.agree} not known, above {MIXING.disagree} NO (with {MIXING.many_draws} draws or more)
+above {MIXING.agree} not known, above {MIXING.disagree} NO, if chance does not explain it
+(family-wise {MIXING.family_wise:.0%}, see below)
 warns above {MIXING.disagree}; with fewer than {MIXING.many_draws} draws, or {MIXING.many_per_chain}
 above {MIXING.disagree_of_few}; with fewer than {MIXING.few_per_chain} per chain never
-under {MIXING.effective:word} of the draws not known, under a quarter NO
-above {MIXING.agree}; under a {MIXING.effective:word}; one chain; under {MIXING.fewest_per_chain}
-| under {MIXING.effective:word} of the draws; of NUTS, under {MIXING.many_draws} |
+under {MIXING.many_draws} not known, with the number of draws to ask for
+above {MIXING.agree} and not by chance; under {MIXING.many_draws}; one chain; under {MIXING.fewest_per_chain}
+report, `mixing` | under {MIXING.many_draws} |
 more than {MIXING.remembered:word} of the variance, and surely for some of it
 (F test at {MIXING.false_alarms}, over the number of elements)
 line (for {MIXING.predicted_rows} training rows)
@@ -33,7 +34,7 @@ R-hat of {MIXING.disagree} or more: the verdict is ENSEMBLE
 a NUTS with R-hat below {MIXING.agree} and no divergences
 surely outside of 0.9 to {TEMPERATURE.hot}, by {TEMPERATURE.errors:word} standard errors
 at a family-wise {TEMPERATURE.family_wise:.0%} (NO)
-or above ${TEMPERATURE.wide:g} \\sqrt{{2 / n}}$ for n draws
+error above ${TEMPERATURE.wide:g} \\sqrt{{2 / n}}$ for n draws, at most {MIXING.many_draws}
 above {TOLERANCE.sd:.0%}, and more than {TEMPERATURE.heavy:word} that of a normal distribution
 above {TEMPERATURE.hot} (NO if measured on all rows; if measured on some batches NOT KNOWN,
 and NO above {TEMPERATURE.surely_hot}). `diagnostics()` warns above {TEMPERATURE.hot},
