@@ -1,6 +1,7 @@
 """Draws stay what they are while the code is rebuilt: `tests/support/reference_runs.py` says how
 they are stored, and anew where they change on purpose."""
 
+import functools
 import json
 import os
 import subprocess
@@ -11,13 +12,14 @@ import reference_runs
 from torch import distributed
 
 STORED = reference_runs.stored()
+run = functools.cache(reference_runs.run)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("name", reference_runs.RUNS)
 def test_draws_are_those_that_are_stored(name):
     """Bit for bit on processors that they are stored for, on others to rounding."""
-    tensors = reference_runs.run(name)
+    tensors = run(name)
     numbers, expected = reference_runs.numbers(tensors), STORED[name]
     assert numbers.keys() == expected["numbers"].keys()
     for site, values in numbers.items():
@@ -43,6 +45,6 @@ def test_two_processes_have_the_draws_of_one():
     assert done.returncode == 0, done.stderr
     together = json.loads(done.stdout.splitlines()[-1])
     for name in reference_runs.SHARED:
-        alone = reference_runs.numbers(reference_runs.run(name))
+        alone = reference_runs.numbers(run(name))
         for site, values in together[name].items():
             assert values == pytest.approx(alone[site], rel=1e-14, abs=1e-14), (name, site)

@@ -176,28 +176,36 @@ def test_arithmetic(function, count):
     assert counted.total == pytest.approx(count)
 
 
+SMALL = textwrap.dedent("""
+    import torch, pyro, pyro.distributions as dist, pyro_scale as ps
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(30), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+    x = torch.linspace(-1, 1, 569 * 30).sin().reshape(569, 30)
+    sampler = ps.BAOA(model, lr=0.1, precondition=None, compile=True)
+    length = {"num_samples": 20, "warmup_steps": 20, "thinning": 1, "num_chains": 1}
+    sampler.run((x, x[:, 0]), **length, batch_size=None, seed=0, progress=False)
+    print(sampler.get_samples()["w"].double().sum().item().hex())
+""")
+
+
+def draws_with(number):
+    """What the small model's draws add up to in a process that is told a number of threads."""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    if number is not None:
+        environment["OMP_NUM_THREADS"] = number
+    command = [sys.executable, "-c", SMALL]
+    return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def draws_of_one_thread():
+    return draws_with("1")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("value", ["0", "1", "64", "many", None])
-def test_draws_do_not_depend_on_the_environment(value):
+@pytest.mark.parametrize("number", ["0", "64", "many", None])
+def test_draws_do_not_depend_on_the_environment(number, draws_of_one_thread):
     """Small models: whatever the number of threads is said to be, the draws are those of one."""
-    code = textwrap.dedent("""
-        import torch, pyro, pyro.distributions as dist, pyro_scale as ps
-        def model(x, y):
-            w = pyro.sample("w", dist.Normal(torch.zeros(30), 1.0).to_event(1))
-            with pyro.plate("data", len(x)):
-                pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
-        x = torch.linspace(-1, 1, 569 * 30).sin().reshape(569, 30)
-        sampler = ps.BAOA(model, lr=0.1, precondition=None, compile=True)
-        length = {"num_samples": 20, "warmup_steps": 20, "thinning": 1, "num_chains": 1}
-        sampler.run((x, x[:, 0]), **length, batch_size=None, seed=0, progress=False)
-        print(sampler.get_samples()["w"].double().sum().item().hex())
-    """)
-
-    def draws(number):
-        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-        if number is not None:
-            environment["OMP_NUM_THREADS"] = number
-        command = [sys.executable, "-c", code]
-        return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
-
-    assert draws(value) == draws("1") != ""
+    assert draws_with(number) == draws_of_one_thread != ""

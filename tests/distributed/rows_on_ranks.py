@@ -249,7 +249,7 @@ def searches():
     }
 
 
-def cases():
+def every_case():
     return {
         "laplace": laplaces(),
         "readings": readings(),
@@ -258,8 +258,8 @@ def cases():
     }
 
 
-def main(case, folder):
-    found = {"cases": cases, "mistakes": mistakes}[case]()
+def main(cases, folder):
+    found = {case: {"cases": every_case, "mistakes": mistakes}[case]() for case in cases.split("+")}
     torch.save(found, Path(folder) / f"rank-{RANK}.pt")
 
 

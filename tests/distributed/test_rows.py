@@ -38,13 +38,23 @@ LOOSER = {"points": 1e-8, "one density": 1e-8}
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     (found,) = results("cases", tmp_path_factory.mktemp("rows") / "1", 1, program=PROGRAM)
-    return found
+    return found["cases"]
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory):
+    """All that two processes find, the cases first, since to start them takes seconds each time."""
+    return results("cases+mistakes", tmp_path_factory.mktemp("rows") / "2", 2, program=PROGRAM)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
 def shared(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rows") / "n"
-    return results("cases", folder, request.param, program=PROGRAM)
+    if request.param == 2:
+        found = request.getfixturevalue("on_two")
+    else:
+        folder = tmp_path_factory.mktemp("rows") / "n"
+        found = results("cases", folder, request.param, program=PROGRAM)
+    return [rank["cases"] for rank in found]
 
 
 @pytest.mark.parametrize("case", EXACT)
@@ -159,8 +169,8 @@ def test_searches_for_modes_are_shared_out(alone, shared):
 
 
 @pytest.fixture(scope="module")
-def mistakes(tmp_path_factory):
-    return results("mistakes", tmp_path_factory.mktemp("rows"), 2, program=PROGRAM)
+def mistakes(on_two):
+    return [rank["mistakes"] for rank in on_two]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ OTHERS = {
 
 
 def baoa(model, **how):
-    return ps.BAOA(model, lr=0.05, friction=1.0, compile=False, **how)
+    return ps.BAOA(model, **{"lr": 0.05, "friction": 1.0, "compile": False, **how})
 
 
 @pytest.fixture(scope="module")
@@ -100,15 +100,16 @@ def test_rows_of_a_loader_beyond_its_first_batch_count(tmp_path):
 
 @pytest.mark.slow
 def test_another_fit_for_the_coordinates_is_refused(tmp_path):
+    """Compiled, since warm-up in a fit's coordinates takes thousands of steps."""
     fit, other = (
         ps.Laplace(logistic, structure="dense").run((X[:n], Y[:n]), seed=0, **QUIET)
         for n in (24, 12)
     )
     whole = {**STEPS, **QUIET, "batch_size": None}
-    baoa(logistic, precondition=fit).run((X, Y), checkpoint=tmp_path, **whole)
+    baoa(logistic, precondition=fit, compile=True).run((X, Y), checkpoint=tmp_path, **whole)
     with pytest.raises(FileError, match="the mean of the precondition was"):
-        baoa(logistic, precondition=other).run((X, Y), resume=tmp_path, **whole)
-    baoa(logistic, precondition=fit).run((X, Y), resume=tmp_path, **whole)
+        baoa(logistic, precondition=other, compile=True).run((X, Y), resume=tmp_path, **whole)
+    baoa(logistic, precondition=fit, compile=True).run((X, Y), resume=tmp_path, **whole)
 
 
 @functools.cache
