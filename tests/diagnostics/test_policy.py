@@ -23,7 +23,7 @@ above {MIXING.agree} not known, above {MIXING.disagree} NO, if chance does not e
 warns above {MIXING.disagree}; with fewer than {MIXING.many_draws} draws, or {MIXING.many_per_chain}
 above {MIXING.disagree_of_few}; with fewer than {MIXING.few_per_chain} per chain never
 under {MIXING.many_draws} not known, with the number of draws to ask for
-above {MIXING.agree} and not by chance; under {MIXING.many_draws}; one chain; under {MIXING.fewest_per_chain}
+above {MIXING.agree} and not by chance; under {MIXING.many_draws}; one chain;
 report, `mixing` | under {MIXING.many_draws} |
 more than {MIXING.remembered:word} of the variance, and surely for some of it
 (F test at {MIXING.false_alarms}, over the number of elements)

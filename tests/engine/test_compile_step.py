@@ -29,7 +29,6 @@ from pyro_scale.compile.operations import NotALoop
 from pyro_scale.data.row_sampler import RowIndices
 from pyro_scale.engine import compile_step
 from pyro_scale.engine.draws import Steps
-from pyro_scale.engine.executors import Example
 from pyro_scale.engine.plan import StepPlan
 from pyro_scale.errors import ArgumentError, CompileWarning, NonFiniteError, NotRunError
 
