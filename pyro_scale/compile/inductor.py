@@ -146,7 +146,7 @@ def _vectors_as_in_torch() -> Iterator[None]:
         yield
         return
 
-    class AsInTorch(width):  # type: ignore[misc]
+    class AsInTorch(width):
         def __bool__(self) -> bool:
             return True
 

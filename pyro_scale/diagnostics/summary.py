@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 _LISTED_ELEMENTS = 100
 #: Levels of the quantiles of draws that were not kept.
 _LEVELS = 0.05, 0.5, 0.95
-#: Share of the draws in the interval of the columns `hdi_*`, ArviZ's.
-_INTERVAL = 0.94
 
 
 def summary(result: PosteriorDraws, var_names: list[str] | None) -> pandas.DataFrame:
@@ -85,16 +83,15 @@ def _table(
     import pandas
 
     table = pandas.DataFrame({label: values.numpy() for label, values in columns.items()})
+    counts = [label for label in columns if label.startswith("ess")]
     if is_listed:
         places = [f"[{', '.join(map(str, place))}]" for place in np.ndindex(*shape)]
         table.index = pandas.Index([name + place for place in places] if shape else [name])
     else:
-        worst = {label: table[label].min() for label in table if label.startswith("ess")}
-        worst["r_hat"] = table["r_hat"].max()
+        worst = {**{label: table[label].min() for label in counts}, "r_hat": table["r_hat"].max()}
         label = f"{name} [{'x'.join(map(str, shape))}], worst"
-        table = pandas.DataFrame(worst, [label], table.columns)
-    decimals = {label: 0 if label.startswith("ess") else 3 for label in table}
-    return table.round({**decimals, "r_hat": 2})
+        table = pandas.DataFrame(worst, [label], list(columns))
+    return table.round({**dict.fromkeys(columns, 3), **dict.fromkeys(counts, 0), "r_hat": 2})
 
 
 def _of_draws(draws: Tensor, weights: Tensor | None) -> dict[str, Tensor]:
@@ -136,7 +133,7 @@ def _shortest_interval(ordered: Tensor) -> tuple[Tensor, Tensor]:
         ordered: sorted draws of each element, `[elements, draws]`.
     """
     count = ordered.shape[1]
-    inside = math.floor(_INTERVAL * count)
+    inside = math.floor(0.94 * count)  # ArviZ's share
     first = (ordered[:, inside:] - ordered[:, : count - inside]).argmin(1, keepdim=True)
     return ordered.gather(1, first)[:, 0], ordered.gather(1, first + inside)[:, 0]
 
