@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import platformdirs
 import torch
-from filelock import FileLock
 
 from pyro_scale.compile.trace import Graph
 
@@ -183,6 +182,8 @@ def building(key: str) -> Iterator[None]:
     """A context in which no other process or thread builds the library of this key. On file systems
     without locks, others may build it at the same time.
     """
+    from filelock import FileLock
+
     file = directory() / f"{key}.lock"
     lock = FileLock(file)
     with contextlib.suppress(OSError):  # a file system without locks: both build it

@@ -118,11 +118,7 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
     with exclusive, warnings.catch_warnings(), _in_our_cache(), _kernels_built_on_demand():
         warnings.simplefilter("ignore")  # Inductor's imports warn of what users cannot change
         import torch._functorch.config as functorch_config
-        from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-        if config.cpp.vec_isa_ok is None and _uses_widest_vectors():
-            options["cpp.vec_isa_ok"] = True
 
         def inner(*args: Any, **kwargs: Any) -> Any:
             graphs.append(compile_fx_inner(*args, **kwargs))
@@ -137,13 +133,33 @@ def compile_graph(module: fx.GraphModule, examples: list[Tensor], threads: int |
     return Compiled(compiled, compiled.source_code, names)
 
 
-def _uses_widest_vectors() -> bool:
-    """Whether torch's own kernels use this processor's widest vectors.  If not, Inductor compiles a
-    trial for every width, which takes longer than the library that users wait for."""
-    from torch._inductor.cpu_vec_isa import x86_isa_checker
+@contextmanager
+def _vectors_as_in_torch() -> Iterator[None]:
+    """Context in which Inductor uses vectors of the width that torch's own kernels use here.
+    Without it, Inductor compiles up to six trials first, which take longer than the library that
+    users wait for."""
+    from torch._inductor import codecache, cpu_vec_isa
 
-    width = torch.backends.cpu.get_cpu_capability().lower()
-    return width == next((isa for isa in ("avx512", "avx2") if isa in x86_isa_checker()), None)
+    widths = {"AVX512": cpu_vec_isa.VecAVX512, "AVX2": cpu_vec_isa.VecAVX2}
+    width: Any = widths.get(torch.backends.cpu.get_cpu_capability())
+    if width is None:  # not x86: there is no trial, or a single one
+        yield
+        return
+
+    class AsInTorch(width):
+        def __bool__(self) -> bool:
+            return True
+
+        __hash__ = width.__hash__
+
+    def pick() -> AsInTorch:
+        return AsInTorch()
+
+    with (
+        mock.patch.object(codecache, "pick_vec_isa", pick),
+        mock.patch.object(cpu_vec_isa, "pick_vec_isa", pick),
+    ):
+        yield
 
 
 def _may_abort(kernel: object) -> bool:
@@ -276,8 +292,11 @@ def _in_our_cache() -> Iterator[None]:
             from torch._inductor import codecache
 
             headers = str(_inductor_directory() / "precompiled_headers")
-            with mock.patch.multiple(
-                codecache, _HEADER_DIR=headers, _HEADER_LOCK_DIR=os.path.join(headers, "locks")
+            with (
+                _vectors_as_in_torch(),
+                mock.patch.multiple(
+                    codecache, _HEADER_DIR=headers, _HEADER_LOCK_DIR=os.path.join(headers, "locks")
+                ),
             ):
                 yield
         finally:

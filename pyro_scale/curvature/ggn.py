@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 import torch
-import torchopt
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -245,6 +244,8 @@ class Curvature:
             (The natural gradient, in each site's shape by site; the model's evaluation on the
             batch).
         """
+        import torchopt
+
         arguments, layout = rows.as_arguments(batch), Layout.from_tensors(params)
         indices = self._indices(arguments, indices)
         try:

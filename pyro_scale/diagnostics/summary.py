@@ -1,20 +1,24 @@
-"""The table of `summary()`: moments, quantiles and mixing of every element."""
+"""The table of `summary()`: moments, intervals and mixing of every element."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from pyro_scale.core.mixing import (
+    mixing_of,
+    sort,
+    standard_error_of_mean,
+    standard_error_of_sd,
+)
 from pyro_scale.core.online_moments import Moments
-from pyro_scale.diagnostics.convergence import mixing, select_elements
+from pyro_scale.diagnostics.convergence import select_elements
 from pyro_scale.diagnostics.report import Report
-from pyro_scale.posterior import arviz_api
 from pyro_scale.posterior.draws import PosteriorDraws
-from pyro_scale.posterior.export import to_inference_data
 from pyro_scale.posterior.predictive import in_proportion
 
 if TYPE_CHECKING:
@@ -27,9 +31,9 @@ _LEVELS = 0.05, 0.5, 0.95
 
 
 def summary(result: PosteriorDraws, var_names: list[str] | None) -> pandas.DataFrame:
-    """The DataFrame that `summary()` returns, with a row for each element: mean, sd, quantiles,
-    R-hat, ESS as by ArviZ; and, if tuning chose settings of the run, the report's verdict on the
-    site.
+    """The DataFrame that `summary()` returns, with a row for each element: ArviZ 0.23's columns, or
+    moments and quantiles if draws were not kept; and, if tuning chose settings of the run, the
+    report's verdict on the site.
 
     A large site has one row, with its worst R-hat and ESS.  If draws have weights, means and sds
     are weighted, and other columns use draws that are repeated or left out in proportion.
@@ -40,28 +44,18 @@ def summary(result: PosteriorDraws, var_names: list[str] | None) -> pandas.DataF
         table = result.tables["summary"]
         names = var_names or result.shapes
         return table[[_site_of(row) in names for row in table.index]].copy()
-    if result.online is not None:
-        return _summary_of_moments(result.online.moments(_LEVELS), var_names)
-    weights = result.weights
-    # the weights of all chains are the same
-    chosen = slice(None) if weights is None else in_proportion(weights[0], weights.shape[1])
-    shapes, tables = result.shapes, []
-    for name in var_names or shapes:
-        if var_names is None and shapes[name].numel() > _LISTED_ELEMENTS:
-            elements = select_elements(result, name)[:, chosen]
-            columns = _summary_of_draws(result, name, elements[..., 0]).columns
-            worst = mixing({name: elements}).round({"r_hat": 2, "ess_bulk": 0, "ess_tail": 0})
-            tables.append(
-                worst.set_axis([_worst_label(name, shapes[name])]).reindex(columns=columns)
-            )
-            continue
-        values = result.samples[name]
-        table = _summary_of_draws(result, name, values[:, chosen])
-        if weights is not None:
-            moments = weighted_moments(values, weights)
-            table["mean"], table["sd"] = (moment.round(decimals=3).tolist() for moment in moments)
-        tables.append(table)
-    table = pandas.concat(tables)[table.columns]
+    moments = None if result.online is None else result.online.moments(_LEVELS)
+    tables = []
+    for name in var_names or result.shapes:
+        shape = result.shapes[name]
+        is_listed = var_names is not None or shape.numel() <= _LISTED_ELEMENTS
+        if moments is not None:
+            columns = _of_moments(moments[name])
+        else:
+            draws = result.samples[name] if is_listed else select_elements(result, name)
+            columns = _of_draws(draws[..., None].flatten(2), result.weights)
+        tables.append(_table(name, shape, columns, is_listed))
+    table = pandas.concat(tables)
     if "report" in result.attrs:
         report = Report.from_json(result.attrs["report"])
         if report.choices:
@@ -74,60 +68,83 @@ def _site_of(row: object) -> str:
     return str(row).partition("[")[0].strip()
 
 
-def _summary_of_draws(result: PosteriorDraws, name: str, values: Tensor) -> pandas.DataFrame:
-    """ArviZ's summary of one site as a DataFrame with a row for each element; R-hat and ESS of
-    constant elements are NaN.
-
-    Args:
-        result: draws of the run.
-        name: name of the site.
-        values: draws of the site, `[chains, draws, ...]`.
-    """
-    values = values.byte() if values.dtype == torch.bool else values  # which have quantiles
-    data = to_inference_data(result, {"posterior": {name: values}})
-    table, flat = arviz_api.summary(data), values.reshape(values.shape[:2].numel(), -1)
-    constant = (flat == flat[0]).all(0)
-    if bool(constant.any()):  # ArviZ counts all draws of a constant as effective
-        for column in _mixing_columns(table):
-            table[column] = table[column].astype(float).mask(constant.cpu().numpy())
-    return table
-
-
-def _summary_of_moments(
-    moments: Mapping[str, Moments], var_names: list[str] | None
+def _table(
+    name: str, shape: Sequence[int], columns: Mapping[str, Tensor], is_listed: bool
 ) -> pandas.DataFrame:
-    """The summary as a DataFrame with a row for each element, from moments and quantiles that were
-    computed during the run, for draws that were not kept.
+    """The rows of one site in the summary, rounded as in ArviZ.
 
     Args:
-        moments: moments of the draws, by site.
-        var_names: names of the sites; None for all.
+        name: name of the site.
+        shape: shape of one draw of the site.
+        columns: values of each column by its label, `[elements]` each.
+        is_listed: whether each element has a row; otherwise the only row has the site's worst R-hat
+            and ESS, and NaN in all other columns.
     """
     import pandas
 
-    tables, columns = [], ["mean", "sd", *(f"q{100 * p:.0f}" for p in _LEVELS), "ess", "r_hat"]
-    for name in var_names or moments:
-        of_site = moments[name]
-        shape = of_site.mean.shape
-        places = [f"{name}[{', '.join(map(str, place))}]" for place in np.ndindex(*shape)]
-        numbers = [of_site.mean, of_site.sd, *of_site.quantiles, of_site.ess, of_site.r_hat]
-        values = torch.stack(numbers, -1).reshape(-1, len(columns)).numpy()
-        table = pandas.DataFrame(values, index=places if shape else [name], columns=columns)
-        if var_names is None and len(table) > _LISTED_ELEMENTS:
-            worst = {"ess": [table["ess"].min()], "r_hat": [table["r_hat"].max()]}
-            table = pandas.DataFrame(worst, [_worst_label(name, shape)], columns)
-        tables.append(table)
-    return pandas.concat(tables)[columns].round(3)
+    table = pandas.DataFrame({label: values.numpy() for label, values in columns.items()})
+    counts = [label for label in columns if label.startswith("ess")]
+    if is_listed:
+        places = [f"[{', '.join(map(str, place))}]" for place in np.ndindex(*shape)]
+        table.index = pandas.Index([name + place for place in places] if shape else [name])
+    else:
+        worst = {**{label: table[label].min() for label in counts}, "r_hat": table["r_hat"].max()}
+        label = f"{name} [{'x'.join(map(str, shape))}], worst"
+        table = pandas.DataFrame(worst, [label], list(columns))
+    return table.round({**dict.fromkeys(columns, 3), **dict.fromkeys(counts, 0), "r_hat": 2})
 
 
-def _mixing_columns(table: pandas.DataFrame) -> list[str]:
-    """The names of those columns of a summary table that hold R-hat or an ESS."""
-    return [column for column in table.columns if column.startswith(("ess", "r_hat"))]
+def _of_draws(draws: Tensor, weights: Tensor | None) -> dict[str, Tensor]:
+    """ArviZ's columns by label, `[elements]` each, of draws that were kept. R-hat and ESS of
+    constant elements are NaN; ArviZ counts all draws of a constant as effective.
+
+    Args:
+        draws: draws of a site, `[chains, draws, elements]`.
+        weights: weights of the draws, `[chains, draws]`, in any scale and the same for all chains;
+            None if all are equal.
+    """
+    if weights is not None:
+        mean, sd = weighted_moments(draws, weights)
+        chosen = draws[:, in_proportion(weights[0], weights.shape[1])]
+        return {**_of_draws(chosen, None), "mean": mean, "sd": sd}
+    draws = draws.detach().cpu().double()
+    ordered, _ = sort(draws.flatten(0, 1).T)
+    mean, count = draws.mean((0, 1)), ordered.shape[1]
+    low, high = _shortest_interval(ordered)
+    r_hat, bulk, tail = mixing_of(draws)
+    return {
+        "mean": mean,
+        "sd": ((draws - mean).square().sum((0, 1)) / (count - 1)).sqrt(),
+        "hdi_3%": low,
+        "hdi_97%": high,
+        "mcse_mean": standard_error_of_mean(draws),
+        "mcse_sd": standard_error_of_sd(draws),
+        "ess_bulk": bulk,
+        "ess_tail": tail,
+        "r_hat": r_hat,
+    }
 
 
-def _worst_label(name: str, shape: Sequence[int]) -> str:
-    """The label of the one row of a large site, which has the site's worst R-hat and ESS."""
-    return f"{name} [{'x'.join(map(str, shape))}], worst"
+def _shortest_interval(ordered: Tensor) -> tuple[Tensor, Tensor]:
+    """(Lower end, upper end) of the shortest interval with 94% of the draws of each element,
+    `[elements]`; of several such intervals, the lowest.
+
+    Args:
+        ordered: sorted draws of each element, `[elements, draws]`.
+    """
+    count = ordered.shape[1]
+    inside = math.floor(0.94 * count)  # ArviZ's share
+    first = (ordered[:, inside:] - ordered[:, : count - inside]).argmin(1, keepdim=True)
+    return ordered.gather(1, first)[:, 0], ordered.gather(1, first + inside)[:, 0]
+
+
+def _of_moments(moments: Moments) -> dict[str, Tensor]:
+    """The columns by label, `[elements]` each, for draws that were not kept: moments and quantiles
+    computed during the run."""
+    quantiles = {f"q{100 * p:.0f}": q for p, q in zip(_LEVELS, moments.quantiles, strict=True)}
+    columns = {"mean": moments.mean, "sd": moments.sd, **quantiles}
+    columns |= {"ess": moments.ess, "r_hat": moments.r_hat}
+    return {label: values.flatten() for label, values in columns.items()}
 
 
 def weighted_moments(samples: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

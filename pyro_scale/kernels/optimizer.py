@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import torch
-import torchopt
 from torch import Tensor
 
 from pyro_scale.core.exclusive import exclusive
@@ -129,6 +128,8 @@ def as_optimizer(optimizer: Any) -> Optimizer | Scheduled:
     Raises:
         ArgumentError: the argument is none of these.
     """
+    import torchopt
+
     if optimizer is None:
         return torchopt.adam(1e-2)
     if isinstance(optimizer, torchopt.base.GradientTransformation):
@@ -150,6 +151,8 @@ def falling_adam(early_stopping: bool) -> Scheduled:
         early_stopping: whether the run may end early; the rate is then 0.01 / (1 + step / 1,000),
             as the length is not known.
     """
+    import torchopt
+
     falling = Falling(-1e-2)  # downhill
     schedule = falling.__call__ if early_stopping else falling
     return Scheduled((torchopt.transform.scale_by_adam(), schedule))
@@ -157,6 +160,8 @@ def falling_adam(early_stopping: bool) -> Scheduled:
 
 def init_optimizer(optimizer: Optimizer, params: list[Tensor]) -> Any:
     """The optimizer's state before the first step, as a pytree of tensors."""
+    import torchopt
+
     return torchopt.pytree.tree_map(torch.as_tensor, optimizer.init(params))
 
 

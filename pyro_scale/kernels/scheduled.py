@@ -12,15 +12,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torchopt
 from torch import Tensor
-from torchopt.base import ChainedGradientTransformation, GradientTransformation
 
 from pyro_scale.core.schedules import Falling
 from pyro_scale.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torchopt.base import GradientTransformation
 
 #: A schedule: number of a step -> factor on the optimizer's updates.
 StepSize = Callable[[Any], Any]
@@ -43,7 +44,7 @@ class Scheduled:
         """A list of the optimizer's learning-rate schedules, functions from a step's number to a
         factor, in the order in which they are applied.
         """
-        return [link for link in self.links if not isinstance(link, GradientTransformation)]
+        return [link for link in self.links if callable(link)]
 
     def step_sizes(self, steps: range) -> Tensor:
         """The factors (such as learning rates) that all schedules give at these steps, in float64,
@@ -68,12 +69,12 @@ class Scheduled:
         Args:
             step_sizes: factors of the schedules at the step, `[schedules]`.
         """
+        import torchopt
+
         sizes: Any = iter(step_sizes.unbind())  # TorchOpt's types allow only numbers
         return torchopt.chain(
             *(
-                link
-                if isinstance(link, GradientTransformation)
-                else torchopt.transform.scale(next(sizes))
+                torchopt.transform.scale(next(sizes)) if callable(link) else link
                 for link in self.links
             )
         )
@@ -90,12 +91,14 @@ def find_schedules(optimizer: GradientTransformation) -> GradientTransformation 
 def _links(optimizer: GradientTransformation) -> list[GradientTransformation | StepSize]:
     """The transformations and schedules that an optimizer consists of, in order; nested chains are
     flattened. An optimizer that is not a chain is the only link."""
-    if isinstance(optimizer, ChainedGradientTransformation):
+    import torchopt
+
+    if isinstance(optimizer, torchopt.base.ChainedGradientTransformation):
         return [link for part in optimizer.transformations for link in _links(part)]
     code = _code(optimizer)
-    if code is _FLAT:
+    if code is _code(torchopt.combine.chain_flat(torchopt.transform.scale(1.0))):
         return _links(inspect.getclosurevars(optimizer.update).nonlocals["inner"])
-    if code is _BY_SCHEDULE:
+    if code is _code(torchopt.transform.scale_by_schedule(float)):
         return [inspect.getclosurevars(optimizer.update).nonlocals["step_size_fn"]]
     return [optimizer]
 
@@ -104,10 +107,6 @@ def _code(optimizer: GradientTransformation) -> Any:
     """The code object of an optimizer's `update`, which tells by which function of TorchOpt the
     optimizer was made; None if there is none."""
     return getattr(optimizer.update, "__code__", None)
-
-
-_FLAT = _code(torchopt.combine.chain_flat(torchopt.transform.scale(1.0)))
-_BY_SCHEDULE = _code(torchopt.transform.scale_by_schedule(float))
 
 
 def _values(schedule: StepSize, steps: range) -> Tensor:

@@ -7,12 +7,12 @@ out, unpacked or converted.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
-from pyro.contrib.easyguide import EasyGuide
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor, nn
@@ -60,7 +60,9 @@ def check_model(model: Model) -> None:
         raise ArgumentError(
             f"model={model.__name__} is a class: pass an instance of it, {model.__name__}(...)"
         )
-    if isinstance(model, AutoGuide | EasyGuide):
+    # importing `pyro.contrib` takes long; whoever passes an EasyGuide has imported it
+    easy = sys.modules.get("pyro.contrib.easyguide")
+    if isinstance(model, AutoGuide if easy is None else AutoGuide | easy.EasyGuide):
         raise ArgumentError(
             f"model is a guide ({type(model).__name__}): pass the model that it is of; VI makes a "
             "guide of its own, by structure="

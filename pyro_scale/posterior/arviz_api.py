@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -52,13 +51,6 @@ def psis(log_ratios: Tensor, relative_ess: float) -> tuple[Tensor, Tensor]:
     return log_weights, pareto_k
 
 
-def summary(tree: Any) -> Any:
-    """ArviZ's summary of the posterior in `tree` (InferenceData or DataTree): a DataFrame with a
-    row for each element and the columns mean, sd, quantiles, R-hat, ESS and their errors."""
-    with _quiet_arviz() as arviz:
-        return arviz.summary(tree)
-
-
 def tree_of(datasets: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
     """The groups as an InferenceData (ArviZ 0.23) or a DataTree (1.x).
 
@@ -83,17 +75,11 @@ def _is_1() -> bool:
 
 @contextlib.contextmanager
 def _quiet_arviz() -> Iterator[Any]:
-    """Context that yields the module arviz, imported on first use, and silences messages that users
-    can do nothing about: its notice of version 1, and warnings about single draws and overflow."""
+    """Context that yields the module arviz, imported on first use, and silences warnings that users
+    can do nothing about: its notice of version 1, and overflow."""
     with exclusive, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", RuntimeWarning)
         import arviz
 
-        log = getattr(arviz, "_log", logging.getLogger("arviz"))  # it is not in logging's registry
-        level = log.level
-        log.setLevel(logging.ERROR)
-        try:
-            yield arviz
-        finally:
-            log.setLevel(level)
+        yield arviz

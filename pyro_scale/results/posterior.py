@@ -151,7 +151,12 @@ class Posterior:
 
     @check_calls
     def summary(self, var_names: list[str] | None = None) -> pandas.DataFrame:
-        """ArviZ's summary, a DataFrame with a row for each element.
+        """Moments, intervals and mixing of every element: a DataFrame with a row for each.
+
+        The columns are those of `arviz.summary` in ArviZ 0.23, whichever ArviZ is installed:
+        `mean`, `sd`, the shortest interval with 94% of the draws (`hdi_3%`, `hdi_97%`), Monte Carlo
+        standard errors, `ess_bulk`, `ess_tail` and `r_hat`, rounded in the same way.  Constant
+        elements have neither R-hat nor ESS.
 
         A site with more than 100 elements has one row, with the largest R-hat and the smallest ESS
         of up to 200 of them, evenly spread.  With `store=False` the table has the numbers of

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from pyro_scale.errors import ArgumentError, FileError
@@ -206,6 +205,8 @@ def locked(directory: Path, lock: Path | None = None) -> Iterator[None]:
     Raises:
         FileError: another process has the lock, or the lock's file cannot be written.
     """
+    from filelock import FileLock, Timeout
+
     file = lock or directory / _LOCK
     holder = FileLock(file)
     try:

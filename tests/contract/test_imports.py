@@ -127,8 +127,10 @@ def test_kernels_know_no_pyro_and_no_data(path):
 
 
 def test_importing_the_package_is_light():
-    """ArviZ and what it brings are a second's import, needed for results alone."""
+    """ArviZ and what it brings are a second's import, needed for results alone; others for a few
+    methods."""
     heavy = ["torchmetrics", "arviz", "xarray", "pandas", "matplotlib", "sklearn", "scipy"]
+    heavy += ["torchopt", "filelock", "pyro.contrib"]
     code = f"import sys, pyro_scale; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

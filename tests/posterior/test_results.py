@@ -12,7 +12,6 @@ import warnings
 import arviz
 import matplotlib as mpl
 import numpy as np
-import pandas
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -206,11 +205,10 @@ wide = of_one_site(11, 10)
 
 
 @pytest.mark.slow
-def test_summary_is_arvizs_with_large_sites_in_one_row():
+def test_summary_has_large_sites_in_one_row():
     fit = fitted(wide, X, num_samples=50)
-    table = fit.summary()
-    posterior = fit.to_arviz().posterior
-    whole = arviz.summary(posterior, var_names=["big"])
+    table, whole = fit.summary(), fit.summary(["big"])
+    assert len(whole) == 110
     assert list(table.index) == ["big [11x10], worst", "small[0]", "small[1]"]
     worst = table.loc["big [11x10], worst"]
     assert worst["r_hat"] == whole["r_hat"].max() > whole["r_hat"].min()
@@ -220,8 +218,6 @@ def test_summary_is_arvizs_with_large_sites_in_one_row():
     small = fit.get_samples()["small"]
     assert table.loc["small[1]", "mean"] == pytest.approx(float(small[:, 1].mean()), abs=6e-4)
     assert table.loc["small[1]", "sd"] == pytest.approx(float(small[:, 1].std()), abs=6e-4)
-    big = fit.summary(["big"])
-    pandas.testing.assert_frame_equal(big, whole)
     assert list(fit.summary(var_names=["small"]).index) == ["small[0]", "small[1]"]
 
 
