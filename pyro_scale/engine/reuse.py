@@ -1,12 +1,12 @@
-"""Reuses the steps that earlier runs of the same sampler object compiled, so that the next run need
-not trace and compile its steps.
+"""Reuses the steps that earlier runs compiled, of the same object or of another sampler of the same
+model, so that the next run need not trace and compile its steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -83,18 +83,54 @@ class _Kept:
     facts: Any
 
 
+class _Programs:
+    """The latest programs of one object, or of all samplers of one model.
+
+    Attributes:
+        model: weak reference to the model; None for the programs of one object.
+        kept: the programs, the latest first.
+    """
+
+    def __init__(self, model: object = None):
+        self.model = None if model is None else weakref.ref(model)
+        self.kept: list[_Kept] = []
+
+
+#: Programs by the `id` of their model, as long as a sampler of that model exists.
+_of_models: weakref.WeakValueDictionary[int, _Programs] = weakref.WeakValueDictionary()
+
+
+def _programs_of(model: object) -> _Programs:
+    """The programs that a model's samplers share.
+
+    Raises:
+        TypeError: there can be no weak reference to the model.
+    """
+    programs = _of_models.get(id(model))
+    if programs is None or programs.model is None or programs.model() is not model:
+        programs = _of_models[id(model)] = _Programs(model)
+    return programs
+
+
 class Earlier:
-    """A cache of the latest programs (compiled steps or loops) of one sampler object, one for each
-    combination of sampler's kernel, shapes and data.
+    """A cache of the latest programs (compiled steps or loops), one for each combination of
+    sampler's kernel, shapes and data.
 
     A program is reused if all shapes are the same and the tensors of data and model are the same
     objects, and have not been written to; references to these tensors are weak. Anything else that
     the model reads is checked by its effect: the program is compared with the Python step at a new
     state.
+
+    Args:
+        model: a model with whose other samplers programs are shared, as far as they depend on
+            nothing but the model and on numbers that are inputs of a step; None for an object that
+            shares none.
     """
 
-    def __init__(self) -> None:
-        self._kept: list[_Kept] = []
+    def __init__(self, model: object = None) -> None:
+        self._own = self._shared = _Programs()
+        with contextlib.suppress(TypeError):  # a model without weak references
+            self._shared = self._own if model is None else _programs_of(model)
 
     def __reduce__(self) -> Any:
         return Earlier, ()  # a copy compiles its own
@@ -102,18 +138,31 @@ class Earlier:
     def keep(self, blueprint: Blueprint, example: Example) -> None:
         """Adds a compiled step to the cache, in place of one with the same kernel, shapes and data.
         The cache holds the latest four."""
-        facts = _facts(example)
+        facts, programs = _facts(example), self._programs(example.engine)
         kept = _Kept(blueprint.build, recall(blueprint.constants), blueprint.by_column, facts)
-        others = [other for other in self._kept if other.facts != facts]
-        self._kept = [kept, *others][:_MOST_KEPT]
+        others = [other for other in programs.kept if other.facts != facts]
+        programs.kept = [kept, *others][:_MOST_KEPT]
+
+    def _programs(self, engine: Engine) -> _Programs:
+        """Where programs of an engine are: shared with the model's other samplers if nothing of its
+        own is in a step, such as control variates or a hyperparameter by site."""
+        if self._shared.model is None:
+            return self._own
+        hyperparameters = engine.kernel.hyperparameters().values()
+        is_common = (
+            getattr(engine.density, "model", None) is self._shared.model()
+            and engine.known_noise is None
+            and not engine.kernel.settings
+            and not any(isinstance(hyper, Mapping | Tensor) for hyper in hyperparameters)
+        )
+        return self._shared if is_common else self._own
 
     def program(self, example: Example) -> Program | None:
-        """A program that the same sampler object compiled in an earlier run and that computes the
-        step of the example, with the example's minibatches; None if there is none, and the step has
-        to be compiled.
+        """A program that was compiled in an earlier run and that computes the step of the example,
+        with the example's minibatches; None if there is none, and the step has to be compiled.
         """
-        facts = _facts(example)
-        kept = next((kept for kept in self._kept if kept.facts == facts), None)
+        facts, programs = _facts(example), self._programs(example.engine)
+        kept = next((kept for kept in programs.kept if kept.facts == facts), None)
         constants = None if kept is None else kept.recall()
         if kept is None or constants is None:
             return None

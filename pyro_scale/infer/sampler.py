@@ -107,7 +107,7 @@ class Sampler(Stepwise):
     ):
         starts: Any = None if is_auto(init_strategy) else init_strategy
         super().__init__(model, init_strategy=starts, num_data=num_data)
-        self._earlier = Earlier()
+        self._earlier = Earlier(model)
         self.kernel, self._settings = settings_of(
             self,
             hyperparameters,

@@ -1,4 +1,5 @@
-"""An object's later runs take the compiled step of its earlier one, where it is the same step."""
+"""Later runs, of an object or of samplers of one model, take the compiled step of an earlier one,
+where it is the same step."""
 
 import copy
 import gc
@@ -143,7 +144,7 @@ def test_what_changes_is_seen(change):
         first = sampler(model)
         outcome_of(first)
         CHANGES[change](model)
-        assert torch.equal(outcome_of(first), outcome_of(sampler(model)))
+        assert torch.equal(outcome_of(first), outcome_of(sampler(copy.deepcopy(model))))
     finally:
         Y.copy_(before)
 
@@ -180,7 +181,7 @@ def test_a_frozen_branch_is_seen_at_the_new_point(traced):
     heavy, first = False, sampler(model)
     outcome_of(first)
     heavy = True
-    assert torch.equal(outcome_of(first), outcome_of(sampler(model)))
+    assert torch.equal(outcome_of(first), outcome_of(sampler(lambda x, y: model(x, y))))
     assert len(traced) == 3
 
 
@@ -193,7 +194,7 @@ def test_nothing_is_held():
     watched = [weakref.ref(x) for x in (*data, model.loc, model.sd, model.weight)]
     del first, model, data
     gc.collect()
-    assert kept._kept
+    assert kept._shared.kept
     assert [ref() for ref in watched] == [None] * 5
 
 
@@ -204,3 +205,39 @@ def test_copies_of_a_sampler_trace_for_themselves(traced):
     for other in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
         assert torch.equal(outcome_of(other), expected)
     assert len(traced) == 3
+
+
+def test_samplers_of_a_model_trace_once(traced):
+    """While one of them exists."""
+    model, how = Regression(), {"lr": 0.02, "compile": True}
+    first = sampler(model)
+    outcome_of(first)
+    second = ps.BAOA(model, **how)
+    found = outcome_of(second)
+    assert len(traced) == 1
+    assert torch.equal(found, outcome_of(ps.BAOA(Regression(), **how)))
+    del first, second
+    gc.collect()
+    outcome_of(sampler(model))
+    assert len(traced) == 3
+
+
+OWN = {
+    "mass": {"mass": {"w": double(1, 2)}},
+    "another mass": {"mass": {"w": double(1, 2 + 1e-9)}},
+    "control variates": {"control_variates": {"w": double(1, -0.5)}},
+    "another kernel": {"friction": 1.0},
+}
+
+
+@pytest.mark.slow
+def test_what_a_sampler_has_of_its_own_is_not_shared(traced):
+    model = Regression()
+    first = sampler(model)
+    outcome_of(first)
+    for count, (name, own) in enumerate(OWN.items(), 1):
+        kind = ps.SGHMC if name == "another kernel" else ps.BAOA
+        alike = [kind(each, lr=0.01, compile=True, **own) for each in (model, Regression())]
+        found, expected = map(outcome_of, alike)
+        assert torch.equal(found, expected)
+        assert len(traced) == 1 + 2 * count
