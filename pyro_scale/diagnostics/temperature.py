@@ -162,15 +162,7 @@ def virial(
                 break
     assert steepest is not None
     of_parts, of_squares = _regressions(totals / count)
-    of_sites = torch.cat(measured, 1)[:, order[:taken].argsort()]
-    if taken < len(seen):
-        blocks = torch.arange(len(seen)).split(cloud.block)
-        predictions = (of_parts.predict(cloud.squared_distances(sample.draws(b))) for b in blocks)
-        predicted = torch.cat([_by_site(parts, slices, steepest) for parts in predictions], 1)
-        with_gradients = order[:taken].sort().values
-        residuals = of_sites - predicted[:, with_gradients]
-        of_sites = predicted
-        of_sites[:, with_gradients] += len(seen) / taken * residuals
+    of_sites = sample.complete(torch.cat(measured, 1), order[:taken], of_parts, slices, steepest)
     return Virial(
         parts=of_sites,
         num_draws=math.ceil((every if is_explained else count) / cloud.time.median()),
@@ -268,6 +260,34 @@ class _Sample:
         parts = (away * along).double() * self.engine.density.num_data
         squares = gradient.view_as(draws).double().square()
         return parts, squares, self.cloud.squared_distances(draws)
+
+    def complete(
+        self,
+        measured: Tensor,
+        places: Tensor,
+        of_parts: _Regression,
+        slices: Sequence[slice],
+        steepest: Tensor,
+    ) -> Tensor:
+        """Contributions of all draws seen to the temperature, by site, `[chains, draws, sites, 2]`.
+        Those of draws without gradients are predicted from their squared distances, and residuals
+        of the others correct the mean.
+
+        Args:
+            measured: contributions of the draws with gradients, as `_by_site` returns them.
+            places: indices of these draws among those seen.
+            of_parts: regression by which the others are predicted.
+            slices, steepest: arguments of `_by_site`.
+        """
+        if len(places) == len(self.seen):
+            return measured[:, places.argsort()]
+        blocks = torch.arange(len(self.seen)).split(self.cloud.block)
+        distances = (self.cloud.squared_distances(self.draws(block)) for block in blocks)
+        parts = [_by_site(of_parts.predict(part), slices, steepest) for part in distances]
+        predicted = torch.cat(parts, 1)
+        residuals = measured - predicted[:, places]
+        predicted[:, places] += len(self.seen) / len(places) * residuals
+        return predicted
 
 
 def _add_moments(totals: Tensor, parts: Tensor, squares: Tensor, distances: Tensor) -> None:

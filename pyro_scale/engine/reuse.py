@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdRef
 
 from pyro_scale.compile.trace import Constant, as_input
+from pyro_scale.core.rows import Model
 from pyro_scale.data.batches import Batches, WholeData
 from pyro_scale.engine.executors import Example, Program, agrees
 from pyro_scale.engine.step import Engine
@@ -91,7 +92,7 @@ class _Programs:
         kept: the programs, the latest first.
     """
 
-    def __init__(self, model: object = None):
+    def __init__(self, model: Model | None = None):
         self.model = None if model is None else weakref.ref(model)
         self.kept: list[_Kept] = []
 
@@ -100,7 +101,7 @@ class _Programs:
 _of_models: weakref.WeakValueDictionary[int, _Programs] = weakref.WeakValueDictionary()
 
 
-def _programs_of(model: object) -> _Programs:
+def _programs_of(model: Model) -> _Programs:
     """The programs that a model's samplers share.
 
     Raises:
@@ -127,7 +128,7 @@ class Earlier:
             shares none.
     """
 
-    def __init__(self, model: object = None) -> None:
+    def __init__(self, model: Model | None = None) -> None:
         self._own = self._shared = _Programs()
         with contextlib.suppress(TypeError):  # a model without weak references
             self._shared = self._own if model is None else _programs_of(model)
@@ -153,7 +154,7 @@ class Earlier:
             getattr(engine.density, "model", None) is self._shared.model()
             and engine.known_noise is None
             and not engine.kernel.settings
-            and not any(isinstance(hyper, Mapping | Tensor) for hyper in hyperparameters)
+            and all(callable(hyper) or type(hyper) in (int, float) for hyper in hyperparameters)
         )
         return self._shared if is_common else self._own
 
