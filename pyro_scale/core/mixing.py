@@ -68,12 +68,12 @@ def mixing_of(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Args:
         draws: draws, `[chains, draws, elements]`.
     """
-    chains, count, elements = draws.shape
+    _, count, elements = draws.shape
     if count < 4 or not elements:
         r_hat, bulk, tail = torch.full((3, elements), math.nan, dtype=torch.float64)
     else:
         r_hat, bulk, tail = _by_element(_mixing_of, draws.cpu())
-    return (r_hat if chains > 1 else torch.full_like(r_hat, math.nan)), bulk, tail
+    return r_hat, bulk, tail
 
 
 def chance_of_disagreement(draws: Tensor) -> Tensor:
@@ -214,30 +214,33 @@ def _mixing_of(draws: Tensor) -> Tensor:
     """Rank-normalized split R-hat, bulk ESS and tail ESS, `[3, elements]`, of draws `[elements,
     chains, draws]`."""
     halves = _halves(draws)
-    scores, folded_scores, ordered = _scores_of_ranks(halves)
+    ordered, order = sort(halves.flatten(1))
     everything = sort(draws.flatten(1))[0] if draws.shape[2] % 2 else ordered
-    r_hat = torch.fmax(_r_hat(scores), _r_hat(folded_scores))
+    scores = _normal_scores(ordered, order).view_as(halves)
+    r_hat = torch.full_like(ordered[:, 0], math.nan)
+    if draws.shape[1] > 1:
+        r_hat = torch.fmax(_r_hat(scores), _r_hat(_folded_scores(halves, ordered)))
     below = [halves <= _quantile(everything, part)[:, None, None] for part in (0.05, 0.95)]
     tail = torch.minimum(*(_effective(is_below.double()) for is_below in below))
     has_none = (everything[:, 0] == everything[:, -1]) | everything[:, -1].isnan()
     return torch.stack([r_hat, _effective(scores), tail]).masked_fill(has_none, math.nan)
 
 
-def _scores_of_ranks(halves: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(Normal scores of draws; normal scores of their distances from the median, which differ where
-    chains differ in scale; the draws in order, `[elements, all draws]`), of draws `[elements, half
-    chains, draws]`."""
-    ordered, order = sort(halves.flatten(1))
-    scores = _normal_scores(ordered, order).view_as(halves)
+def _folded_scores(halves: Tensor, ordered: Tensor) -> Tensor:
+    """Normal scores of draws' distances from the median, which differ where chains differ in scale,
+    of draws `[elements, half chains, draws]`, and the same in order, `[elements, all draws]`."""
     middle = ordered[:, (ordered.shape[1] - 1) // 2] / 2 + ordered[:, ordered.shape[1] // 2] / 2
     folded = (halves - middle[:, None, None]).abs()
-    return scores, _normal_scores(*sort(folded.flatten(1))).view_as(halves), ordered
+    return _normal_scores(*sort(folded.flatten(1))).view_as(halves)
 
 
 def _chance_of_disagreement(draws: Tensor) -> Tensor:
     """The p-value of `chance_of_disagreement`, `[elements]`, of draws `[elements, chains,
     draws]`."""
-    scores, folded_scores, ordered = _scores_of_ranks(_halves(draws))
+    halves = _halves(draws)
+    ordered, order = sort(halves.flatten(1))
+    scores = _normal_scores(ordered, order).view_as(halves)
+    folded_scores = _folded_scores(halves, ordered)
     chance = torch.minimum(_chance_of_means(scores), _chance_of_means(folded_scores))
     return (2 * chance).clamp(max=1.0).masked_fill(ordered[:, -1].isnan(), math.nan)
 
@@ -295,13 +298,14 @@ def _normal_scores(ordered: Tensor, order: Tensor) -> Tensor:
         ordered: numbers sorted along each element, `[elements, n]`.
         order: index of each sorted number in the original order, `[elements, n]`.
     """
-    count = ordered.shape[1]
-    halves = torch.arange(2, 2 * count + 1, device=ordered.device).double() / 2  # 1, 1.5, 2, ...
-    scores = torch.special.ndtri((halves - 0.375) / (count + 0.25))
-    rises = ordered[:, 1:] != ordered[:, :-1]
-    if bool(rises.all()):
-        return torch.empty_like(ordered).scatter_(1, order, scores[::2].expand_as(ordered))
-    first = torch.arange(count, device=ordered.device).repeat(len(ordered), 1)
+    count, rises = ordered.shape[1], ordered[:, 1:] != ordered[:, :-1]
+    are_different = bool(rises.all())
+    # mean ranks of equal numbers are multiples of 1/2
+    ranks = torch.arange(2, 2 * count + 1, 2 if are_different else 1).double() / 2
+    scores = torch.special.ndtri((ranks - 0.375) / (count + 0.25))
+    if are_different:
+        return torch.empty_like(ordered).scatter_(1, order, scores.expand_as(ordered))
+    first = torch.arange(count).repeat(len(ordered), 1)
     last = first.clone()
     first[:, 1:] *= rises  # 0 within equal values, whose first place is the largest so far
     last[:, :-1] = last[:, :-1].where(rises, count - 1)

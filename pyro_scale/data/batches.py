@@ -360,9 +360,9 @@ def batches_from(batches: Batches, step: int, count: int) -> list[Batch]:
     """A list of the minibatches of `count` steps, beginning with number `step`: one `Batch` (of all
     chains) for each step. For use outside of a compiled loop, such as measurements.
     """
-    spans = [batches.take(step + i, step + i + 1) for i in range(count)]
-    drawn = [pytree.tree_map(lambda leaf: leaf[:, 0], changing) for changing in spans]
-    return [batches.batch(batches.fixed, changing) for changing in drawn]
+    changing = batches.take(step, step + count)
+    of_steps = [pytree.tree_map(lambda leaf, i=i: leaf[:, i], changing) for i in range(count)]
+    return [batches.batch(batches.fixed, of_step) for of_step in of_steps]
 
 
 def _same(one: Any, other: Any) -> bool:

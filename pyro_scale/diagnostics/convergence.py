@@ -187,7 +187,8 @@ def are_apart(result: PosteriorDraws, name: str, r_hat: float) -> bool:
         name: name of the site.
         r_hat: largest R-hat of the site's elements.
     """
-    if result.online is not None or r_hat < MIXING.apart or _has_weights(result):
+    # R-hat of one chain is NaN
+    if result.online is not None or not r_hat >= MIXING.apart or _has_weights(result):
         return False
     half = result.positions.shape[1] // 2
     if half < MIXING.few_per_chain:

@@ -51,13 +51,15 @@ def resolution(result: PosteriorDraws) -> list[Finding]:
     if result.positions.shape[1] < MIXING.fewest_per_chain:
         return []
     dtypes = dict(zip(result.layout.names, result.layout.dtypes, strict=True))
-    findings = []
+    latents, findings = result.log_posterior.latents, []
     for name in result.shapes:
         values = select_elements(result, name)
         if not values.is_floating_point():
             continue
         dtype = dtypes.get(name, values.dtype)
-        unconstrained = _unconstrained(result, name) if name in dtypes else values[..., :0]
+        unconstrained = values[..., :0]  # none that differ from the values
+        if name in dtypes and not (name in latents and result.log_posterior.is_unconstrained):
+            unconstrained = _unconstrained(result, name)
         constant, rounding = _is_constant(values), _rounding(values, dtype)
         if bool(constant.any()) or bool((rounding > _MOST_ROUNDED).any()):
             chain = int(constant.any(1).int().argmax())
@@ -124,9 +126,25 @@ def _rounding(draws: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: dtype to which the numbers are rounded.
     """
     wide = draws.double()
-    added = spacing(wide, dtype).square().mean((0, 1)) / 12
     variance = (wide - wide.mean(1, keepdim=True)).square().mean((0, 1))
-    return torch.where(variance > 0, added / variance, 0)
+    return torch.where(variance > 0, _added_variance(wide, dtype, variance) / variance, 0)
+
+
+def _added_variance(draws: Tensor, dtype: torch.dtype, variance: Tensor) -> Tensor:
+    """The variance that rounding to a dtype adds to each element, `[elements]`; an upper bound,
+    which takes less time, if that is harmless for every element.
+
+    Args:
+        draws: draws in double precision, `[chains, draws, elements]`.
+        dtype: dtype to which the numbers are rounded.
+        variance: variance of each element, relative to which the addition is harmless or not.
+    """
+    info = torch.finfo(dtype)
+    largest_spacing = info.eps * draws.abs().amax((0, 1)).clamp(min=info.tiny)
+    bound = largest_spacing.square() / 12
+    if bool((bound <= _MOST_ROUNDED * variance).all()):
+        return bound
+    return spacing(draws, dtype).square().mean((0, 1)) / 12
 
 
 def spacing(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -147,7 +165,7 @@ def _loses_moves(result: PosteriorDraws, name: str) -> bool:
     draws = result.unconstrained_elements(places, _columns(result, name)).double()
     steps = step[:, places].diff(dim=1).double()[..., None]
     least = (draws.diff(dim=1) / steps).square().mean((0, 1))
-    rounding = spacing(draws, result.layout.dtype).square().mean((0, 1)) / 12
+    rounding = _added_variance(draws, result.layout.dtype, least)
     return bool((rounding > _MOST_ROUNDED * least).any())
 
 

@@ -147,25 +147,22 @@ def virial(
     # on all rows, one draw of each chain takes almost as long as two
     at_once = max(1 + is_exact, _NUMBERS_AT_ONCE // counted.numbers)
     enough, every = -(-work.enough // len(chains)), len(seen) * len(chains)
-    step, taken, measured = step + 1, 0, []
-    totals = torch.zeros(2, 5, engine.layout.size, dtype=torch.float64)
+    step, taken, measured, is_explained = step + 1, 0, [], False
+    totals = torch.zeros(8, engine.layout.size, dtype=torch.float64)
     for places in order.split(min(at_once, enough)):
         parts, squares, distances = sample.measure(places, step)
         step, taken = step + len(places), taken + len(places)
-        totals += torch.stack([_moments(parts, distances), _moments(squares, distances)])
         count = taken * len(chains)
-        of_parts, of_squares = (_Regression.from_moments(total / count) for total in totals)
+        _add_moments(totals, parts, squares, distances)
         steepest = _largest(squares.sum((0, 1)), slices) if steepest is None else steepest
         measured.append(_by_site(parts, slices, steepest))
-        explains = of_parts.explains(taken / len(seen), temperature)
-        if is_explained := is_exact and taken >= enough and explains:
-            break
+        if is_exact and taken >= enough:
+            of_parts, _ = _regressions(totals / count)
+            if is_explained := of_parts.explains(taken / len(seen), temperature):
+                break
     assert steepest is not None
-    blocks = torch.arange(len(seen)).split(cloud.block)
-    predicted = (of_parts.predict(cloud.squared_distances(sample.draws(b))) for b in blocks)
-    of_sites = torch.cat([_by_site(parts, slices, steepest) for parts in predicted], 1)
-    residuals = torch.cat(measured, 1) - of_sites[:, order[:taken]]
-    of_sites[:, order[:taken]] += len(seen) / taken * residuals
+    of_parts, of_squares = _regressions(totals / count)
+    of_sites = sample.complete(torch.cat(measured, 1), order[:taken], of_parts, slices, steepest)
     return Virial(
         parts=of_sites,
         num_draws=math.ceil((every if is_explained else count) / cloud.time.median()),
@@ -264,24 +261,59 @@ class _Sample:
         squares = gradient.view_as(draws).double().square()
         return parts, squares, self.cloud.squared_distances(draws)
 
+    def complete(
+        self,
+        measured: Tensor,
+        places: Tensor,
+        of_parts: _Regression,
+        slices: Sequence[slice],
+        steepest: Tensor,
+    ) -> Tensor:
+        """Contributions of all draws seen to the temperature, by site, `[chains, draws, sites, 2]`.
+        Those of draws without gradients are predicted from their squared distances, and residuals
+        of the others correct the mean.
 
-def _moments(numbers: Tensor, distances: Tensor) -> Tensor:
-    """Sums from which `_Regression` follows, `[5, D]`: of the draws' numbers, of their squares, of
-    the squared distances, of their squares, and of numbers times squared distances.
+        Args:
+            measured: contributions of the draws with gradients, as `_by_site` returns them.
+            places: indices of these draws among those seen.
+            of_parts: regression by which the others are predicted.
+            slices, steepest: arguments of `_by_site`.
+        """
+        if len(places) == len(self.seen):
+            return measured[:, places.argsort()]
+        blocks = torch.arange(len(self.seen)).split(self.cloud.block)
+        distances = (self.cloud.squared_distances(self.draws(block)) for block in blocks)
+        parts = [_by_site(of_parts.predict(part), slices, steepest) for part in distances]
+        predicted = torch.cat(parts, 1)
+        residuals = measured - predicted[:, places]
+        predicted[:, places] += len(self.seen) / len(places) * residuals
+        return predicted
+
+
+def _add_moments(totals: Tensor, parts: Tensor, squares: Tensor, distances: Tensor) -> None:
+    """Adds the sums over draws from which `_regressions` follow to `totals`, `[8, D]`: of parts, of
+    their squares, and of parts times distances; the same three of `squares`; and of the distances
+    and their squares.
 
     Args:
-        numbers: a number of each draw and element, `[chains, draws, D]`.
+        totals: the sums over earlier draws, which are changed.
+        parts, squares: two numbers of each draw and element, `[chains, draws, D]`.
         distances: squared distances of the draws' elements from the mean, `[chains, draws, D]`.
     """
-    over = 0, 1
-    return torch.stack(
-        [
-            numbers.sum(over),
-            numbers.square().sum(over),
-            distances.sum(over),
-            distances.square().sum(over),
-            (numbers * distances).sum(over),
-        ]
+    pairs = [(parts, parts), (parts, distances), (squares, squares), (squares, distances)]
+    for place, numbers in zip((0, 3, 6), (parts, squares, distances), strict=True):
+        totals[place] += numbers.sum((0, 1))
+    for place, (one, other) in zip((1, 2, 4, 5, 7), [*pairs, (distances, distances)], strict=True):
+        totals[place] += (one * other).sum((0, 1))
+
+
+def _regressions(means: Tensor) -> tuple[_Regression, _Regression]:
+    """The regressions of parts and of squares on squared distances, from the sums of `_add_moments`
+    over their number of draws, `[8, D]`."""
+    of_parts, of_squares, of_distances = means.split(3)
+    return (
+        _Regression.from_moments(*of_parts, *of_distances),
+        _Regression.from_moments(*of_squares, *of_distances),
     )
 
 
@@ -304,9 +336,16 @@ class _Regression(NamedTuple):
     explained: Tensor
 
     @classmethod
-    def from_moments(cls, moments: Tensor) -> _Regression:
-        """The regression from `_moments` over their number of draws, `[5, D]`."""
-        mean, square, distance, distance_square, product = moments
+    def from_moments(
+        cls,
+        mean: Tensor,
+        square: Tensor,
+        product: Tensor,
+        distance: Tensor,
+        distance_square: Tensor,
+    ) -> _Regression:
+        """The regression from means over draws, `[D]` each: of the numbers, of their squares, of
+        numbers times squared distances, of squared distances, and of their squares."""
         covariance, variance = product - mean * distance, square - mean.square()
         slope = covariance / (distance_square - distance.square()).clamp(min=1e-300)
         explained = (slope * covariance / variance.clamp(min=1e-300)).nan_to_num(0.0, 0.0, 0.0)

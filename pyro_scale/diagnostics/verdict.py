@@ -207,13 +207,15 @@ def _check_tails(
     """
     squares = (draws.double() - draws.double().mean((0, 1))).square()
     variance, scatter = squares.mean((0, 1)), squares.flatten(0, 1).std(0)
-    count = squares.shape[0] * squares.shape[1] / autocorrelation_time(squares)
     heaviness = scatter / (2**0.5 * variance.clamp(min=1e-300))  # 1 for a normal
-    error = heaviness / (2 * count) ** 0.5
-    heavy = (error > TOLERANCE.sd) & (heaviness > TEMPERATURE.heavy)
+    heavy = heaviness > TEMPERATURE.heavy
     if not bool(heavy.any()):
         return []
-    worst = float(error[heavy].max())
+    squares = squares[..., heavy]
+    count = squares.shape[0] * squares.shape[1] / autocorrelation_time(squares)
+    worst = float((heaviness[heavy] / (2 * count) ** 0.5).max())
+    if worst <= TOLERANCE.sd:
+        return []
     text = f"tails are so heavy that the sd has a Monte Carlo error of {100 * worst:.0f}%"
     severity = worst / TOLERANCE.sd
     advice = f"{_more_steps(result, severity**2, longer)}; or quantiles instead of sds"
