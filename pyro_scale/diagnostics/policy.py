@@ -35,6 +35,8 @@ class Mixing:
     #: and R-hat of all chains at least `apart`.
     stays: float = 1.1
     apart: float = 1.3
+    #: Effective draws below which more of them are not the only advice.
+    few_effective: int = 100
     #: Number of chains from which `superchains=` is more informative than R-hat, and chain means
     #: alone give a standard error.
     many_chains: int = 20

@@ -170,6 +170,8 @@ def _check_mixing(result: PosteriorDraws, longer: Longer | None = None) -> list[
         if not ess >= MIXING.many_draws:
             verdict, severity = "unknown", MIXING.many_draws / ess
             advice = _more_steps(result, MORE * severity, longer)
+            if ess < MIXING.few_effective:
+                advice += "; or another parametrization (poutine.reparam)"
         if chains < 2:
             verdict, advice = "unknown", "num_chains=4: a single chain cannot show it"
         elif significant > MIXING.agree:

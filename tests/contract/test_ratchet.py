@@ -23,7 +23,7 @@ CODE_LINES = {
     "core": 1429,
     "curvature": 3133,
     "data": 932,
-    "diagnostics": 2629,
+    "diagnostics": 2632,
     "distributed": 560,
     "engine": 1679,
     "exact": 522,
@@ -46,7 +46,7 @@ MOST = {
     "functions of more than 50 code lines": 1,
     "most imports of a file": 32,
     "numeric constants of modules": 278,
-    "numeric defaults of fields": 228,
+    "numeric defaults of fields": 229,
     "isinstance, hasattr and case": 494,
     "Any and object": 1030,
 }

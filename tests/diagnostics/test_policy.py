@@ -24,6 +24,7 @@ warns above {MIXING.disagree}; with fewer than {MIXING.many_draws} draws, or {MI
 above {MIXING.disagree_of_few}; with fewer than {MIXING.few_per_chain} per chain never
 under {MIXING.many_draws} not known, with the number of draws to ask for
 above {MIXING.agree} and not by chance; under {MIXING.many_draws}; one chain;
+; one chain; under {MIXING.fewest_per_chain} draws |
 report, `mixing` | under {MIXING.many_draws} |
 more than {MIXING.remembered:word} of the variance, and surely for some of it
 (F test at {MIXING.false_alarms}, over the number of elements)
@@ -64,6 +65,7 @@ NOT_ON_THE_PAGE = {
     "MIXING.apart",
     "MIXING.draws_at_modes",
     "MIXING.few_accepted",
+    "MIXING.few_effective",
     "MIXING.many_chains",
     "MIXING.stays",
     "TEMPERATURE.fewest_draws",

