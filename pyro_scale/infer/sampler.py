@@ -15,6 +15,7 @@ from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.row_sampler import Sampling
 from pyro_scale.diagnostics.step_size_bias import step_size_bias
+from pyro_scale.diagnostics.verdict import judged_by_bias
 from pyro_scale.distributed.workers import Distributed, Workers
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError
@@ -348,7 +349,7 @@ class Sampler(Stepwise):
         starts and with the same path of noise, and extrapolates the difference to a step of 0.  It
         does not detect what both runs have in common, such as a mode that both miss.  Of SGNHT's
         bias, which follows no power of lr if minibatch noise is unequal among elements, it detects
-        between two fifths and all.
+        between two fifths and all.  From then on, `report()` judges the step size by the result.
 
         Columns:
 
@@ -401,4 +402,7 @@ class Sampler(Stepwise):
             )
         if num_samples is not None:
             num_samples = as_count("num_samples", num_samples)
-        return step_size_bias(plan, result, num_samples)
+        table = step_size_bias(plan, result, num_samples)
+        if "report" in result.attrs:
+            self._last = Finished(Posterior(judged_by_bias(result, table)), plan)
+        return table

@@ -478,3 +478,29 @@ def test_what_has_no_bias_of_this_kind(hyperparameters, why):
     sampler = run(ps.BAOA(normals_of(double(1.0)), **hyperparameters), num_samples=10)
     with pytest.raises(ArgumentError, match=why):
         sampler.step_size_bias()
+
+
+# ------------------------------------------------------------------ the report afterwards
+
+
+def of_step_size(sampler):
+    return {
+        finding.site: finding.verdict
+        for finding in sampler.report().findings
+        if finding.check == "step size"
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lr", "verdict"), [(0.3, "yes"), (1.9, "no")])
+def test_a_report_judges_by_the_measured_bias(lr, verdict):
+    """The variance of UBU on a normal is off by the square of lr."""
+    sampler = run(ps.UBU(prior_only(lambda: dist.Normal(0.0, 1.0)), lr=lr), None)
+    assert of_step_size(sampler) == {"": "unknown"}
+    before = sampler.report().verdict
+    draws = sampler.get_samples()
+    sampler.step_size_bias()
+    assert of_step_size(sampler) == {"x": verdict}
+    assert before != "yes"
+    assert sampler.report().verdict == verdict
+    assert sampler.get_samples().keys() == draws.keys()
