@@ -31,6 +31,7 @@ from pyro_scale.diagnostics.extrapolation import (
     gaussian_law,
 )
 from pyro_scale.diagnostics.policy import TEMPERATURE, errors_by_chance
+from pyro_scale.diagnostics.report import Finding, Report, Verdict
 from pyro_scale.diagnostics.table import lower_lr
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError, BiasWarning, NonFiniteError
@@ -39,7 +40,7 @@ from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.rng.streams import RefinedNoise
 from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.run import RunPlan
-from pyro_scale.tuning.policy import TOLERANCE
+from pyro_scale.tuning.policy import PILOTS, TOLERANCE
 
 if TYPE_CHECKING:
     import pandas
@@ -111,6 +112,37 @@ def step_size_bias(
     if biases[worst].excess > 0:
         _warn_of_bias(worst, biases[worst], result, plan)
     return table
+
+
+def judged_by_bias(result: PosteriorDraws, table: pandas.DataFrame) -> PosteriorDraws:
+    """The draws of a run with a report whose findings on the step size follow from its measured
+    bias, in place of those that the report has.
+
+    Args:
+        result: draws of the run, with a report.
+        table: the table of `step_size_bias()`.
+    """
+    before = Report.from_json(result.attrs["report"])
+    findings = [finding for finding in before.findings if finding.check != "step size"]
+    for name, row in table.iterrows():
+        biases = torch.tensor([row["mean_bias"], row["sd_inflation"] - 1]).abs()
+        mcses = torch.tensor([row["mean_bias_mcse"], row["sd_inflation_mcse"]])
+        tolerances = torch.tensor([TOLERANCE.mean, TOLERANCE.sd])
+        errors = errors_by_chance(TEMPERATURE.one_sided, result.shapes[str(name)].numel())
+        verdict: Verdict = "unknown"
+        if bool((biases - errors * mcses > tolerances).any()):
+            verdict = "no"
+        elif bool((biases + PILOTS.errors * mcses < tolerances).all()):
+            verdict = "yes"
+        text = (
+            f"bias of means up to {biases[0]:.2g} +- {mcses[0]:.2g} sds, of sds "
+            f"{100 * biases[1]:.2g} +- {100 * mcses[1]:.2g}%, by a run at half the step"
+        )
+        severity = float((biases / tolerances).max())
+        advice = "a smaller lr, or lr='auto'" if verdict == "no" else "more num_samples="
+        findings.append(Finding(str(name), "step size", verdict, text, advice, severity))
+    report = Report.from_findings(findings, before.choices)
+    return dataclasses.replace(result, attrs=result.attrs | {"report": report.to_json()})
 
 
 def _check_run(plan: RunPlan, result: PosteriorDraws, num_samples: int | None) -> None:

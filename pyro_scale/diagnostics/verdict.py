@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,10 +30,7 @@ from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.blame import WITHIN
 from pyro_scale.run.budget import rounded_up
 from pyro_scale.tuning.choice import Choice
-from pyro_scale.tuning.policy import PILOTS, TOLERANCE, WARM_UP
-
-if TYPE_CHECKING:
-    import pandas
+from pyro_scale.tuning.policy import TOLERANCE, WARM_UP
 
 #: Function from a factor to the argument of a run, as text, with which it takes so many times as
 #: many steps.
@@ -361,37 +358,6 @@ def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
         severity = max(mean_bias / TOLERANCE.mean, sd_bias / TOLERANCE.sd)
         findings.append(Finding(name, "step size", verdict, text, advice, severity))
     return findings
-
-
-def judged_by_bias(result: PosteriorDraws, table: pandas.DataFrame) -> PosteriorDraws:
-    """The draws of a run with a report whose findings on the step size follow from its measured
-    bias, in place of those that the report has.
-
-    Args:
-        result: draws of the run, with a report.
-        table: the table of `step_size_bias()`.
-    """
-    before = Report.from_json(result.attrs["report"])
-    findings = [finding for finding in before.findings if finding.check != "step size"]
-    for name, row in table.iterrows():
-        biases = torch.tensor([row["mean_bias"], row["sd_inflation"] - 1]).abs()
-        mcses = torch.tensor([row["mean_bias_mcse"], row["sd_inflation_mcse"]])
-        tolerances = torch.tensor([TOLERANCE.mean, TOLERANCE.sd])
-        errors = errors_by_chance(TEMPERATURE.one_sided, result.shapes[str(name)].numel())
-        verdict: Verdict = "unknown"
-        if bool((biases - errors * mcses > tolerances).any()):
-            verdict = "no"
-        elif bool((biases + PILOTS.errors * mcses < tolerances).all()):
-            verdict = "yes"
-        text = (
-            f"bias of means up to {biases[0]:.2g} +- {mcses[0]:.2g} sds, of sds "
-            f"{100 * biases[1]:.2g} +- {100 * mcses[1]:.2g}%, by a run at half the step"
-        )
-        severity = float((biases / tolerances).max())
-        advice = "a smaller lr, or lr='auto'" if verdict == "no" else "more num_samples="
-        findings.append(Finding(str(name), "step size", verdict, text, advice, severity))
-    report = Report.from_findings(findings, before.choices)
-    return dataclasses.replace(result, attrs=result.attrs | {"report": report.to_json()})
 
 
 def _check_warm_up(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:

@@ -14,8 +14,7 @@ from pyro_scale.core.schedules import Cyclical, Schedule
 from pyro_scale.core.validation import AUTO, as_count, as_flag, is_auto
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.row_sampler import Sampling
-from pyro_scale.diagnostics.step_size_bias import step_size_bias
-from pyro_scale.diagnostics.verdict import judged_by_bias
+from pyro_scale.diagnostics.step_size_bias import judged_by_bias, step_size_bias
 from pyro_scale.distributed.workers import Distributed, Workers
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError
