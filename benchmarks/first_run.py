@@ -8,25 +8,36 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 
 
 class Stages:
     """Seconds since the last stage ended, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds: dict[str, float] = {}
-        self._start = time.perf_counter()
+        self._clock, self._start = clock, clock()
 
     def end(self, name: str) -> None:
         """Ends a stage."""
-        now = time.perf_counter()
+        now = self._clock()
         self.seconds[name] = now - self._start
         self._start = now
 
 
-def main(method: str) -> dict[str, float]:
-    """Seconds of imports, data, run, summary, report and predictions."""
-    stages = Stages()
+def main(
+    method: str,
+    imported: Callable[[], object] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Seconds of imports, data, run, summary, report and predictions.
+
+    Args:
+        method: name of the sampler.
+        imported: function that is called once the package is imported; None for none.
+        clock: function that returns seconds.
+    """
+    stages = Stages(clock)
     import pyro
     import pyro.distributions as dist
     import torch
@@ -35,6 +46,8 @@ def main(method: str) -> dict[str, float]:
     import pyro_scale as ps
 
     stages.end("import pyro_scale")
+    if imported is not None:
+        imported()
     from sklearn.datasets import load_breast_cancer
 
     x, y = (torch.tensor(a, dtype=torch.float32) for a in load_breast_cancer(return_X_y=True))
