@@ -70,7 +70,7 @@ def report(
     findings = [
         *_check_length(result, num_samples),
         *findings,
-        *_check_temperatures(result),
+        *_check_temperatures(result, longer),
         *_check_heating(result, choice),
         *_check_bias(result, choice),
         *_check_warm_up(result, choice),
@@ -257,9 +257,19 @@ def _check_predictions(result: PosteriorDraws) -> list[Finding]:
 # ------------------------------------------------------------------ of steps and minibatches
 
 
-def _check_temperatures(result: PosteriorDraws) -> list[Finding]:
+def _takes_all_rows(result: PosteriorDraws) -> bool:
+    """Whether every step of the run took all rows of the data."""
+    return int(result.attrs.get("batch_size", 0)) >= int(result.attrs["num_data"])
+
+
+def _check_temperatures(result: PosteriorDraws, longer: Longer | None) -> list[Finding]:
     """A finding for the report on each latent site: whether the virial temperature of every element
-    is the requested one. An empty list if temperatures were not measured by element."""
+    is the requested one. An empty list if temperatures were not measured by element.
+
+    Args:
+        result: draws of a run.
+        longer: the argument, as text, with which a run takes so many times as many steps.
+    """
     virial = result.measurements.virial
     if virial is None or virial.elements is None:
         return []
@@ -284,10 +294,11 @@ def _check_temperatures(result: PosteriorDraws) -> list[Finding]:
         advice = "smaller steps (lr=), or larger batches"
         verdict: Verdict = "no" if bool(is_outside.any()) else "yes"
         if verdict == "yes" and bool((mcse > widest).any()):
-            verdict, advice = "unknown", "more num_samples=, or larger batches (batch_size=)"
-            error = float(mcse.max())
-            text = f"the virial temperature of some element has an error of {error:.2g}"
+            error, verdict = float(mcse.max()), "unknown"
             severity = error / widest
+            text = f"the virial temperature of some element has an error of {error:.2g}"
+            advice = _more_steps(result, MORE * severity**2, longer)
+            advice += "" if _takes_all_rows(result) else ", or larger batches (batch_size=)"
         findings.append(Finding(name, "temperature", verdict, text, advice, severity))
     return findings
 
@@ -296,7 +307,7 @@ def _check_heating(result: PosteriorDraws, choice: Choice | None) -> list[Findin
     """Findings for the report on how much minibatches are predicted to heat the chains, to first
     order in the step size: one on the run if tuning measured it on gradients of all rows, otherwise
     one on each site, from some batches. Empty if every step takes all rows."""
-    if int(result.attrs.get("batch_size", 0)) >= int(result.attrs["num_data"]):
+    if _takes_all_rows(result):
         return []
     check, limit = "minibatch heat", TEMPERATURE.hot - 1
     if choice is not None and choice.heat is not None:

@@ -23,7 +23,7 @@ CODE_LINES = {
     "core": 1429,
     "curvature": 3133,
     "data": 932,
-    "diagnostics": 2655,
+    "diagnostics": 2658,
     "distributed": 560,
     "engine": 1679,
     "exact": 522,
