@@ -78,10 +78,9 @@ def mixing_of(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def chance_of_disagreement(draws: Tensor) -> Tensor:
     """Probability that the half chains of a stationary run differ as much as these do, of each
-    element, `[elements]`: a p-value, small where chains disagree. 1 where it cannot be judged:
-    constant elements, fewer than four draws a chain, and half chains of fewer than 12 effective
-    draws; NaN for elements with a NaN among their
-    draws.
+    element, `[elements]`: a p-value, small where chains disagree. 1 for constant elements; NaN
+    where it cannot be judged: half chains of fewer than 12 effective draws, fewer than four draws a
+    chain, or a NaN among the draws.
 
     An F test: the variance between the means of the half chains over the variance that the
     autocorrelations within half chains imply. The common mean is not used, as the effective draws
@@ -91,8 +90,8 @@ def chance_of_disagreement(draws: Tensor) -> Tensor:
     Args:
         draws: draws, `[chains, draws, elements]`.
     """
-    if draws.shape[1] < 4:
-        return torch.ones(draws.shape[2:], dtype=torch.float64)
+    if draws.shape[1] < 4 or not draws.shape[2]:
+        return torch.full(draws.shape[2:], math.nan, dtype=torch.float64)
     return _by_element(_chance_of_disagreement, draws.cpu())
 
 
@@ -241,18 +240,22 @@ def _chance_of_disagreement(draws: Tensor) -> Tensor:
     ordered, order = sort(halves.flatten(1))
     scores = _normal_scores(ordered, order).view_as(halves)
     folded_scores = _folded_scores(halves, ordered)
-    chance = torch.minimum(_chance_of_means(scores), _chance_of_means(folded_scores))
-    return (2 * chance).clamp(max=1.0).masked_fill(ordered[:, -1].isnan(), math.nan)
+    of_scores, of_folded = _chance_of_means(scores), _chance_of_means(folded_scores)
+    chance = (2 * torch.fmin(of_scores, of_folded)).clamp(max=1.0)
+    return chance.masked_fill(of_scores.isnan() | ordered[:, -1].isnan(), math.nan)
 
 
 def _chance_of_means(halves: Tensor) -> Tensor:
     """Probability that means of stationary half chains scatter as much, `[elements]`, of draws
-    `[elements, half chains, draws]`.
+    `[elements, half chains, draws]`; NaN if these have fewer than 12 effective draws.
 
     The variance of a mean is the sum of the autocovariances about each half's own mean, over
-    Geyer's initial monotone sequence of w lags. Such a sum is too small by w / draws, and has about
+    Geyer's initial positive sequence of w lags. (His monotone sequence is for reversible chains,
+    and a momentum makes chains oscillate.) Such a sum is too small by w / draws, and has about
     2 / (half chains * draws / w) of its square as variance (Sokal 1997, section 3), as a variance
-    from that many degrees of freedom.
+    from that many degrees of freedom. If the variance by batch means is larger, as the sequence
+    stops early at a zero of the autocovariances, it is that; the degrees of freedom are the fewer
+    of both.
     """
     from scipy.special import fdtrc
 
@@ -264,14 +267,17 @@ def _chance_of_means(halves: Tensor) -> Tensor:
     pairs = covariance[:, 0 : count // 2 * 2 : 2] + covariance[:, 1::2]
     is_positive = (pairs > 0).cumprod(1)
     lags = (4 * is_positive.sum(1) - 1).clamp(min=1)
-    total = 2 * (torch.cummin(pairs, 1).values * is_positive).sum(1) - covariance[:, 0]
+    total = 2 * (pairs * is_positive).sum(1) - covariance[:, 0]
     total = total.clamp(min=covariance[:, 0] / math.log10(chains * count))  # of antithetic draws
     between = means[..., 0].var(1)
     is_short = total * _FEWEST_IN_HALF > covariance[:, 0] * count
     variance = total / count / (1 - lags / count).clamp(min=1 / count)
-    freedom = (chains * count / lags).numpy()
+    length = round(count ** (2 / 3))
+    batches = halves[..., : count // length * length].unflatten(2, (-1, length)).mean(3)
+    variance = torch.maximum(variance, batches.var(2).mean(1) * length / count)
+    freedom = (chains * count / lags).clamp(max=chains * (batches.shape[2] - 1)).numpy()
     chance = torch.from_numpy(fdtrc(chains - 1, freedom, (between / variance).numpy()))
-    return torch.where(is_short | (between == 0), 1.0, chance)
+    return torch.where(between == 0, 1.0, chance.masked_fill(is_short, math.nan))
 
 
 def _effective(halves: Tensor) -> Tensor:

@@ -133,8 +133,9 @@ def _check_mixing(result: PosteriorDraws, longer: Longer | None = None) -> list[
     """Findings for the report on each latent site: whether chains agree, and how large Monte Carlo
     errors are. A single one, "unknown", if draws are too few for a check.
 
-    Chains disagree if R-hat is above its limits and chance does not explain it. Draws whose Monte
-    Carlo errors are large are right, but too few: "unknown", never "no".
+    Chains disagree if R-hat is above its limits and chance does not explain it. Where half chains
+    have too few effective draws to tell what is chance, only a large R-hat is a "no". Draws whose
+    Monte Carlo errors are large are right, but too few: "unknown", never "no".
 
     Args:
         result: draws of a run.
@@ -156,9 +157,13 @@ def _check_mixing(result: PosteriorDraws, longer: Longer | None = None) -> list[
     findings = []
     for name, values in varying.items():
         r_hats, bulk, tail = mixing_of(values)
-        differ = ~(chance_of_disagreement(values) >= by_chance)  # NaN differs
+        chance = chance_of_disagreement(values)
         r_hat = float(r_hats.max())
-        significant = float(torch.where(differ, r_hats, 1.0).nan_to_num(math.inf).max())
+        r_hats = r_hats.nan_to_num(math.inf)
+        significant = float(torch.where(chance < by_chance, r_hats, 1.0).max())
+        not_judged = float(torch.where(chance.isnan(), r_hats, 1.0).max())
+        apart = are_apart(result, name, r_hat)
+        has_many = chains * draws >= MIXING.many_draws
         ess, ess_bulk = float(torch.minimum(bulk, tail).min()), float(bulk.min())
         text = (
             f"{ess:.0f} effective draws of {chains * draws}: means have Monte Carlo errors of up "
@@ -174,25 +179,30 @@ def _check_mixing(result: PosteriorDraws, longer: Longer | None = None) -> list[
                 advice += "; or another parametrization (poutine.reparam)"
         if chains < 2:
             verdict, advice = "unknown", "num_chains=4: a single chain cannot show it"
-        elif significant > MIXING.agree:
-            verdict = "no" if significant > MIXING.disagree else "unknown"
-            severity = (significant - 1) / (MIXING.agree - 1)
-            advice = f"{_more_steps(result, 4, longer)}, or another parametrization"
-            if are_apart(result, name, r_hat):
-                advice = APART
+        elif max(significant, not_judged) > MIXING.agree:
+            is_large = has_many and not_judged > MIXING.disagree_of_few
+            verdict = "no" if apart or is_large or significant > MIXING.disagree else "unknown"
+            severity = max(severity, (max(significant, not_judged) - 1) / (MIXING.agree - 1))
+            advice = advice or f"{_more_steps(result, 4, longer)}, or another parametrization"
+            advice = APART if apart else advice
         findings.append(Finding(name, "mixing", verdict, text, advice, severity))
         findings += _check_tails(result, name, values, longer)
     return findings
 
 
 def _more_steps(result: PosteriorDraws, factor: float, longer: Longer | None) -> str:
-    """The advice to repeat a run with `factor` times as many steps: the argument, and how long its
-    steps take, from the time that this run's took."""
-    argument = f"num_samples={rounded_up(factor * result.positions.shape[1]):,}"
+    """The advice to repeat a run with `factor` times as many steps: the argument, and how long the
+    run takes then, from the time that tuning and steps took in this one."""
+    if not math.isfinite(factor):
+        return "a larger num_samples="
+    argument = f"num_samples={rounded_up(factor * result.positions.shape[1])}"
     if longer is not None:
         argument = longer(factor)
-    seconds = rounded_up(factor * float(result.attrs["sampling_time"]))
-    return f"{argument}, which takes about {max(1, seconds):,} s"
+    attrs = result.attrs
+    seconds = attrs.get("tuning_time", 0.0) + factor * attrs.get("sampling_time", math.nan)
+    if not math.isfinite(seconds):  # of an old file
+        return argument
+    return f"{argument}, which takes about {rounded_up(max(1.0, seconds)):,} s"
 
 
 def _check_tails(

@@ -115,13 +115,15 @@ def _repays(plan: StepPlan, example: Example) -> bool:
     steps, chains, and torch operations of an eager step, never by a clock. Decides for
     `compile="auto"`.
     """
-    others = (plan.count - 1) / (_CHAINS_FOR_TWICE if plan.engine.vectorized else 1)
+    vectorized = plan.engine.vectorized
+    others = (plan.count - 1) / (_CHAINS_FOR_TWICE if vectorized else 1)
     steps = plan.steps.total * (1 + others)
     if steps <= _COMPILING_EACH:
         return False
-    with Arithmetic() as step:
+    with Arithmetic() as step:  # of all chains of this process
         example.eager.run(example.state, example.block.part(0, 1), 1, 1)
-    return steps * step.operations >= _COMPILING + _COMPILING_EACH * step.operations
+    operations = step.operations / (1 if vectorized else len(plan.positions))
+    return steps * operations >= _COMPILING + _COMPILING_EACH * operations
 
 
 def _common_program(example: Example, num_chains: int, agree: Callable[[bool], bool]) -> Program:

@@ -108,10 +108,10 @@ class Budget:
         `num_samples`, with which the default grows."""
         rows = self.spent + steps * rows_a_step(problem) * len(problem.positions)
         if self.max_rows is not None:
-            return f"max_rows={rounded_up(rows):,}"
+            return f"max_rows={rounded_up(rows)}"
         rows_a_draw = self.most_rows(problem) / max(_FEWEST_DRAWS, self.num_samples)
         affordable = rows / rows_a_draw if rows > self.most_rows(problem) else 0
-        return f"num_samples={rounded_up(max(num_samples, affordable)):,}"
+        return f"num_samples={rounded_up(max(num_samples, affordable))}"
 
     @property
     def of_tuning(self) -> Budget:

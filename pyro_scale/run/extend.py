@@ -23,6 +23,8 @@ from pyro_scale.run.run import Trajectory
 #: Least effective draws per draw, bulk and tail, of draws that are independent enough; and the
 #: probability that chance makes chains disagree in some element.
 _LEAST_ESS, _FAMILY_WISE = 0.2, 0.01
+#: Draws of each chain below which they are not checked.
+_FEWEST_DRAWS = 100
 #: Elements of a position that are checked.
 _MOST_ELEMENTS = 1000
 
@@ -30,10 +32,11 @@ _MOST_ELEMENTS = 1000
 def is_enough(trajectory: Trajectory) -> bool:
     """Whether a finished run need not be continued at a larger thinning: for every element there
     are at least 0.2 effective draws per draw, bulk and tail, and chance explains how far chains
-    disagree. Also True with fewer than 4 draws, or if no chain reached the end."""
+    disagree. Also True with fewer than 100 draws a chain, which do not tell, or if no chain reached
+    the end."""
     draws, finished = trajectory.draws, trajectory.draws.finished
     latents = trajectory.problem.engine.num_latents
-    if draws.positions.shape[1] < 4 or not (finished or trajectory.problem.is_split):
+    if draws.positions.shape[1] < _FEWEST_DRAWS or not (finished or trajectory.problem.is_split):
         return True
     chosen = evenly(latents, _MOST_ELEMENTS)
     kept = draws.positions[finished][..., chosen]
@@ -53,7 +56,7 @@ def _are_enough(of_processes: list[Tensor]) -> bool:
     kept = torch.cat(of_processes)
     _, bulk, tail = mixing_of(kept)
     too_few = torch.minimum(bulk, tail) < _LEAST_ESS * kept.shape[:2].numel()
-    disagree = chance_of_disagreement(kept) < _FAMILY_WISE / kept.shape[2]
+    disagree = chance_of_disagreement(kept) < _FAMILY_WISE / max(1, kept.shape[2])
     return not bool((too_few | disagree).any())
 
 

@@ -127,15 +127,15 @@ def side_by_side(rho, elements, chains=4, draws=1000, seed=0):
     return paths.view(chains, elements, draws).transpose(1, 2)
 
 
-@pytest.mark.parametrize("rho", [-0.4, 0.0, 2 / 3, 0.9])
-def test_chance_is_as_rare_as_it_says(rho):
+@pytest.mark.parametrize(("rho", "least"), [(-0.4, 0.1), (0.0, 0.1), (2 / 3, 0.3), (0.9, 0.3)])
+def test_chance_is_no_more_frequent_than_it_says(rho, least):
     """Of 2,000 elements, at four standard errors; of two independent tests the less likely counts
-    twice."""
+    twice. It is less frequent, as the larger of two variances and the fewer degrees count."""
     chance = chance_of_disagreement(side_by_side(rho, 2000))
     for level in (0.05, 0.01):
         share = 1 - (1 - level / 2) ** 2
-        error = (share * (1 - share) / 2000) ** 0.5
-        assert float((chance < level).double().mean()) == pytest.approx(share, abs=4 * error)
+        error = 4 * (share * (1 - share) / 2000) ** 0.5
+        assert least * share - error < float((chance < level).double().mean()) < share + error
 
 
 def test_chains_of_another_mean_or_scale_are_no_chance():
@@ -144,7 +144,7 @@ def test_chains_of_another_mean_or_scale_are_no_chance():
     draws[0, :, 0] += 0.5
     draws[0, :, 1] *= 1.5
     chance = chance_of_disagreement(draws).tolist()
-    assert max(chance[:2]) < 1e-5
+    assert max(chance[:2]) < 1e-3
     assert chance[2] > 0.01
 
 
@@ -161,7 +161,8 @@ def test_what_cannot_be_judged():
     draws[..., 0] = draws[..., 0].cumsum(1)
     draws[..., 1] = 0.1
     draws[0, 3, 2] = math.nan
-    chance = chance_of_disagreement(draws).tolist()
-    assert chance[:2] == [1.0, 1.0]
-    assert math.isnan(chance[2])
-    assert chance_of_disagreement(draws[:, :3]).tolist() == [1.0, 1.0, 1.0]
+    chance = chance_of_disagreement(draws)
+    assert chance.isnan().tolist() == [True, False, True]
+    assert chance[1] == 1
+    assert bool(chance_of_disagreement(draws[:, :3]).isnan().all())
+    assert chance_of_disagreement(draws[..., :0]).shape == (0,)
