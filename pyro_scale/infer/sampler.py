@@ -172,8 +172,8 @@ class Sampler(Stepwise):
         """Runs `warmup_steps + num_samples * thinning` steps and keeps every thinning-th state
         after warm-up.
 
-        By default the draws are 1,000 nearly independent ones of each of four chains; `report()`
-        says whether they are.
+        By default there are 1,000 draws of each of four chains, of which about a quarter is
+        effective; `report()` says how many are.
 
         Args:
             data: a `DataLoader` (any iterable with `.dataset`), or the model's own arguments: a
@@ -185,7 +185,8 @@ class Sampler(Stepwise):
             thinning: steps from one draw to the next.  `"auto"` takes a quarter of an
                 autocorrelation time, so that of the default's 4,000 draws about 1,000 are
                 effective; a report asks for 400.  It is doubled, at most seven times, while
-                effective draws are fewer than a fifth of all.
+                effective draws are fewer than a fifth of all, or chains disagree by more than
+                chance explains.
                 With shuffled batches, choose a number coprime with the steps of an epoch.
                 Otherwise draws always fall at the same few places of an epoch, where minibatch
                 noise differs from its average.
