@@ -217,9 +217,10 @@ def _check_tails(
         draws: draws of the site's elements, `[chains, draws, elements]`.
         longer: the argument, as text, with which a run takes so many times as many steps.
     """
-    squares = (draws.double() - draws.double().mean((0, 1))).square()
-    variance, scatter = squares.mean((0, 1)), squares.flatten(0, 1).std(0)
-    heaviness = scatter / (2**0.5 * variance.clamp(min=1e-300))  # 1 for a normal
+    deviations = draws.double() - draws.double().mean((0, 1))
+    sd = deviations.square().mean((0, 1)).sqrt().clamp(min=1e-150)
+    squares = (deviations / sd).square()  # fourth powers of stray draws would overflow
+    heaviness = squares.flatten(0, 1).std(0) / 2**0.5  # 1 for a normal
     heavy = heaviness > TEMPERATURE.heavy
     if not bool(heavy.any()):
         return []

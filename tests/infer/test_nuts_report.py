@@ -1,6 +1,7 @@
 """How far to trust draws of NUTS, said as it is of samplers' draws."""
 
 import dataclasses
+import re
 
 import pyro
 import pyro.distributions as dist
@@ -87,3 +88,22 @@ def test_where_a_funnel_diverges_the_advice_is_how_to_mend_it():
     nuts = ps.NUTS(funnel).run(0.1 * torch.arange(8.0), num_samples=1000, **HOW)
     assert bool(nuts.posterior.draws.sample_stats["diverging"].any())
     assert "non-centered 'effect', whose prior's scale is 'tau'" in nuts.report().headline
+
+
+def test_a_stray_draw_is_a_heavy_tail(sampled):
+    """Of 10^100, whose fourth power is no number; and a report without it passes."""
+    positions = sampled.posterior.draws.positions.clone()
+    positions[2, 100] = 1e100
+    report = changed(sampled, positions=positions)
+    assert checks(report)["tails"] == "unknown"
+    assert "num_samples=" in report.headline or "quantiles" in report.headline
+
+
+def test_a_file_without_seconds_has_a_report(sampled):
+    """As of an older version: what is advised has no seconds then."""
+    result = sampled.posterior.draws
+    few = {"positions": result.positions[:, :90], "attrs": result.attrs | {"sampling_time": None}}
+    few["sample_stats"] = {name: each[:, :90] for name, each in result.sample_stats.items()}
+    del few["attrs"]["sampling_time"]
+    (advice,) = {f.advice for f in changed(sampled, **few).findings if f.check == "mixing"}
+    assert re.fullmatch(r"num_samples=\d+", advice)
