@@ -191,18 +191,13 @@ def _check_mixing(result: PosteriorDraws, longer: Longer | None = None) -> list[
 
 
 def _more_steps(result: PosteriorDraws, factor: float, longer: Longer | None) -> str:
-    """The advice to repeat a run with `factor` times as many steps: the argument, and how long the
-    run takes then, from the time that tuning and steps took in this one."""
+    """The advice to repeat a run with `factor` times as many steps. Without seconds, as the reports
+    of equal runs are equal."""
     if not math.isfinite(factor):
         return "a larger num_samples="
     argument = f"num_samples={rounded_up(factor * result.positions.shape[1])}"
-    if longer is not None:
-        argument = longer(factor)
-    attrs = result.attrs
-    seconds = attrs.get("tuning_time", 0.0) + factor * attrs.get("sampling_time", math.nan)
-    if not math.isfinite(seconds):  # of an old file
-        return argument
-    return f"{argument}, which takes about {rounded_up(max(1.0, seconds)):,} s"
+    argument = argument if longer is None else longer(factor)
+    return f"{argument} ({factor:.2g} times the steps)"
 
 
 def _check_tails(

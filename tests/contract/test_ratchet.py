@@ -23,7 +23,7 @@ CODE_LINES = {
     "core": 1433,
     "curvature": 3133,
     "data": 932,
-    "diagnostics": 2667,
+    "diagnostics": 2663,
     "distributed": 560,
     "engine": 1681,
     "exact": 522,

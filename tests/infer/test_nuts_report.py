@@ -99,11 +99,14 @@ def test_a_stray_draw_is_a_heavy_tail(sampled):
     assert "num_samples=" in report.headline or "quantiles" in report.headline
 
 
-def test_a_file_without_seconds_has_a_report(sampled):
-    """As of an older version: what is advised has no seconds then."""
+def test_few_draws_get_the_number_that_is_enough(sampled):
     result = sampled.posterior.draws
-    few = {"positions": result.positions[:, :90], "attrs": result.attrs | {"sampling_time": None}}
+    few = {"positions": result.positions[:, :90]}
     few["sample_stats"] = {name: each[:, :90] for name, each in result.sample_stats.items()}
-    del few["attrs"]["sampling_time"]
-    (advice,) = {f.advice for f in changed(sampled, **few).findings if f.check == "mixing"}
-    assert re.fullmatch(r"num_samples=\d+", advice)
+    (finding,) = (f for f in changed(sampled, **few).findings if f.check == "mixing")
+    effective = int(re.search(r"(\d+) effective", finding.told)[1])
+    needed, factor = re.fullmatch(
+        r"num_samples=(\d+) \((.+) times the steps\)", finding.advice
+    ).groups()
+    assert 90 * 1.25 * 400 / effective == pytest.approx(int(needed), rel=0.1)
+    assert float(factor) == pytest.approx(1.25 * 400 / effective, rel=0.05)
