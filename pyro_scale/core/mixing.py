@@ -157,16 +157,22 @@ def _by_element(function: Callable[[Tensor], Tensor], draws: Tensor) -> Tensor:
     return torch.cat(parts, -1)
 
 
+def _autocovariances(draws: Tensor) -> tuple[Tensor, Tensor]:
+    """(The chains' means, `[elements, chains]`; the autocovariances about them, averaged over
+    chains, `[elements, lags]`) of draws `[elements, chains, draws]`."""
+    count, means = draws.shape[2], draws.mean(2, keepdim=True)
+    squares = torch.view_as_real(torch.fft.rfft(draws - means, n=2 * count)).square_()
+    power = (squares[..., 0] + squares[..., 1]).mean(1)  # sum(-1) is many times slower
+    return means[..., 0], torch.fft.irfft(power, n=2 * count)[:, :count] / count
+
+
 def _autocorrelation_time(draws: Tensor) -> Tensor:
     """Draws per effective draw, `[elements]`, from draws `[elements, chains, draws]`: twice the sum
     of the autocorrelations about the chains' common mean, over the initial monotone sequence and
     its last, positive term (Geyer 1992; Vehtari et al. 2021)."""
     _, chains, count = draws.shape
-    means = draws.mean(2, keepdim=True)
-    squares = torch.view_as_real(torch.fft.rfft(draws - means, n=2 * count)).square_()
-    power = (squares[..., 0] + squares[..., 1]).mean(1)  # sum(-1) is many times slower
-    covariance = torch.fft.irfft(power, n=2 * count)[:, :count] / count  # [elements, lags]
-    between = means[..., 0].var(1) if chains > 1 else torch.zeros_like(covariance[:, 0])
+    means, covariance = _autocovariances(draws)
+    between = means.var(1) if chains > 1 else torch.zeros_like(covariance[:, 0])
     within, total = covariance[:, :1] * count / (count - 1), covariance[:, 0] + between
     still = total <= _ROUNDING_SHARE * draws.square().mean((1, 2))
     correlation = 1 - (within - covariance) / torch.where(still, 1.0, total)[:, None]
@@ -260,16 +266,13 @@ def _chance_of_means(halves: Tensor) -> Tensor:
     from scipy.special import fdtrc
 
     _, chains, count = halves.shape
-    means = halves.mean(2, keepdim=True)
-    squares = torch.view_as_real(torch.fft.rfft(halves - means, n=2 * count)).square_()
-    power = (squares[..., 0] + squares[..., 1]).mean(1)
-    covariance = torch.fft.irfft(power, n=2 * count)[:, :count] / count
+    means, covariance = _autocovariances(halves)
     pairs = covariance[:, 0 : count // 2 * 2 : 2] + covariance[:, 1::2]
     is_positive = (pairs > 0).cumprod(1)
     lags = (4 * is_positive.sum(1) - 1).clamp(min=1)
     total = 2 * (pairs * is_positive).sum(1) - covariance[:, 0]
     total = total.clamp(min=covariance[:, 0] / math.log10(chains * count))  # of antithetic draws
-    between = means[..., 0].var(1)
+    between = means.var(1)
     is_short = total * _FEWEST_IN_HALF > covariance[:, 0] * count
     variance = total / count / (1 - lags / count).clamp(min=1 / count)
     length = round(count ** (2 / 3))

@@ -115,8 +115,8 @@ def step_size_bias(
 
 
 def judged_by_bias(result: PosteriorDraws, table: pandas.DataFrame) -> PosteriorDraws:
-    """The draws of a run with a report whose findings on the step size follow from its measured
-    bias, in place of those that the report has.
+    """A run's draws with a new report, which judges the step size by its measured bias. All other
+    findings are those of the old report.
 
     Args:
         result: draws of the run, with a report.

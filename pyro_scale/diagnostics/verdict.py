@@ -36,7 +36,7 @@ from pyro_scale.tuning.policy import TOLERANCE, WARM_UP
 #: many steps.
 Longer: TypeAlias = Callable[[float], str]
 #: Factor on the steps that are advised, as effective draws are estimates.
-MORE = 1.25
+_MORE = 1.25
 #: Temperatures between which sds are within tolerance.
 _LOWEST, _HIGHEST = (1 - TOLERANCE.sd) ** 2, (1 + TOLERANCE.sd) ** 2
 
@@ -174,7 +174,7 @@ def _check_mixing(result: PosteriorDraws, longer: Longer | None = None) -> list[
         advice, severity = "", 0.0
         if not ess >= MIXING.many_draws:
             verdict, severity = "unknown", MIXING.many_draws / ess
-            advice = _more_steps(result, MORE * severity, longer)
+            advice = _more_steps(result, _MORE * severity, longer)
             if ess < MIXING.few_effective:
                 advice += "; or another parametrization (poutine.reparam)"
         if chains < 2:
@@ -303,7 +303,7 @@ def _check_temperatures(result: PosteriorDraws, longer: Longer | None) -> list[F
             error, verdict = float(mcse.max()), "unknown"
             severity = error / widest
             text = f"the virial temperature of some element has an error of {error:.2g}"
-            advice = _more_steps(result, MORE * severity**2, longer)
+            advice = _more_steps(result, _MORE * severity**2, longer)
             advice += "" if _takes_all_rows(result) else ", or larger batches (batch_size=)"
         findings.append(Finding(name, "temperature", verdict, text, advice, severity))
     return findings
