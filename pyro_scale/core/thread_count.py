@@ -33,6 +33,7 @@ _SHARED = 2**16
 #: The quota of a container, as (microseconds of processors, microseconds).
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _PRODUCTS = {"mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "convolution"}
+_FACTORIZATIONS = ("linalg_", "cholesky", "triangular_solve")
 
 
 class _Run(threading.local):
@@ -164,13 +165,14 @@ class Arithmetic(TorchDispatchMode):
 
     Attributes:
         total: the sum so far.
+        elements: the part of `total` that is not of products and factorizations.
         operations: number of operations so far, those included that only view a tensor.
         numbers: elements of all results so far, which autograd may keep in memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.total, self.operations, self.numbers = 0.0, 0, 0
+        self.total, self.elements, self.operations, self.numbers = 0.0, 0.0, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -178,7 +180,10 @@ class Arithmetic(TorchDispatchMode):
         if not func.is_view:
             name = func.overloadpacket.__name__
             results = _tensors(result)
-            self.total += _count(name, _tensors([args, kwargs]), results)
+            count = _count(name, _tensors([args, kwargs]), results)
+            self.total += count
+            if name not in _PRODUCTS and not name.startswith(_FACTORIZATIONS):
+                self.elements += count
             self.numbers += sum(map(Tensor.numel, results))
         return result
 
@@ -203,6 +208,6 @@ def _count(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> float:
     if name in _PRODUCTS:  # of [n, k] and [k, m]: n k m
         left, right = inputs[-2:]
         return math.sqrt(left.numel() * right.numel() * outputs[0].numel()) / _PER_ELEMENT
-    if name.startswith(("linalg_", "cholesky", "triangular_solve")):
+    if name.startswith(_FACTORIZATIONS):
         return largest.numel() * largest.shape[-1] / _PER_ELEMENT
     return float(largest.numel())

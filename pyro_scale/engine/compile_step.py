@@ -35,16 +35,21 @@ from pyro_scale.engine.executors import (
     Program,
     check,
 )
+from pyro_scale.engine.inputs import StepInputs
 from pyro_scale.engine.plan import StepPlan
 from pyro_scale.engine.reuse import Blueprint, arrange, whitening_tensors
 from pyro_scale.engine.step import Engine, State
 from pyro_scale.errors import ArgumentError, CompileWarning
 
-#: Time that compiling takes, in operations of eager steps, which take 7 us each on a quiet machine:
-#: for any step, and for each operation of the step.
+#: Times in calls of a torch operation on few numbers, which take 7 us each in an eager step on a
+#: quiet machine (2.1 to 2.5 GHz).  What compiling takes: for any step, and for each of its
+#: operations.
 _COMPILING, _COMPILING_EACH = 500_000, 260
-#: Chains that a vmapped step must move to take twice as long as for one.
-_CHAINS_FOR_TWICE = 250
+#: What an eager step takes besides its operations, for Pyro's and torch.func's Python.
+_PYTHON = 350
+#: Elements that an operation computes in the time of a call, if they are not in the cache: 2 in a
+#: nanosecond.
+_ELEMENTS = 14_000
 if hasattr(os, "register_at_fork"):
     # OpenMP's threads do not come along when a process is forked, and torch's operations and loops
     # would wait for them forever; torch's loaders do the same in their workers
@@ -112,18 +117,24 @@ def choose_program(
 
 def _repays(plan: StepPlan, example: Example) -> bool:
     """Whether compiling is expected to save more time than it takes, judged by the numbers of
-    steps, chains, and torch operations of an eager step, never by a clock. Decides for
+    steps, chains, and torch operations and elements of an eager step, never by a clock. Decides for
     `compile="auto"`.
+
+    Assumes that compiled code saves all Python, all calls of operations and all passes through
+    memory of elementwise operations and sums, which it fuses, but nothing of products and
+    factorizations of matrices, for which it calls the same library.
     """
-    vectorized = plan.engine.vectorized
-    others = (plan.count - 1) / (_CHAINS_FOR_TWICE if vectorized else 1)
-    steps = plan.steps.total * (1 + others)
-    if steps <= _COMPILING_EACH:
-        return False
-    with Arithmetic() as step:  # of all chains of this process
-        example.eager.run(example.state, example.block.part(0, 1), 1, 1)
-    operations = step.operations / (1 if vectorized else len(plan.positions))
-    return steps * operations >= _COMPILING + _COMPILING_EACH * operations
+    engine, state, block, chains = plan.engine, example.state, example.block, plan.count
+    if engine.ties_chains:
+        chains = 1  # the first step counts all of them
+    else:
+        state, block = _first_chain(state, block)
+    with Arithmetic() as step:
+        example.eager.run(state, block.part(0, 1), 1, 1)
+    calls = (_PYTHON + step.operations) * (1 if engine.vectorized else chains)
+    saved = plan.steps.total * (calls + chains * step.elements / _ELEMENTS)
+    repays = saved >= _COMPILING + _COMPILING_EACH * step.operations
+    return repays if plan.agree is None else plan.agree(repays)
 
 
 def _common_program(example: Example, num_chains: int, agree: Callable[[bool], bool]) -> Program:
@@ -194,8 +205,7 @@ def _compile(example: Example, num_chains: int, by_column: bool, as_loop: bool =
     all_at_once = engine.ties_chains or not on_cpu
     if not all_at_once:
         engine = dataclasses.replace(engine, vectorized=False)
-        state = pytree.tree_map(lambda leaf: leaf[:1], state)
-        block = block.of_chains(slice(0, 1))
+        state, block = _first_chain(state, block)
     batches = arrange(example.batches, by_column)
     values, noise, changing = block.at(0)
     batch = batches.batch(batches.fixed, changing)
@@ -227,6 +237,11 @@ def _compile(example: Example, num_chains: int, by_column: bool, as_loop: bool =
         return program if all_at_once else ChainByChain(program)
 
     return Blueprint(one_by_one, graph.constants, by_column)
+
+
+def _first_chain(state: State, block: StepInputs) -> tuple[State, StepInputs]:
+    """The state and the inputs of steps of the first chain, for a program of a single chain."""
+    return pytree.tree_map(lambda leaf: leaf[:1], state), block.of_chains(slice(0, 1))
 
 
 def _as_function(

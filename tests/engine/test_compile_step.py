@@ -183,48 +183,86 @@ def nothing_is_compiled_yet(monkeypatch):
     monkeypatch.setattr(compiled, "_compiled_before", {})
 
 
-def compiles(compile, steps, num_chains=1, vectorized=True, operations=500):
-    """Whether choose_program compiles so many steps of so many operations each."""
+class Inputs:
+    """Inputs of steps, of which only the number of chains matters."""
 
-    def step(*_):
-        x = torch.zeros(())
-        for _ in range(operations * (1 if vectorized else num_chains) - 1):
-            x.neg()
+    def __init__(self, num_chains):
+        self.num_chains = num_chains
+
+    def of_chains(self, chains):
+        return Inputs(len(range(self.num_chains)[chains]))
+
+    def part(self, first, last):
+        return self
+
+
+def compiles(
+    compile, steps, num_chains=1, operations=500, rows=0, product=False, agree=None, **engine
+):
+    """Whether choose_program compiles so many steps of so many operations each, if one of them is
+    on matrices of so many rows, one for each chain."""
+    matrices = torch.zeros(num_chains, rows, rows)
+    nothing = torch.zeros(0)
+
+    def step(state, block, *_):
+        assert len(state) == block.num_chains
+        matrix = matrices[: block.num_chains].detach()  # two views, as operations
+        torch.bmm(matrix, matrix) if product else torch.neg(matrix)
+        for _ in range(operations - 3):
+            nothing.neg()
 
     built = SimpleNamespace(program=lambda *_: "built before")
-    engine, block = SimpleNamespace(vectorized=vectorized), SimpleNamespace(part=lambda *_: None)
+    engine = SimpleNamespace(**{"vectorized": True, "ties_chains": False, **engine})
     positions = torch.zeros(num_chains, 1)
     steps = Steps(steps) if isinstance(steps, int) else steps
-    plan = StepPlan(engine, positions, None, {}, steps, 0, compile, built)
+    plan = StepPlan(engine, positions, None, {}, steps, 0, compile, built, agree=agree)
     eager = SimpleNamespace(name="eager", run=step)
-    example = SimpleNamespace(eager=eager, state=None, block=block)
+    example = SimpleNamespace(eager=eager, state=positions, block=Inputs(num_chains))
     return compile_step.choose_program(plan, example, None, str) == "built before"
 
 
 def test_auto_compiles_runs_that_repay_it():
-    """500 operations a step, of which 500,000 take as long as compiling, and 260 more for each."""
-    assert not compiles("auto", 1259)
-    assert compiles("auto", 1260)
-    assert compiles("auto", 510, operations=2000)
-    assert not compiles("auto", 509, operations=2000)
+    """500 operations a step and Python that takes as long as 350, of which 500,000 take as long as
+    compiling, and 260 more for each operation."""
+    assert not compiles("auto", 741)
+    assert compiles("auto", 742)
+    assert compiles("auto", 435, operations=2000)
+    assert not compiles("auto", 434, operations=2000)
     assert compiles(True, 1)
     assert not compiles(False, 10**9)
 
 
-def test_auto_counts_chain_steps():
-    """A vmapped step of 251 chains takes twice as long as one of a chain; one by one, 251 times."""
-    assert not compiles("auto", 629, num_chains=251)
-    assert compiles("auto", 630, num_chains=251)
-    assert compiles("auto", 630, num_chains=1000)
-    assert not compiles("auto", 314, num_chains=4, vectorized=False)
-    assert compiles("auto", 315, num_chains=4, vectorized=False)
+def test_auto_counts_elements():
+    """14 million elements take as long as 1,000 operations; a compiled product of matrices takes
+    as long as an eager one."""
+    rows = 3742  # 14,002,564 elements
+    assert not compiles("auto", 340, rows=rows)
+    assert compiles("auto", 341, rows=rows)
+    assert not compiles("auto", 741, rows=200, product=True)
+    assert compiles("auto", 742, rows=200, product=True)
 
 
-@pytest.mark.parametrize("steps", [Steps(1260), Steps(116, 100, 10), Steps(1, 1259)])
+def test_auto_counts_all_chains():
+    """Of vmapped chains the elements (40,000 each here), of others the operations too; of coupled
+    chains a step counts all."""
+    for vmapped in ({}, {"ties_chains": True}):
+        assert not compiles("auto", 554, num_chains=100, rows=200, **vmapped)
+        assert compiles("auto", 555, num_chains=100, rows=200, **vmapped)
+    assert compiles("auto", 742, num_chains=100)
+    assert not compiles("auto", 741, num_chains=100)
+    assert not compiles("auto", 185, num_chains=4, vectorized=False)
+    assert compiles("auto", 186, num_chains=4, vectorized=False)
+
+
+def test_processes_that_take_steps_together_agree_to_compile():
+    assert not compiles("auto", 10**6, agree=lambda condition: False)
+
+
+@pytest.mark.parametrize("steps", [Steps(742), Steps(64, 102, 10), Steps(1, 741)])
 def test_auto_counts_all_steps(steps):
     fewer = Steps(steps.num_samples, steps.warmup_steps - 1, steps.thinning)
     assert compiles("auto", steps)
-    assert not compiles("auto", fewer if steps.warmup_steps else Steps(1259))
+    assert not compiles("auto", fewer if steps.warmup_steps else Steps(741))
 
 
 @pytest.mark.slow
