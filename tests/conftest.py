@@ -42,6 +42,7 @@ def compiled_early():
     300 steps that are not take as long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile_step, "_COMPILING", 0)
+        patch.setattr(compile_step, "_PYTHON", 0)
         yield
 
 

@@ -7,8 +7,10 @@ processed in groups that fit into the cache, with the draws of an element contig
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -68,21 +70,20 @@ def mixing_of(draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Args:
         draws: draws, `[chains, draws, elements]`.
     """
-    _, count, elements = draws.shape
-    if count < 4 or not elements:
-        r_hat, bulk, tail = torch.full((3, elements), math.nan, dtype=torch.float64)
-    else:
-        r_hat, bulk, tail = _by_element(_mixing_of, draws.cpu())
+    r_hat, bulk, tail = _of_ranks(lambda ranks: torch.stack(ranks.mixing()), draws, 3)
     return r_hat, bulk, tail
 
 
-def chance_of_disagreement(draws: Tensor) -> Tensor:
-    """Probability that the half chains of a stationary run differ as much as these do, of each
-    element, `[elements]`: a p-value, small where chains disagree. 1 for constant elements; NaN
-    where it cannot be judged: half chains of fewer than 12 effective draws, fewer than four draws a
-    chain, or a NaN among the draws.
+def mixing_and_chance(draws: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(Rank-normalized split R-hat, bulk ESS, tail ESS, as of `mixing_of`; chance of disagreement),
+    each `[elements]`. Both need ranks, which are computed once.
 
-    An F test: the variance between the means of the half chains over the variance that the
+    The chance is the probability that the half chains of a stationary run differ as much as these
+    do: a p-value, small where chains disagree. 1 for constant elements; NaN where it cannot be
+    judged: half chains of fewer than 12 effective draws, fewer than four draws a chain, or a NaN
+    among the draws.
+
+    It is of an F test: the variance between the means of the half chains over the variance that the
     autocorrelations within half chains imply. The common mean is not used, as the effective draws
     about it fall if chains disagree. The test is of ranks' normal scores and of folded ones, as
     R-hat is (Vehtari et al. 2021), with Bonferroni's factor of 2.
@@ -90,9 +91,10 @@ def chance_of_disagreement(draws: Tensor) -> Tensor:
     Args:
         draws: draws, `[chains, draws, elements]`.
     """
-    if draws.shape[1] < 4 or not draws.shape[2]:
-        return torch.full(draws.shape[2:], math.nan, dtype=torch.float64)
-    return _by_element(_chance_of_disagreement, draws.cpu())
+    r_hat, bulk, tail, chance = _of_ranks(
+        lambda ranks: torch.stack([*ranks.mixing(), ranks.chance_of_disagreement()]), draws, 4
+    )
+    return r_hat, bulk, tail, chance
 
 
 def effective_draws(draws: Tensor) -> Tensor:
@@ -157,6 +159,15 @@ def _by_element(function: Callable[[Tensor], Tensor], draws: Tensor) -> Tensor:
     return torch.cat(parts, -1)
 
 
+def _of_ranks(function: Callable[[_Ranks], Tensor], draws: Tensor, count: int) -> Tensor:
+    """Applies a function of ranks, with results `[count, group]`, to all elements of draws
+    `[chains, draws, elements]`; returns `[count, elements]`, NaN with fewer than four draws a
+    chain."""
+    if draws.shape[1] < 4 or not draws.shape[2]:
+        return torch.full((count, draws.shape[2]), math.nan, dtype=torch.float64)
+    return _by_element(lambda group: function(_Ranks(group)), draws.cpu())
+
+
 def _autocovariances(draws: Tensor) -> tuple[Tensor, Tensor]:
     """(The chains' means, `[elements, chains]`; the autocovariances about them, averaged over
     chains, `[elements, lags]`) of draws `[elements, chains, draws]`."""
@@ -215,40 +226,59 @@ def _r_hat(halves: Tensor) -> Tensor:
     return ((half - 1) / half + between / within).sqrt()
 
 
-def _mixing_of(draws: Tensor) -> Tensor:
-    """Rank-normalized split R-hat, bulk ESS and tail ESS, `[3, elements]`, of draws `[elements,
-    chains, draws]`."""
-    halves = _halves(draws)
-    ordered, order = sort(halves.flatten(1))
-    everything = sort(draws.flatten(1))[0] if draws.shape[2] % 2 else ordered
-    scores = _normal_scores(ordered, order).view_as(halves)
-    r_hat = torch.full_like(ordered[:, 0], math.nan)
-    if draws.shape[1] > 1:
-        r_hat = torch.fmax(_r_hat(scores), _r_hat(_folded_scores(halves, ordered)))
-    below = [halves <= _quantile(everything, part)[:, None, None] for part in (0.05, 0.95)]
-    tail = torch.minimum(*(_effective(is_below.double()) for is_below in below))
-    has_none = (everything[:, 0] == everything[:, -1]) | everything[:, -1].isnan()
-    return torch.stack([r_hat, _effective(scores), tail]).masked_fill(has_none, math.nan)
+@dataclass(frozen=True)
+class _Ranks:
+    """Draws, and what follows from their ranks.
 
+    Attributes:
+        draws: draws `[elements, chains, draws]`.
+    """
 
-def _folded_scores(halves: Tensor, ordered: Tensor) -> Tensor:
-    """Normal scores of draws' distances from the median, which differ where chains differ in scale,
-    of draws `[elements, half chains, draws]`, and the same in order, `[elements, all draws]`."""
-    middle = ordered[:, (ordered.shape[1] - 1) // 2] / 2 + ordered[:, ordered.shape[1] // 2] / 2
-    folded = (halves - middle[:, None, None]).abs()
-    return _normal_scores(*sort(folded.flatten(1))).view_as(halves)
+    draws: Tensor
 
+    @functools.cached_property
+    def halves(self) -> Tensor:
+        """The draws of half chains, `[elements, half chains, draws]`."""
+        return _halves(self.draws)
 
-def _chance_of_disagreement(draws: Tensor) -> Tensor:
-    """The p-value of `chance_of_disagreement`, `[elements]`, of draws `[elements, chains,
-    draws]`."""
-    halves = _halves(draws)
-    ordered, order = sort(halves.flatten(1))
-    scores = _normal_scores(ordered, order).view_as(halves)
-    folded_scores = _folded_scores(halves, ordered)
-    of_scores, of_folded = _chance_of_means(scores), _chance_of_means(folded_scores)
-    chance = (2 * torch.fmin(of_scores, of_folded)).clamp(max=1.0)
-    return chance.masked_fill(of_scores.isnan() | ordered[:, -1].isnan(), math.nan)
+    @functools.cached_property
+    def _sorted(self) -> tuple[Tensor, Tensor]:
+        return sort(self.halves.flatten(1))
+
+    @functools.cached_property
+    def scores(self) -> Tensor:
+        """Normal scores of the half chains' draws, in the shape of `halves`."""
+        return _normal_scores(*self._sorted).view_as(self.halves)
+
+    @functools.cached_property
+    def folded_scores(self) -> Tensor:
+        """Normal scores of draws' distances from the median, which differ where chains differ in
+        scale, in the shape of `halves`."""
+        ordered, _ = self._sorted
+        middle = ordered[:, (ordered.shape[1] - 1) // 2] / 2 + ordered[:, ordered.shape[1] // 2] / 2
+        folded = (self.halves - middle[:, None, None]).abs()
+        return _normal_scores(*sort(folded.flatten(1))).view_as(folded)
+
+    def mixing(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rank-normalized split R-hat, bulk ESS and tail ESS, `[elements]` each."""
+        ordered, _ = self._sorted
+        everything = sort(self.draws.flatten(1))[0] if self.draws.shape[2] % 2 else ordered
+        r_hat = torch.full_like(ordered[:, 0], math.nan)
+        if self.draws.shape[1] > 1:
+            r_hat = torch.fmax(_r_hat(self.scores), _r_hat(self.folded_scores))
+        quantiles = (_quantile(everything, part)[:, None, None] for part in (0.05, 0.95))
+        tail = torch.minimum(*(_effective((self.halves <= q).double()) for q in quantiles))
+        has_none = (everything[:, 0] == everything[:, -1]) | everything[:, -1].isnan()
+        numbers = (r_hat, _effective(self.scores), tail)
+        r_hat, bulk, tail = (number.masked_fill(has_none, math.nan) for number in numbers)
+        return r_hat, bulk, tail
+
+    def chance_of_disagreement(self) -> Tensor:
+        """The chance of `mixing_and_chance`, `[elements]`."""
+        of_scores, of_folded = map(_chance_of_means, (self.scores, self.folded_scores))
+        chance = (2 * torch.fmin(of_scores, of_folded)).clamp(max=1.0)
+        ordered, _ = self._sorted
+        return chance.masked_fill(of_scores.isnan() | ordered[:, -1].isnan(), math.nan)
 
 
 def _chance_of_means(halves: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.mixing import autocorrelation_time, chance_of_disagreement, mixing_of
+from pyro_scale.core.mixing import autocorrelation_time, mixing_and_chance
 from pyro_scale.core.validation import evenly
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.convergence import (
@@ -156,8 +156,7 @@ def _check_mixing(result: PosteriorDraws, longer: Longer | None = None) -> list[
     by_chance = MIXING.family_wise / max(1, sum(values.shape[-1] for values in varying.values()))
     findings = []
     for name, values in varying.items():
-        r_hats, bulk, tail = mixing_of(values)
-        chance = chance_of_disagreement(values)
+        r_hats, bulk, tail, chance = mixing_and_chance(values)
         r_hat = float(r_hats.max())
         r_hats = r_hats.nan_to_num(math.inf)
         significant = float(torch.where(chance < by_chance, r_hats, 1.0).max())

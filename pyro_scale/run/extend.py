@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_scale.core.mixing import chance_of_disagreement, mixing_of
+from pyro_scale.core.mixing import mixing_and_chance
 from pyro_scale.core.validation import evenly
 from pyro_scale.data.batches import Batches
 from pyro_scale.engine.checkpoint import Checkpoint, RunState
@@ -54,9 +54,9 @@ def _are_enough(of_processes: list[Tensor]) -> bool:
             chains.
     """
     kept = torch.cat(of_processes)
-    _, bulk, tail = mixing_of(kept)
+    _, bulk, tail, chance = mixing_and_chance(kept)
     too_few = torch.minimum(bulk, tail) < _LEAST_ESS * kept.shape[:2].numel()
-    disagree = chance_of_disagreement(kept) < _FAMILY_WISE / max(1, kept.shape[2])
+    disagree = chance < _FAMILY_WISE / max(1, kept.shape[2])
     return not bool((too_few | disagree).any())
 
 

@@ -9,8 +9,8 @@ from reference import normals
 
 from pyro_scale.core.mixing import (
     autocorrelation_time,
-    chance_of_disagreement,
     effective_draws,
+    mixing_and_chance,
     mixing_of,
     split_r_hat,
     standard_error_of_mean,
@@ -94,8 +94,9 @@ def test_elements_are_measured_apart():
     """More elements than are processed at a time, one of them with a NaN, one constant."""
     draws = normals(4, 5000, 9, seed=2)
     draws[..., 3], draws[1, 7, 5] = 2.0, math.nan
-    together = torch.stack(mixing_of(draws))
-    alone = torch.cat([torch.stack(mixing_of(draws[..., [place]])) for place in range(9)], 1)
+    together = torch.stack(mixing_and_chance(draws))
+    alone = torch.cat([torch.stack(mixing_and_chance(draws[..., [i]])) for i in range(9)], 1)
+    torch.testing.assert_close(together[:3], torch.stack(mixing_of(draws)), equal_nan=True)
     torch.testing.assert_close(together, alone, rtol=0, atol=0, equal_nan=True)
     assert together.isnan().any(0).nonzero()[:, 0].tolist() == [3, 5]
 
@@ -131,7 +132,7 @@ def side_by_side(rho, elements, chains=4, draws=1000, seed=0):
 def test_chance_is_no_more_frequent_than_it_says(rho, least):
     """Of 2,000 elements, at four standard errors; of two independent tests the less likely counts
     twice. It is less frequent, as the larger of two variances and the fewer degrees count."""
-    chance = chance_of_disagreement(side_by_side(rho, 2000))
+    chance = mixing_and_chance(side_by_side(rho, 2000))[3]
     for level in (0.05, 0.01):
         share = 1 - (1 - level / 2) ** 2
         error = 4 * (share * (1 - share) / 2000) ** 0.5
@@ -143,7 +144,7 @@ def test_chains_of_another_mean_or_scale_are_no_chance():
     draws = side_by_side(2 / 3, 3)
     draws[0, :, 0] += 0.5
     draws[0, :, 1] *= 1.5
-    chance = chance_of_disagreement(draws).tolist()
+    chance = mixing_and_chance(draws)[3].tolist()
     assert max(chance[:2]) < 1e-3
     assert chance[2] > 0.01
 
@@ -151,7 +152,7 @@ def test_chains_of_another_mean_or_scale_are_no_chance():
 def test_two_modes_are_no_chance():
     """Which chains never leave, whatever the draws of one of them are worth."""
     draws = side_by_side(0.9, 1) + torch.tensor([0.0, 0.0, 8.0, 8.0])[:, None, None]
-    assert float(chance_of_disagreement(draws)) < 1e-12
+    assert float(mixing_and_chance(draws)[3]) < 1e-12
 
 
 def test_what_cannot_be_judged():
@@ -161,8 +162,8 @@ def test_what_cannot_be_judged():
     draws[..., 0] = draws[..., 0].cumsum(1)
     draws[..., 1] = 0.1
     draws[0, 3, 2] = math.nan
-    chance = chance_of_disagreement(draws)
+    chance = mixing_and_chance(draws)[3]
     assert chance.isnan().tolist() == [True, False, True]
     assert chance[1] == 1
-    assert bool(chance_of_disagreement(draws[:, :3]).isnan().all())
-    assert chance_of_disagreement(draws[..., :0]).shape == (0,)
+    assert bool(mixing_and_chance(draws[:, :3])[3].isnan().all())
+    assert mixing_and_chance(draws[..., :0])[3].shape == (0,)
