@@ -19,7 +19,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry
 
 from pyro_scale.core import rows
 from pyro_scale.core.evaluation import Evaluation
@@ -263,6 +262,8 @@ def _subgraph(
 
 def _is_work(node: fx.Node) -> bool:
     """Whether a node is an expensive operation: a matrix product, a convolution or attention."""
+    from torch.utils.flop_counter import flop_registry  # few need it, and it takes 6 ms
+
     return getattr(node.target, "overloadpacket", None) in flop_registry
 
 
