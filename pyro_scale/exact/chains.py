@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_scale.engine.progress import Progress
+from pyro_scale.errors import ArgumentError
 from pyro_scale.exact.log_density import LogDensity
 from pyro_scale.exact.nutpie_api import Chain, ChainDraws, Settings
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
+#: What ended chains early.
+EndedBy = Literal["Control-C", "time"] | None
 #: Number of seconds to wait for one chain before looking at the next.
 _WAIT_SECONDS = 0.02
 
@@ -25,14 +30,14 @@ class Draws(NamedTuple):
     """The draws of NUTS chains after warm-up.
 
     Attributes:
-        numbers: numbers of the chains in `positions`: those that finished.  If Control-C came
+        numbers: numbers of the chains in `positions`: those that finished.  If the run was ended
             before any finished, those with draws after warm-up.
         positions: unconstrained draws, `[chains, draws, D]`; all chains are cut to the shortest of
             them.
         sample_stats: sample statistics by ArviZ's names, `[chains, draws]`.
         unfinished: all other draws after warm-up, chain by chain, `[n, D]`.
         is_broken: whether the log density was not finite where a trajectory diverged after warm-up.
-        interrupted: whether Control-C ended the chains.
+        ended_by: what ended the chains early, "Control-C" or "time"; None if nothing did.
     """
 
     numbers: list[int]
@@ -40,7 +45,7 @@ class Draws(NamedTuple):
     sample_stats: dict[str, Tensor]
     unfinished: Tensor
     is_broken: bool
-    interrupted: bool
+    ended_by: EndedBy
 
 
 def sample(
@@ -49,8 +54,10 @@ def sample(
     settings: Settings,
     seeds: Sequence[int],
     bar: Progress,
+    deadline: float = math.inf,
 ) -> Draws:
-    """Runs one NUTS chain of each density, in parallel, at most one per core at a time.
+    """Runs one NUTS chain of each density, in parallel, at most one per core at a time; all at a
+    time if there is a deadline.
 
     A chain depends on its density, start and seed alone, whatever the others are.
 
@@ -60,16 +67,19 @@ def sample(
         settings: settings of every chain.
         seeds: seed of each chain.
         bar: progress bar, which shows the draws of all chains.
+        deadline: time on the monotonic clock at which chains are ended.
 
     Raises:
         SiteError: the log density is not finite at a chain's start.
+        ArgumentError: the deadline came before any draw after warm-up.
         KeyboardInterrupt: Control-C was pressed before any draw after warm-up.
         BaseException: what a signal handler raised, as it is.
     """
     waiting, running, done = list(range(len(starts))), dict[int, Chain](), dict[int, ChainDraws]()
     stopped: dict[int, ChainDraws] = {}
     places = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    interrupted = False
+    places = places if deadline == math.inf else len(starts)
+    ended_by: EndedBy = None
     try:
         while waiting or running:
             while waiting and len(running) < places:
@@ -82,15 +92,22 @@ def sample(
                     done[number] = draws
                     del running[number]
             _show(bar, running, len(done) * settings.length)
+            if running and time.monotonic() > deadline:
+                ended_by, stopped = "time", _stop(running)
+                break
     except KeyboardInterrupt:
-        interrupted = True
-        stopped = _stop(running)
+        ended_by, stopped = "Control-C", _stop(running)
     except BaseException:
         _stop(running)
         raise
     if not done and not stopped:
+        if ended_by == "time":
+            raise ArgumentError(
+                f"max_seconds were over before the {settings.warmup_steps} draws of warm-up: pass "
+                "more, or fewer warmup_steps"
+            )
         raise KeyboardInterrupt
-    return _together(done, stopped, interrupted)
+    return _together(done, stopped, ended_by)
 
 
 def sample_each(
@@ -115,7 +132,7 @@ def sample_each(
         KeyboardInterrupt: Control-C was pressed before all chains had finished.
     """
     draws = sample(densities, starts, settings, [chain_seed(seed, 0) for seed in seeds], bar)
-    if draws.interrupted:
+    if draws.ended_by is not None:
         raise KeyboardInterrupt
     return draws
 
@@ -170,15 +187,15 @@ def _show(bar: Progress, running: Mapping[int, Chain], num_done: int) -> None:
 
 
 def _together(
-    done: Mapping[int, ChainDraws], stopped: Mapping[int, ChainDraws], interrupted: bool
+    done: Mapping[int, ChainDraws], stopped: Mapping[int, ChainDraws], ended_by: EndedBy
 ) -> Draws:
     """Puts the draws of single chains together: those of finished chains, or of all chains with
     draws if none finished, cut to the same length. Draws that do not fit go into `unfinished`.
 
     Args:
         done: draws of finished chains, by number.
-        stopped: draws of chains that Control-C ended, by number.
-        interrupted: whether Control-C ended the chains.
+        stopped: draws of chains that were ended early, by number.
+        ended_by: what ended them.
     """
     chains = done or stopped
     count = min(len(chain.positions) for chain in chains.values())
@@ -193,5 +210,5 @@ def _together(
         {n: torch.stack([chains[c].sample_stats[n][:count] for c in numbers]) for n in names},
         torch.cat(unfinished),
         any(chain.is_broken for chain in [*done.values(), *stopped.values()]),
-        interrupted,
+        ended_by,
     )

@@ -20,7 +20,7 @@ from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.engine.compile_step import check_compile
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, ConvergenceWarning, PyroScaleWarning
-from pyro_scale.exact.chains import Draws, chain_seed, sample
+from pyro_scale.exact.chains import Draws, EndedBy, chain_seed, sample
 from pyro_scale.exact.log_density import EarlierFunction, LogDensity, log_density
 from pyro_scale.exact.nutpie_api import Settings, takes_pointers, version
 from pyro_scale.infer.method import Finished, InitStrategy, Method, asks
@@ -31,6 +31,7 @@ from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.results.posterior import Posterior
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.blame import WITHIN
+from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem, as_log_posterior, prepare
 
 Mass = Literal["diag", "low_rank"]
@@ -90,7 +91,6 @@ class NUTS(Method):
         "thinning": "nothing: draws of NUTS are few and nearly independent",
         "store": "fit.save(path) after the run, for draws that memory holds",
         "checkpoint": "fit.save(path) after the run, for draws that memory holds",
-        "max_seconds": "Control-C, which ends a run and keeps its draws",
         "resume": "another run with another seed: adaptation is not taken up",
     }
 
@@ -127,6 +127,7 @@ class NUTS(Method):
         warmup_steps: int = 1000,
         num_chains: int = 4,
         batch_size: int | None = None,
+        max_seconds: float | None = None,
         seed: int | None = None,
         progress: bool = True,
     ) -> Self:
@@ -140,6 +141,8 @@ class NUTS(Method):
             warmup_steps: draws that adapt, and are not kept.
             num_chains: number of chains; they run on as many cores as there are.
             batch_size: None or N: NUTS takes no minibatches.
+            max_seconds: time after which the run ends, with the draws so far; all chains then run
+                at once, however many cores there are.
             seed: the same seed gives the same draws.
             progress: whether to show a progress bar.
 
@@ -147,15 +150,16 @@ class NUTS(Method):
             The method itself.
 
         Raises:
-            ArgumentError, DataError: before the model is run; nutpie is missing.
+            ArgumentError, DataError: before the model is run; nutpie is missing. Later, if
+                `max_seconds` are over in warm-up.
             ModelError, SiteError, PlateError: before any step.
 
         Warns:
             ConvergenceWarning: trajectories diverged after warm-up.
             CompileWarning: the log density cannot be compiled, and why.
-            PyroScaleWarning: the run was interrupted.  Chains that have finished are kept whole;
-                `get_samples()` has the draws of the others too.  If none has finished, chains are
-                cut to the shortest with draws after warm-up.
+            PyroScaleWarning: the run was interrupted, or its time is over.  Chains that have
+                finished are kept whole; `get_samples()` has the draws of the others too.  If none
+                has finished, chains are cut to the shortest with draws after warm-up.
         """
         settings = Settings(
             as_count("num_samples", num_samples),
@@ -165,6 +169,7 @@ class NUTS(Method):
             self.mass == "low_rank",
         )
         takes_pointers()  # raises if nutpie is missing
+        deadline = Budget.from_arguments(None, settings.num_samples, max_seconds).deadline
         seed, begun = choose_seed(seed), time.perf_counter()
         problem = self._problem(data, as_count("num_chains", num_chains), batch_size, seed)
         self._forget()
@@ -184,7 +189,7 @@ class NUTS(Method):
         compiled, starts = time.perf_counter(), problem.positions[:, :size]
         seeds = [chain_seed(seed, number) for number in range(num_chains)]
         with Progress(num_chains * settings.length, title, progress) as bar:
-            draws = sample([density] * num_chains, starts, settings, seeds, bar)
+            draws = sample([density] * num_chains, starts, settings, seeds, bar, deadline)
         times = {
             "sampling_time": time.perf_counter() - compiled,
             "compile_time": compiled - begun,
@@ -194,7 +199,7 @@ class NUTS(Method):
         if draws.is_broken:
             result.attrs["diverged_where"] = _what_broke(problem, density)
         self._last = Finished(Posterior(_with_enough_digits(result, problem)))
-        self._warn(self.posterior.draws, draws.interrupted)
+        self._warn(self.posterior.draws, draws.ended_by)
         return self
 
     report = asks(Posterior.report)
@@ -266,18 +271,19 @@ class NUTS(Method):
         )
 
     @staticmethod
-    def _warn(result: PosteriorDraws, interrupted: bool) -> None:
-        """Warns if the run was interrupted, or if any kept trajectory diverged.
+    def _warn(result: PosteriorDraws, ended_by: EndedBy) -> None:
+        """Warns if the run was ended early, or if any kept trajectory diverged.
 
         Args:
             result: draws of the run.
-            interrupted: whether the user interrupted the run.
+            ended_by: what ended the run early.
         """
-        if interrupted:
+        if ended_by is not None:
             chains, draws = result.positions.shape[:2]
             others = 0 if result.unfinished is None else len(result.unfinished)
             more = f"; get_samples() has {others:,} more, of other chains" if others else ""
-            warn(PyroScaleWarning, f"interrupted: there are {chains} x {draws} draws{more}")
+            what = "interrupted" if ended_by == "Control-C" else "max_seconds are over"
+            warn(PyroScaleWarning, f"{what}: there are {chains} x {draws} draws{more}")
         divergent = int(result.sample_stats["diverging"].sum())
         where = result.attrs.get("diverged_where", "")
         if divergent:

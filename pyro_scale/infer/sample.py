@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from collections.abc import Mapping
 from typing import Any
 
-from pyro_scale.core import rows
+from tqdm.auto import tqdm
+
+from pyro_scale.core.exclusive import Ignored
 from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.data.open import open_data
-from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
@@ -18,20 +21,29 @@ from pyro_scale.infer.samplers import BAOA, GHMC
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.rng.seeds import choose_seed
-from pyro_scale.run.problem import as_log_posterior, module_device, prepare
+from pyro_scale.run.problem import Problem, arithmetic, as_log_posterior, module_device, prepare
 from pyro_scale.tuning.training import is_network
 
-#: Numbers of the data that a gradient reads in a second, and seconds of a gradient without data.
-#: These are of one core of a fixed machine, so that the choice depends on the problem alone.
-_NUMBERS_PER_SECOND, _SECONDS = 4e8, 2e-5
+#: Elements that compiled code computes in a second, and seconds of a gradient without any.  These
+#: are of one core of a fixed machine, so that the choice depends on the problem alone.
+_ELEMENTS_PER_SECOND, _SECONDS = 4e9, 2e-6
+#: Arithmetic of the log joint and its gradient, in evaluations of the log joint alone.
+_OF_GRADIENT = 2
 #: NUTS: gradients per draw, and warm-up draws.
-_LEAPFROGS, _WARMUP = 16, 1000
-#: BAOA and GHMC: steps per draw; warm-up steps of both.
-_BAOA_STEPS, _GHMC_STEPS, _WARMUP_STEPS = 5, 10, 5000
+_LEAPFROGS, _WARMUP = 10, 1000
+#: NUTS's pilot, of which a draw is timed: warm-up draws, and draws.
+_PILOT_WARMUP, _PILOT_DRAWS = 200, 50
+#: Draws of each chain that are kept at least where time is short.
+_FEWEST = 100
+#: BAOA and GHMC: steps per draw; warm-up steps of both; passes of BAOA's searches for modes.
+_BAOA_STEPS, _GHMC_STEPS, _WARMUP_STEPS, _PASSES = 5, 10, 5000, 300
 #: Rows of the two gradients of a minibatch, and rows above which there are minibatches.
 _BATCH, _MANY_ROWS = 2 * 1024, 20_000
 #: Seconds that compilation may take in addition.
 _COMPILATION = 20.0
+#: NUTS may take this fraction of the user's seconds, even if BAOA is faster: its draws are exact.
+_WORTH_EXACTNESS = 1 / 6
+_without_divergences = Ignored(r"\d+ of \d+ trajectories diverged")
 
 
 @check_calls
@@ -49,26 +61,29 @@ def sample(
     """Draws from the posterior, by the method that fits the model, the data and the time.
 
     A network with a hidden layer, or with more than 500 weights, is trained and sampled as an
-    ensemble.  Any other model is sampled exactly, by NUTS on all rows, if that is estimated to take
-    at most `seconds`; else by BAOA, with minibatches of many rows, which ends after `seconds`.  If
-    nutpie is not installed, GHMC replaces NUTS for data that are tensors and models without
-    `pyro.param`.  The estimates count the numbers that gradients read, on a fixed reference
-    machine, and are good to an order of magnitude.  So the same problem gets the same method
-    everywhere.
+    ensemble, by BAOA.  Any other model is sampled exactly, by NUTS on all rows, if that is
+    estimated to take at most `seconds`, and no longer than BAOA or a sixth of `seconds`; otherwise
+    by BAOA, with minibatches of many rows.  If nutpie is not installed, GHMC replaces NUTS for data
+    that are tensors and models without `pyro.param`.
+
+    The choice counts the arithmetic of a gradient, on a fixed reference machine, so that the same
+    problem gets the same method everywhere.  What the chosen method will take is written to stderr
+    before it runs.  For NUTS this is measured: chains of 250 draws are timed first, and if all
+    draws would take longer than `seconds`, there are fewer.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
         data: a `DataLoader`, or the model's own arguments.
-        seconds: time that sampling may take, approximately.  Compilation takes some ten seconds
-            more.
+        seconds: time after which sampling ends with the draws so far.  Compilation takes some ten
+            seconds more.
         num_samples: draws to keep, per chain.
         num_chains: number of chains.
         seed: the same seed gives the same draws, unless time runs out.
-        progress: whether to show a progress bar.
+        progress: whether to show a progress bar, and how long the method will take.
 
     Returns:
         `NUTS`, `GHMC` or `BAOA`, after its run.  `posterior.attrs["sample"]` says which method
-        was chosen and why, with the estimated times of the methods.
+        was chosen and why, with the predicted times of the methods.
 
     Raises:
         ArgumentError: `seconds` is not a number above 0; and what the methods raise.
@@ -90,53 +105,81 @@ def sample(
     opened = open_data(data, None, None, module_device(model))
     log_posterior = as_log_posterior(model, opened.num_data)
     problem = prepare(log_posterior, opened, Hyperparameters(), None, 1, seed)
-    num_data = problem.log_posterior.num_data
-    numbers_per_row = _numbers_per_row(opened)
-
-    def seconds_per_gradient(num_rows: int) -> float:
-        return _SECONDS + numbers_per_row * num_rows / _NUMBERS_PER_SECOND
-
-    per_pass = seconds_per_gradient(num_data)
-    per_step = seconds_per_gradient(_BATCH if num_data > _MANY_ROWS else num_data)
-    nuts = num_chains * (_WARMUP + num_samples) * _LEAPFROGS * per_pass
-    baoa = num_chains * (_WARMUP_STEPS + _BAOA_STEPS * num_samples) * per_step
-    ghmc = num_chains * (_WARMUP_STEPS + _GHMC_STEPS * num_samples) * per_pass
-    costs = f"NUTS about {nuts:.2g} s, BAOA about {baoa:.2g} s"
-    can_adjust = problem.data.batch_size is None and not problem.engine.has_points
-    arguments: dict[str, Any] = {
-        "num_samples": num_samples,
-        "num_chains": num_chains,
-        "seed": seed,
-        "progress": progress,
-    }
-    if is_network(problem):
-        why = f"BAOA from trained starts, as the model is a network ({costs})"
-    elif importlib.util.find_spec("nutpie") is None:
-        costs = f"GHMC about {ghmc:.2g} s, BAOA about {baoa:.2g} s"
-        if can_adjust and ghmc <= seconds:
-            why = f"GHMC, which is exact, as NUTS needs pyro-scale[nuts] ({costs})"
-            sampler = GHMC(model).run(data, max_seconds=seconds + _COMPILATION, **arguments)
-            return _with_reason(sampler, why)
-        why = f"BAOA, as NUTS needs pyro-scale[nuts] ({costs})"
-    elif nuts > seconds:
-        why = f"BAOA, as NUTS would take longer than seconds={seconds:g} ({costs})"
-    else:
-        why = f"NUTS, which is exact, as there is time for it ({costs})"
-        return _with_reason(NUTS(model).run(data, **arguments), why)
-    run = BAOA(model).run(data, max_seconds=seconds + _COMPILATION, **arguments)
-    return _with_reason(run, why)
-
-
-def _numbers_per_row(data: Data) -> float:
-    """An estimate of the cost of a gradient: how many numbers it reads for one row of the data
-    (elements of the row, averaged over the tensors of rows, plus one)."""
-    batch = data.arguments if isinstance(data, TensorData) else data.first()
-    leaves = [leaf for leaf in rows.leaves(batch) if rows.is_rows(leaf)]
-    return sum(leaf.numel() / max(1, len(leaf)) for leaf in leaves) + 1
-
-
-def _with_reason(method: Method, why: str) -> Method:
-    """The method itself, after the sentence `why`, on why it was chosen, was written to
-    `posterior.attrs["sample"]`."""
+    predicted = _predict(problem, num_samples, num_chains)
+    kind, reason = _choose(problem, predicted, seconds)
+    method = kind(model)
+    arguments: dict[str, Any] = {"num_samples": num_samples, "num_chains": num_chains, "seed": seed}
+    why = f"{kind.__name__}, {reason}; once compiled, about {predicted[kind]:.2g} s"
+    if isinstance(method, NUTS):
+        needed = _timed(method, data, **arguments)
+        why = f"NUTS, {reason}; about {needed:.2g} s"
+        if needed > seconds:
+            part = seconds / needed
+            arguments["warmup_steps"] = max(_PILOT_WARMUP, int(part * _WARMUP))
+            arguments["num_samples"] = min(num_samples, max(_FEWEST, int(part * num_samples)))
+            why += f", so chains are cut to {arguments['num_samples']} draws"
+    if progress:
+        tqdm.write(why, file=sys.stderr)
+    method.run(data, max_seconds=seconds + _COMPILATION, progress=progress, **arguments)
     method.posterior.attrs["sample"] = why
     return method
+
+
+def _predict(problem: Problem, num_samples: int, num_chains: int) -> dict[type[Method], float]:
+    """Seconds that each method takes for the problem on one core of the reference machine, by the
+    arithmetic of one gradient of all rows; compilation is not included."""
+    params = problem.engine.layout.unflatten(problem.positions[0])
+    counted = arithmetic(problem.log_posterior, params, problem.data.first())
+    num_data = problem.log_posterior.num_data
+    elements_a_row = _OF_GRADIENT * counted / (problem.data.batch_size or num_data)
+
+    def gradient(num_rows: int) -> float:
+        return _SECONDS + elements_a_row * num_rows / _ELEMENTS_PER_SECOND
+
+    in_batches = num_data > _MANY_ROWS or problem.data.batch_size is not None
+    step = gradient(_BATCH if in_batches else num_data)
+    steps = _WARMUP_STEPS + _BAOA_STEPS * num_samples
+    return {
+        NUTS: num_chains * (_WARMUP + num_samples) * _LEAPFROGS * gradient(num_data),
+        GHMC: num_chains * (_WARMUP_STEPS + _GHMC_STEPS * num_samples) * gradient(num_data),
+        BAOA: num_chains * steps * step + _PASSES * gradient(num_data),
+    }
+
+
+def _choose(
+    problem: Problem, predicted: Mapping[type[Method], float], seconds: float
+) -> tuple[type[NUTS] | type[GHMC] | type[BAOA], str]:
+    """(The method for the problem, why in words).
+
+    Args:
+        problem: the analyzed model and its data.
+        predicted: seconds that each method would take.
+        seconds: seconds that the user has.
+    """
+    if is_network(problem):
+        return BAOA, "from trained starts, as the model is a network"
+    affordable = min(seconds, max(predicted[BAOA], _WORTH_EXACTNESS * seconds))
+    if importlib.util.find_spec("nutpie") is not None:
+        if predicted[NUTS] <= affordable:
+            return NUTS, "which is exact, as there is time for it"
+        return BAOA, f"as NUTS would take about {predicted[NUTS]:.2g} s"
+    can_adjust = problem.data.batch_size is None and not problem.engine.has_points
+    if can_adjust and predicted[GHMC] <= affordable:
+        return GHMC, "which is exact, as NUTS needs pyro-scale[nuts]"
+    return BAOA, "as NUTS needs pyro-scale[nuts]"
+
+
+def _timed(nuts: NUTS, data: DataLike, num_samples: int, num_chains: int, seed: int) -> float:
+    """Seconds that a run of NUTS takes, from the time of a short one with as many chains; a second
+    run does not compile again."""
+    with _without_divergences():  # the run itself warns of its own
+        nuts.run(
+            data,
+            num_samples=_PILOT_DRAWS,
+            warmup_steps=_PILOT_WARMUP,
+            num_chains=num_chains,
+            seed=seed,
+            progress=False,
+        )
+    a_draw = nuts.posterior.draws.attrs["sampling_time"] / (_PILOT_WARMUP + _PILOT_DRAWS)
+    return (_WARMUP + num_samples) * float(a_draw)

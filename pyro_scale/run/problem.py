@@ -371,16 +371,16 @@ def prepare(
         if must_be_usable:
             _warn_of_cut_gradients(log_posterior, params, arguments)
     if positions.device.type == "cpu":
-        choose_threads(partial(_arithmetic, log_posterior, params, arguments))
+        choose_threads(partial(arithmetic, log_posterior, params, arguments))
     understood = None if reused is None else earlier
     return Problem(log_posterior, data, engine, positions, seed, understood=understood)
 
 
-def _arithmetic(
+def arithmetic(
     log_posterior: LogPosterior, params: Mapping[str, Tensor], arguments: Arguments
 ) -> float:
     """The approximate number of arithmetic operations (additions and multiplications) of one
-    evaluation of the log posterior on a batch, by which the run's number of threads is chosen."""
+    evaluation of the log posterior on a batch, without its gradient."""
     with own_generator(), torch.no_grad(), Arithmetic() as counted:
         log_posterior(params, arguments, log_posterior.first_indices())
     return counted.total

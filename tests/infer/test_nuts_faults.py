@@ -88,7 +88,6 @@ def test_minibatches_are_refused():
 @pytest.mark.parametrize(
     ("argument", "hint"),
     [
-        ({"max_seconds": 3}, "Control-C"),
         ({"store": "draws.zarr"}, r"fit\.save\(path\)"),
         ({"resume": True}, "another run with another seed"),
         ({"num_warmup": 3}, "warmup_steps="),

@@ -13,7 +13,7 @@ from repetitions import each_once
 
 import pyro_scale as ps
 from pyro_scale.engine import compile_step
-from pyro_scale.errors import PyroScaleWarning
+from pyro_scale.errors import ArgumentError, PyroScaleWarning
 from pyro_scale.exact import chains, log_density
 from pyro_scale.exact.nutpie_api import ChainDraws
 from pyro_scale.infer import nuts as infer_nuts
@@ -44,7 +44,7 @@ def test_finished_chains_are_whole_and_others_are_left_over():
 
 
 def test_if_none_has_finished_chains_are_cut_to_the_shortest_with_draws():
-    draws = chains._together({}, {1: draws_of(7, 100), 3: draws_of(4, 300)}, True)
+    draws = chains._together({}, {1: draws_of(7, 100), 3: draws_of(4, 300)}, "time")
     assert draws.numbers == [1, 3]
     assert draws.positions.shape == (2, 4, 1)
     assert draws.unfinished[:, 0].tolist() == [104, 105, 106]
@@ -60,7 +60,7 @@ def test_results_have_finished_chains_whole_and_the_draws_of_others(monkeypatch,
             positions=every.positions[kept],
             sample_stats={name: values[kept] for name, values in every.sample_stats.items()},
             unfinished=every.positions[1, :7],
-            interrupted=True,
+            ended_by="Control-C",
         )
 
     how = {"num_samples": 50, "warmup_steps": 50, "num_chains": 3, **QUIET}
@@ -81,6 +81,32 @@ def test_results_have_finished_chains_whole_and_the_draws_of_others(monkeypatch,
         assert posterior["posterior"].chain.values.tolist() == [0, 2]
         assert posterior["log_likelihood"].y.shape == (2, 50, 60)
         assert len(each.summary()) == by_chain[0, 0].numel()
+
+
+# ------------------------------------------------------------------ max_seconds
+
+
+@pytest.mark.slow
+def test_a_run_whose_time_is_over_has_the_draws_so_far():
+    fit = ps.NUTS(linear).run((X, Y), num_samples=10, warmup_steps=50, **QUIET)  # compiles
+    with pytest.warns(PyroScaleWarning, match="max_seconds are over: there are 4 x"):
+        fit.run((X, Y), num_samples=10**6, warmup_steps=50, max_seconds=3, **QUIET)
+    draws = fit.posterior.draws
+    assert 0 < draws.positions.shape[1] < 10**6
+    assert len(draws.positions) == 4  # all run at once, whatever the number of cores
+    assert fit.report().verdict != "yes"
+
+
+@pytest.mark.slow
+def test_time_that_ends_in_warm_up_is_an_error():
+    with pytest.raises(ArgumentError, match="before the 100000 draws of warm-up"):
+        ps.NUTS(linear, compile=False).run((X, Y), warmup_steps=100_000, max_seconds=1, **QUIET)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "3", True])
+def test_max_seconds_are_a_number_above_0(seconds):
+    with pytest.raises(ArgumentError, match="max_seconds="):
+        ps.NUTS(linear).run((X, Y), max_seconds=seconds, **QUIET)
 
 
 # ------------------------------------------------------------------ other handlers

@@ -1,6 +1,7 @@
 """`ps.sample`: the method is chosen by the work that it is, not by the clock."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pyro.distributions as dist
 import pytest
@@ -12,7 +13,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_scale as ps
+from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError
+from pyro_scale.infer import sample as infer_sample
+from pyro_scale.infer.sample import _choose, _predict, _timed
+from pyro_scale.kernels import Hyperparameters
+from pyro_scale.run.problem import as_log_posterior, prepare
 
 X = normals(400, 2, seed=0).float()
 Y = X @ torch.tensor([1.0, -0.5]) + normals(400, seed=1).float()
@@ -50,7 +56,7 @@ def test_without_nutpie_small_data_are_sampled_exactly(monkeypatch):
     run = ps.sample(line, (X, Y), **QUIET)
     assert isinstance(run, ps.GHMC)
     why = run.diagnostics().attrs["sample"]
-    assert why.startswith("GHMC, which is exact, as NUTS needs pyro-scale[nuts] (GHMC about")
+    assert why.startswith("GHMC, which is exact, as NUTS needs pyro-scale[nuts]; once compiled")
     check_moments(run)
 
 
@@ -68,11 +74,67 @@ def test_what_is_not_for_ghmc_is_for_baoa(monkeypatch, case):
     assert "BAOA, as NUTS needs pyro-scale[nuts]" in run.diagnostics().attrs["sample"]
 
 
-def test_without_the_time_for_nuts_it_is_baoa():
-    run = ps.sample(line, (X, Y), seconds=2.0, **QUIET)
-    assert isinstance(run, ps.BAOA)
-    why = run.diagnostics().attrs["sample"]
-    assert "NUTS would take longer than seconds=2 (NUTS about" in why or "pyro-scale[nuts]" in why
+def problem_of(data):
+    opened = open_data(data, None, None, None)
+    return prepare(as_log_posterior(line, opened.num_data), opened, Hyperparameters(), None, 1, 0)
+
+
+def test_work_is_counted_per_row():
+    """A gradient of all rows takes a constant and a time for each row; NUTS takes 10 gradients for
+    each of its draws, those of warm-up included."""
+    one, two, four = (_predict(problem_of((X[:n], Y[:n])), 500, 3) for n in (100, 200, 400))
+    for kind in (ps.NUTS, ps.GHMC, ps.BAOA):
+        assert four[kind] - two[kind] == pytest.approx(2 * (two[kind] - one[kind]), rel=1e-9)
+    gradients = {ps.NUTS: 3 * 1500 * 10, ps.GHMC: 3 * 10_000}
+    for kind, count in gradients.items():
+        constant = 2 * one[kind] - two[kind]
+        assert constant >= count * 2e-6 * (1 - 1e-9)
+        assert constant < count * 3e-6  # and the prior's arithmetic, which all rows share
+
+
+@pytest.mark.parametrize(
+    ("nuts", "baoa", "seconds", "kind"),
+    [
+        (5.0, 1.0, 60.0, ps.NUTS),  # a twelfth of the time
+        (40.0, 1.0, 60.0, ps.BAOA),  # over a sixth, and BAOA is faster
+        (40.0, 50.0, 60.0, ps.NUTS),
+        (70.0, 80.0, 60.0, ps.BAOA),  # which ends after 60 s
+        (5.0, 1.0, 2.0, ps.BAOA),
+    ],
+)
+def test_exactness_is_worth_a_sixth_of_the_time(monkeypatch, nuts, baoa, seconds, kind):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    predicted = {ps.NUTS: nuts, ps.GHMC: nuts, ps.BAOA: baoa}
+    chosen, why = _choose(problem_of((X, Y)), predicted, seconds)
+    assert chosen is kind
+    assert "exact" in why if kind is ps.NUTS else f"as NUTS would take about {nuts:.2g} s" in why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [60.0, 7.0])
+def test_a_slow_machine_gets_fewer_draws_of_the_same_method(monkeypatch, seconds):
+    """The pilot's 250 draws took as long as 20 s of 2,000 would."""
+    pytest.importorskip("nutpie")
+    monkeypatch.setattr(infer_sample, "_timed", lambda *args, **kwargs: 20.0)
+    run = ps.sample(line, (X, Y), seconds=seconds, **QUIET)
+    assert isinstance(run, ps.NUTS)
+    count = 1000 if seconds == 60 else 350
+    assert run.posterior.draws.positions.shape[1] == count
+    assert "about 20 s" in run.diagnostics().attrs["sample"]
+
+
+def test_what_nuts_takes_is_measured_by_a_short_run():
+    calls = []
+
+    class Short:
+        posterior = SimpleNamespace(draws=SimpleNamespace(attrs={"sampling_time": 2.5}))
+
+        def run(self, data, **how):
+            calls.append(how)
+
+    assert _timed(Short(), (X, Y), num_samples=3000, num_chains=2, seed=5) == pytest.approx(40.0)
+    assert calls[0]["num_samples"] + calls[0]["warmup_steps"] == 250
+    assert (calls[0]["num_chains"], calls[0]["seed"]) == (2, 5)
 
 
 @pytest.mark.long
