@@ -173,9 +173,6 @@ class NUTS(Method):
         seed, begun = choose_seed(seed), time.perf_counter()
         problem = self._problem(data, as_count("num_chains", num_chains), batch_size, seed)
         self._forget()
-        size = problem.engine.num_latents
-        if settings.low_rank and size > _MOST_LOW_RANK:
-            raise ArgumentError(f"mass='low_rank': the model has {size:,} dimensions; pass 'diag'")
         density = log_density(
             problem.log_posterior,
             problem.data.first(),
@@ -184,9 +181,9 @@ class NUTS(Method):
             bool(self._compile),
             self._earlier,
         )
-        program = _program_of(density)
+        compiled, program = time.perf_counter(), _program_of(density)
         title = f"NUTS, {num_chains} chain{'s' * (num_chains > 1)}, {program}"
-        compiled, starts = time.perf_counter(), problem.positions[:, :size]
+        starts = problem.positions[:, : problem.engine.num_latents]
         seeds = [chain_seed(seed, number) for number in range(num_chains)]
         with Progress(num_chains * settings.length, title, progress) as bar:
             draws = sample([density] * num_chains, starts, settings, seeds, bar, deadline)
@@ -217,7 +214,8 @@ class NUTS(Method):
             seed: seed of the run.
 
         Raises:
-            ArgumentError: `batch_size` is smaller than N.
+            ArgumentError: `batch_size` is smaller than N, or `mass="low_rank"` has too many
+                dimensions.
         """
         opened = self._open(data, None)
         if opened.batch_size is not None or not isinstance(opened, TensorData):  # a loader
@@ -230,7 +228,11 @@ class NUTS(Method):
             )
         log_posterior = as_log_posterior(self.model, opened.num_data)
         starts = self._starts(num_chains, seed)
-        return prepare(log_posterior, opened, Hyperparameters(), starts, num_chains, seed)
+        problem = prepare(log_posterior, opened, Hyperparameters(), starts, num_chains, seed)
+        size = problem.engine.num_latents
+        if self.mass == "low_rank" and size > _MOST_LOW_RANK:
+            raise ArgumentError(f"mass='low_rank': the model has {size:,} dimensions; pass 'diag'")
+        return problem
 
     def _result(
         self, problem: Problem, draws: Draws, settings: Settings, times: Mapping[str, Any]
