@@ -21,6 +21,8 @@ _ROUNDING_SHARE = 1e-24
 #: Effective draws of half a chain below which a test of its mean gives false alarms (simulated:
 #: three times too many).
 _FEWEST_IN_HALF = 12
+#: Probability that chance makes some element of a correct run fail a check.
+FAMILY_WISE = 0.01
 #: Number of numbers that are processed at once.
 _GROUP_NUMBERS = 2**15
 
@@ -295,7 +297,9 @@ def _chance_of_means(halves: Tensor) -> Tensor:
     """
     from scipy.special import fdtrc
 
-    _, chains, count = halves.shape
+    elements, chains, count = halves.shape
+    if count < _FEWEST_IN_HALF:
+        return torch.full((elements,), math.nan, dtype=torch.float64)
     means, covariance = _autocovariances(halves)
     pairs = covariance[:, 0 : count // 2 * 2 : 2] + covariance[:, 1::2]
     is_positive = (pairs > 0).cumprod(1)

@@ -29,8 +29,6 @@ class Mixing:
     few_per_chain: int = 20
     #: Draws of each chain below which a report does not judge mixing or rounding.
     fewest_per_chain: int = 8
-    #: Probability that chance makes chains of a correct run disagree in some element.
-    family_wise: float = 0.01
     #: Chains stay in different modes if R-hat of the two halves of each chain is below `stays`,
     #: and R-hat of all chains at least `apart`.
     stays: float = 1.1
@@ -74,8 +72,6 @@ class Temperature:
     #: Draws, and moments of momenta, below which a temperature has no standard error.
     fewest_draws: int = 50
     fewest_moments: int = 16
-    #: Probability that chance makes some element of a correct run fail a check of the report.
-    family_wise: float = 0.01
     #: Standard errors of a temperature (few draws) and of an sd (heavy tails), relative to those of
     #: normal draws, above which a check is inconclusive.
     wide: float = 2.0

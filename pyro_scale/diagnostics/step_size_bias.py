@@ -31,8 +31,9 @@ from pyro_scale.diagnostics.extrapolation import (
     gaussian_law,
 )
 from pyro_scale.diagnostics.policy import TEMPERATURE, errors_by_chance
-from pyro_scale.diagnostics.report import Finding, Report, Verdict
+from pyro_scale.diagnostics.report import Report
 from pyro_scale.diagnostics.table import lower_lr
+from pyro_scale.diagnostics.verdict import judge_bias
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError, BiasWarning, NonFiniteError
 from pyro_scale.posterior.draws import PosteriorDraws
@@ -40,7 +41,8 @@ from pyro_scale.rng.seeds import Purpose, derived_seed
 from pyro_scale.rng.streams import RefinedNoise
 from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.run import RunPlan
-from pyro_scale.tuning.policy import PILOTS, TOLERANCE
+from pyro_scale.tuning.pilot import Bias
+from pyro_scale.tuning.policy import TOLERANCE
 
 if TYPE_CHECKING:
     import pandas
@@ -124,23 +126,16 @@ def judged_by_bias(result: PosteriorDraws, table: pandas.DataFrame) -> Posterior
     """
     before = Report.from_json(result.attrs["report"])
     findings = [finding for finding in before.findings if finding.check != "step size"]
+    count = sum(result.shapes[str(name)].numel() for name in table.index)
     for name, row in table.iterrows():
-        biases = torch.tensor([row["mean_bias"], row["sd_inflation"] - 1]).abs()
-        mcses = torch.tensor([row["mean_bias_mcse"], row["sd_inflation_mcse"]])
-        tolerances = torch.tensor([TOLERANCE.mean, TOLERANCE.sd])
-        errors = errors_by_chance(TEMPERATURE.one_sided, result.shapes[str(name)].numel())
-        verdict: Verdict = "unknown"
-        if bool((biases - errors * mcses > tolerances).any()):
-            verdict = "no"
-        elif bool((biases + PILOTS.errors * mcses < tolerances).all()):
-            verdict = "yes"
-        text = (
-            f"bias of means up to {biases[0]:.2g} +- {mcses[0]:.2g} sds, of sds "
-            f"{100 * biases[1]:.2g} +- {100 * mcses[1]:.2g}%, by a run at half the step"
-        )
-        severity = float((biases / tolerances).max())
-        advice = "a smaller lr, or lr='auto'" if verdict == "no" else "more num_samples="
-        findings.append(Finding(str(name), "step size", verdict, text, advice, severity))
+        ratio = max(row["sd_inflation"], 1e-300)
+        numbers = row["mean_bias"], row["mean_bias_mcse"], math.log(ratio)
+        bias = Bias(*torch.tensor([*numbers, row["sd_inflation_mcse"] / ratio])[:, None])
+        how = ", by a run at half the step"
+        finding = judge_bias(str(name), bias, count, "more num_samples=", how=how)
+        if finding.verdict == "no":
+            finding = dataclasses.replace(finding, advice="a smaller lr, or lr='auto'")
+        findings.append(finding)
     report = Report.from_findings(findings, before.choices)
     return dataclasses.replace(result, attrs=result.attrs | {"report": report.to_json()})
 

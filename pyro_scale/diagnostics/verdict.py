@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.mixing import autocorrelation_time, mixing_and_chance
+from pyro_scale.core.mixing import FAMILY_WISE, autocorrelation_time, mixing_and_chance
 from pyro_scale.core.validation import evenly
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.convergence import (
@@ -30,6 +30,7 @@ from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.blame import WITHIN
 from pyro_scale.run.budget import rounded_up
 from pyro_scale.tuning.choice import Choice
+from pyro_scale.tuning.pilot import Bias
 from pyro_scale.tuning.policy import TOLERANCE, WARM_UP
 
 #: Function from a factor to the argument of a run, as text, with which it takes so many times as
@@ -153,7 +154,7 @@ def _check_mixing(result: PosteriorDraws, longer: Longer | None = None) -> list[
         values = values[..., values.amin((0, 1)) != values.amax((0, 1))]  # see `resolution`
         if values.shape[-1]:
             varying[name] = values
-    by_chance = MIXING.family_wise / max(1, sum(values.shape[-1] for values in varying.values()))
+    by_chance = FAMILY_WISE / max(1, sum(values.shape[-1] for values in varying.values()))
     findings = []
     for name, values in varying.items():
         r_hats, bulk, tail, chance = mixing_and_chance(values)
@@ -281,7 +282,7 @@ def _check_temperatures(result: PosteriorDraws, longer: Longer | None) -> list[F
     means, mcses = virial.elements / result.sample_stats["temperature"].mean()
     slices, latents = result.layout.slices(), result.log_posterior.latents
     count = sum(slices[name].stop - slices[name].start for name in latents)
-    errors = errors_by_chance(TEMPERATURE.family_wise / 2, count)
+    errors = errors_by_chance(FAMILY_WISE / 2, count)
     # inconclusive if the standard error is that of fewer draws than a report asks for
     assert virial.num_draws is not None
     widest = TEMPERATURE.wide * (2 / min(virial.num_draws, MIXING.many_draws)) ** 0.5
@@ -353,27 +354,45 @@ def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
     if (bias := choice.pilot.bias) is None:
         text = "every coupled run became NaN or infinite"
         return [Finding("", "step size", "unknown", text, advice, math.inf)]
-    findings, slices = [], result.layout.slices()
-    errors = errors_by_chance(TEMPERATURE.family_wise / 2, len(bias.mean))
-    for name in result.log_posterior.latents:
-        mean, mean_mcse, log_sd, log_sd_mcse = (values[slices[name]] for values in bias)
-        is_biased = (mean.abs() - errors * mean_mcse > TOLERANCE.mean) | (
-            log_sd.abs() - errors * log_sd_mcse > TOLERANCE.sd
-        )
-        place = int((log_sd.abs() + log_sd_mcse).argmax())
-        mean_bias, sd_bias = float(mean.abs().max()), float(log_sd[place].abs())
-        text = (
-            f"bias of means up to {mean_bias:.2g} sds, of sds {100 * sd_bias:.2g} +- "
-            f"{100 * float(log_sd_mcse[place]):.2g}%"
-        )
-        verdict: Verdict = "yes"
-        if bool(is_biased.any()):
-            verdict = "no"
-        elif not bool(bias.is_known[slices[name]].all()):
-            verdict = "unknown"
-        severity = max(mean_bias / TOLERANCE.mean, sd_bias / TOLERANCE.sd)
-        findings.append(Finding(name, "step size", verdict, text, advice, severity))
-    return findings
+    slices = result.layout.slices()
+    return [
+        judge_bias(name, Bias(*(values[slices[name]] for values in bias)), len(bias.mean), advice)
+        for name in result.log_posterior.latents
+    ]
+
+
+def judge_bias(
+    site: str, bias: Bias, count: int, advice: str, check: str = "step size", how: str = ""
+) -> Finding:
+    """The finding for the report on the bias of a site's means and sds: "no" if it is surely beyond
+    the tolerance at some element, "yes" if it is surely within at all, otherwise "unknown".
+
+    Args:
+        site: name of the site.
+        bias: bias of the site's elements.
+        count: number of elements of all sites, one of which may be off by chance.
+        advice: what to try.
+        check: name of the check.
+        how: how the bias was measured, to follow the figures.
+    """
+    mean, mean_mcse, log_sd, log_sd_mcse = bias
+    errors = errors_by_chance(FAMILY_WISE / 2, count)
+    is_biased = (mean.abs() - errors * mean_mcse > TOLERANCE.mean) | (
+        log_sd.abs() - errors * log_sd_mcse > TOLERANCE.sd
+    )
+    of_mean = int((mean.abs() + mean_mcse).nan_to_num(math.inf).argmax())
+    of_sd = int((log_sd.abs() + log_sd_mcse).nan_to_num(math.inf).argmax())
+    text = (
+        f"bias of means up to {float(mean[of_mean].abs()):.2g} +- {float(mean_mcse[of_mean]):.2g} "
+        f"sds, of sds {100 * float(log_sd[of_sd].abs()):.2g} +- "
+        f"{100 * float(log_sd_mcse[of_sd]):.2g}%{how}"
+    )
+    verdict: Verdict = "yes" if bool(bias.is_known.all()) else "unknown"
+    verdict = "no" if bool(is_biased.any()) else verdict
+    severity = max(
+        float(mean.abs().max()) / TOLERANCE.mean, float(log_sd.abs().max()) / TOLERANCE.sd
+    )
+    return Finding(site, check, verdict, text, advice, severity)
 
 
 def _check_warm_up(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:

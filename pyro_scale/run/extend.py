@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_scale.core.mixing import mixing_and_chance
+from pyro_scale.core.mixing import FAMILY_WISE, mixing_and_chance
 from pyro_scale.core.validation import evenly
 from pyro_scale.data.batches import Batches
 from pyro_scale.engine.checkpoint import Checkpoint, RunState
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.run.run import Trajectory
 
-#: Least effective draws per draw, bulk and tail, of draws that are independent enough; and the
-#: probability that chance makes chains disagree in some element.
-_LEAST_ESS, _FAMILY_WISE = 0.2, 0.01
+#: Least effective draws per draw, bulk and tail, of draws that are independent enough.
+_LEAST_ESS = 0.2
 #: Draws of each chain below which they are not checked.
 _FEWEST_DRAWS = 100
 #: Elements of a position that are checked.
@@ -56,7 +55,7 @@ def _are_enough(of_processes: list[Tensor]) -> bool:
     kept = torch.cat(of_processes)
     _, bulk, tail, chance = mixing_and_chance(kept)
     too_few = torch.minimum(bulk, tail) < _LEAST_ESS * kept.shape[:2].numel()
-    disagree = chance < _FAMILY_WISE / max(1, kept.shape[2])
+    disagree = chance < FAMILY_WISE / max(1, kept.shape[2])
     return not bool((too_few | disagree).any())
 
 

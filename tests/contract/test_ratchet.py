@@ -20,7 +20,7 @@ CODE_LINES = {
     ".": 142,
     "calibration": 1724,
     "compile": 1246,
-    "core": 1450,
+    "core": 1453,
     "curvature": 3133,
     "data": 932,
     "diagnostics": 2662,

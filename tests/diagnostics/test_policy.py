@@ -9,17 +9,18 @@ import pytest
 
 import pyro_scale
 from pyro_scale.calibration import results
+from pyro_scale.core.mixing import FAMILY_WISE
 from pyro_scale.diagnostics import policy as judged
 from pyro_scale.tuning import policy as tuned
 
 PAGE = (Path(pyro_scale.__file__).parents[1] / "docs" / "diagnostics.md").read_text()
-NUMBERS = vars(results) | vars(tuned) | vars(judged)
+NUMBERS = {"FAMILY_WISE": FAMILY_WISE} | vars(results) | vars(tuned) | vars(judged)
 WORDS = {0.1: "a tenth", 0.5: "half", 2.0: "twice", 3.0: "three", 5.0: "five"}
 #: What the page says, with the fields that its numbers are.
 SENTENCES = """\
 (of up to {MIXING.elements})
 above {MIXING.agree} not known, above {MIXING.disagree} NO, if chance does not explain it
-(family-wise {MIXING.family_wise:.0%}, see below)
+(family-wise {FAMILY_WISE:.0%}, see below)
 warns above {MIXING.disagree}; with fewer than {MIXING.many_draws} draws, or {MIXING.many_per_chain}
 above {MIXING.disagree_of_few}; with fewer than {MIXING.few_per_chain} per chain never
 under {MIXING.many_draws} not known, with the number of draws to ask for
@@ -34,7 +35,7 @@ R-hat of {MIXING.disagree} or more: the verdict is ENSEMBLE
 | R-hat above {MIXING.disagree} |
 a NUTS with R-hat below {MIXING.agree} and no divergences
 surely outside of 0.9 to {TEMPERATURE.hot}, by {TEMPERATURE.errors:word} standard errors
-at a family-wise {TEMPERATURE.family_wise:.0%} (NO)
+at a family-wise {FAMILY_WISE:.0%} (NO)
 error above ${TEMPERATURE.wide:g} \\sqrt{{2 / n}}$ for n draws, at most {MIXING.many_draws}
 above {TOLERANCE.sd:.0%}, and more than {TEMPERATURE.heavy:word} that of a normal distribution
 above {TEMPERATURE.hot} (NO if measured on all rows; if measured on some batches NOT KNOWN,

@@ -3,8 +3,11 @@
 import math
 
 import pytest
+import torch
 
 from pyro_scale.diagnostics.report import Finding, Report
+from pyro_scale.diagnostics.verdict import judge_bias
+from pyro_scale.tuning.pilot import Bias
 
 
 def finding(site, verdict, severity, check="mixing"):
@@ -50,3 +53,24 @@ def test_it_comes_back_from_text():
     assert again == report
     assert str(again) == str(report)
     assert list(again.to_frame().columns) == ["site", "check", "verdict", "told", "advice"]
+
+
+@pytest.mark.parametrize(
+    ("mean", "log_sd", "mcse", "verdict"),
+    [
+        (0.0, 0.0, 0.001, "yes"),
+        (0.09, 0.0, 0.001, "yes"),
+        (0.0, 0.045, 0.001, "yes"),
+        (0.11, 0.0, 0.001, "no"),
+        (0.0, -0.055, 0.001, "no"),
+        (0.14, 0.0, 0.015, "unknown"),
+        (0.09, 0.0, 0.006, "unknown"),
+        (0.0, 0.0, 0.026, "unknown"),
+        (0.0, 0.0, math.nan, "unknown"),
+    ],
+)
+def test_a_bias_is_judged_by_its_bounds(mean, log_sd, mcse, verdict):
+    """ "no" from about 3.5 standard errors beyond the tolerance of one of ten elements, "yes" two
+    within it; the second element is right."""
+    bias = Bias(*torch.tensor([[mean, 0.0], [mcse, 1e-4], [log_sd, 0.0], [mcse, 1e-4]]))
+    assert judge_bias("w", bias, 10, "").verdict == verdict
