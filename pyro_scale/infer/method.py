@@ -406,8 +406,8 @@ class SteppedChain:
     Args:
         problem: the analyzed model, with the start.
         kernel: kernel that moves the chain, with its schedules.
-        check: function (problem, draws, values, batch) -> None that is called if the step broke the
-            chain; raises the error.
+        check: function (problem, draws, values, batch) -> None that is called after each step;
+            raises the error if the step broke the chain.
         posterior_of: function (problem, draws, values, first batch) -> the posterior of one step's
             draws.
     """
@@ -431,8 +431,7 @@ class SteppedChain:
         problem = self._stepping.problem
         with without_vmap_warnings():
             draws, values = self._stepping.step(args, kwargs)
-        if draws.failures:
-            self._check(problem, draws, values, problem.log_posterior.bind(args, kwargs))
+        self._check(problem, draws, values, problem.log_posterior.bind(args, kwargs))
         self._last, self._posterior = (draws, values), None
         return float(draws.log_joint.mean())
 

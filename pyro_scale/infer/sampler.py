@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -26,7 +25,8 @@ from pyro_scale.infer.method import (
     Stepwise,
     asks,
 )
-from pyro_scale.infer.sampler_run import posterior_of_step, raise_broken_step, run_stages
+from pyro_scale.infer.own_loop import OwnLoop
+from pyro_scale.infer.sampler_run import run_stages
 from pyro_scale.infer.sampler_setup import (
     check_config,
     check_superchains,
@@ -336,8 +336,8 @@ class Sampler(Stepwise):
             )
         data = self._open_batch(args, kwargs)
         problem = self._analyze(data, self._num_data, self.kernel, 1, choose_seed(None))
-        posterior = functools.partial(posterior_of_step, type(self).__name__)
-        return SteppedChain(problem, self.kernel, raise_broken_step, posterior)
+        loop = OwnLoop(type(self).__name__)
+        return SteppedChain(problem, self.kernel, loop.check, loop.posterior)
 
     report = asks(Posterior.report)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
-from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics import crash_dump
 from pyro_scale.diagnostics.divergence import all_stopped, explosion, message
@@ -189,7 +188,7 @@ def _draws_of(
     if choice is not None:
         facts["passes_draws"] = round(passes_of(problem, draws.num_steps), 2)
     attrs = {
-        **_method_facts(name, plan.kernel),
+        **method_facts(name, plan.kernel),
         **facts,
         **plan.choice,
         # after the choice, as an extended run has a larger thinning than was chosen
@@ -308,47 +307,10 @@ def _held_by(result: PosteriorDraws | None) -> str:
     return "moments()" if result is not None and result.online else "get_samples()"
 
 
-# ---------------------------------------------------------------------- single steps
-
-
-def raise_broken_step(
-    problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
-) -> None:
-    """Raises the error for a single step (of `step`) that made the chain's state NaN or infinite.
-
-    Args:
-        problem: the analyzed model.
-        draws: states after the step.
-        values: hyperparameters of the step, by name.
-        batch: batch of the step, as the model's arguments.
-
-    Raises:
-        NonFiniteError: always; the message names the site.
-    """
-    sites = broken_sites(problem, draws, batch)
-    raise NonFiniteError(message(draws, values["lr"], sites))
-
-
-def posterior_of_step(
-    name: str, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
-) -> Posterior:
-    """A posterior of one draw: the chain's state after a single step (of `step`).
-
-    Args:
-        name: name of the method.
-        problem: the analyzed model.
-        draws: states after the step.
-        values: hyperparameters of the step, by name.
-        batch: first batch, which the posterior keeps in place of the data.
-    """
-    result = collect(problem, draws, values, _method_facts(name, problem.engine.kernel))
-    return Posterior(dataclasses.replace(result, data=None), batch)
-
-
 # ---------------------------------------------------------------------- hyperparameters
 
 
-def _method_facts(name: str, kernel: Kernel) -> dict[str, Any]:
+def method_facts(name: str, kernel: Kernel) -> dict[str, Any]:
     """The method's name (`method`) and its hyperparameters by name, as floats, for the posterior's
     `attrs`; a schedule is the word "schedule", a tensor the word "tensor", and a hyperparameter by
     site a dict."""

@@ -283,6 +283,28 @@ def gradient_noise(
     return GradientNoise(_inflation(engine, values, heating), variance, reduction)
 
 
+def noise_of_step(
+    problem: Problem, position: Tensor, batch: ChainBatch, values: Mapping[str, Tensor]
+) -> GradientNoise | None:
+    """The noise of minibatch gradients of a single step, from the rows of its batch, if batches are
+    parts of shuffled rows; None as for `gradient_noise`.
+
+    Args:
+        problem: the model and its engine.
+        position: unconstrained params `[D]`.
+        batch: batch of the step.
+        values: hyperparameters of the step, by name.
+    """
+    if values["temperature"] == 0 or not problem.engine.vectorized:
+        return None
+    gradients = row_gradients(problem, problem.log_posterior, position[None], [[batch]])
+    if gradients is None or gradients.shape[1] < 2:
+        return None
+    num_data = problem.log_posterior.num_data
+    variance = gradient_variance(gradients, gradients.shape[1], num_data, "shuffle")
+    return GradientNoise(_inflation(problem.engine, values, variance), variance)
+
+
 @dataclass(frozen=True)
 class _NoiseSample:
     """Draws of a run, and batches at each, at which gradients of single rows are computed.
