@@ -51,11 +51,12 @@ def truth_of(posterior: Posterior, data: Tensors, known: Mapping[str, Any]) -> d
 
 
 def judge(values: dict[str, Tensor], sites: tuple[str, ...], truth: Mapping[str, Any]) -> Errors:
-    """The errors of draws `[chains, draws, ...]` by site; the truth is by element."""
+    """The errors of draws `[chains, draws, ...]` by site, at the elements that the truth has."""
     mean = sd = 0.0
     is_right = True
-    for name, draws in elements(values, sites).items():
-        true, array = truth[name], draws.double().numpy()
+    found = elements(values, sites)
+    for name, true in truth.items():
+        array = found[name].double().numpy()
         true_mean, true_sd = (true.get(f"exact_{m}", true[m]) for m in ("mean", "sd"))
         mean_error = abs(float(array.mean()) - true_mean) / true_sd
         sd_error = abs(float(array.std()) / true_sd - 1)

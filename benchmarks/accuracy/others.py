@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def discounted(values: Tensor, factor: Tensor) -> Tensor:
-    """s[t] = values[t] + factor s[t - 1], in log2(T) vector operations instead of T steps."""
+    """s[..., t] = values[..., t] + factor s[..., t - 1], in log2(T) vector operations, not T."""
     shift = 1
-    while shift < len(values):
-        values = values + factor * torch.nn.functional.pad(values[:-shift], (shift, 0))
+    while shift < values.shape[-1]:
+        values = values + factor * torch.nn.functional.pad(values[..., :-shift], (shift, 0))
         factor, shift = factor * factor, 2 * shift
     return values
 
