@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import arviz
@@ -40,6 +42,13 @@ class Errors(NamedTuple):
 
 #: Of a run without draws.
 NOTHING = Errors(math.inf, math.inf, False)
+
+
+def stored_truth() -> dict[str, Any]:
+    """The stored references of all posteriors."""
+    folder = Path(__file__).parent
+    files = folder / "truth.json", folder / "jobs" / "truth.json"
+    return {k: v for file in files for k, v in json.loads(file.read_text()).items()}
 
 
 def truth_of(posterior: Posterior, data: Tensors, known: Mapping[str, Any]) -> dict[str, Any]:

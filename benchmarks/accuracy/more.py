@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from entry import Posterior, Tensors
+from jobs import JOBS
 from posteriors import POSTERIORS
 from pyro.distributions import constraints
 from raw_units import RAW_UNITS
@@ -118,4 +119,4 @@ MORE = (
 )
 
 #: All that runs with nothing set are measured on.
-EVERYTHING = (*POSTERIORS, *RAW_UNITS, *MORE)
+EVERYTHING = (*POSTERIORS, *RAW_UNITS, *MORE, *JOBS)

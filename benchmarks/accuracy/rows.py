@@ -29,7 +29,7 @@ from typing import Any
 import pyarrow
 import torch
 from entry import Posterior, Tensors
-from judge import NOTHING, judge, truth_of
+from judge import NOTHING, judge, stored_truth, truth_of
 from more import EVERYTHING
 
 import pyro_scale as ps
@@ -211,7 +211,7 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    known, costs = json.loads((HERE / "truth.json").read_text()), list[Cost]()
+    known, costs = stored_truth(), list[Cost]()
     for posterior in EVERYTHING:
         data = posterior.load() if posterior.name.startswith(arguments.only) else None
         if data is None:

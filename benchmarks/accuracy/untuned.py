@@ -3,32 +3,36 @@
     --only NAME      only the posteriors whose name starts so
     --seeds 3        runs of each
     --batches        batches of N/10, of posteriors whose rows stand alone and are 100 or more
+    --again          runs that are stored, too: their outcomes are replaced
 
-`ps.BAOA(model).run(data, seed=seed)` on posteriordb's posteriors, from the library's own starts.
+`ps.BAOA(model).run(data, seed=seed)` on posteriordb's posteriors and on those of `jobs/` (whose
+names start with `jobs/`), from the library's own starts.
 Right is every element of the published parameters within 0.1 sd in its mean and 5% in its sd, plus
 three standard errors of the run's and of the reference.  Silently wrong is a run that is beyond
-0.25 sd or 25% and whose verdict is yes.  Writes `results/untuned.md` (`untuned_batches.md`).
+0.25 sd or 25% and whose verdict is yes.  Outcomes are stored after each run, in
+`results/untuned.json` (`untuned_batches.json`), and a later call goes on from them; the page is
+`results/untuned.md` (`untuned_batches.md`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
+import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from entry import Posterior
-from judge import FAR_MEAN, FAR_SD, NOTHING, judge, truth_of
+from judge import FAR_MEAN, FAR_SD, NOTHING, judge, stored_truth, truth_of
 from more import EVERYTHING
 
 import pyro_scale as ps
 
-HERE = Path(__file__).parent
+RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Outcome:
         is_right: whether all are within the tolerance.
         verdict: of the run; `"raised"` where it raised.
         rows: gradients of rows over N, of all chains together.
-        seconds: of the run, compilation included.
+        seconds: of processors, compilation included.
         told: the report's first line, or the error.
     """
 
@@ -63,18 +67,24 @@ class Outcome:
         return self.verdict == "yes" and (self.mean > FAR_MEAN or self.sd > FAR_SD)
 
 
+def processor_seconds() -> float:
+    """Of this process and of the compilers that it has started."""
+    return sum(os.times()[:4])
+
+
 def run(posterior: Posterior, truth: Mapping[str, Any], seed: int, in_batches: bool) -> Outcome:
     """One run with nothing set."""
     data = posterior.load()
     assert data is not None
     size = {"batch_size": len(data[0]) // 10} if in_batches else {}
-    begin = time.perf_counter()
+    begin = processor_seconds()
     try:
         mcmc = ps.BAOA(posterior.model).run(data, seed=seed, progress=False, **size)
     except ps.errors.PyroScaleError as error:
-        seconds = time.perf_counter() - begin
+        seconds = processor_seconds() - begin
         return Outcome(posterior.name, seed, *NOTHING, "raised", 0, seconds, str(error))
-    seconds, attrs, report = time.perf_counter() - begin, mcmc.posterior.draws.attrs, mcmc.report()
+    seconds = processor_seconds() - begin
+    attrs, report = mcmc.posterior.draws.attrs, mcmc.report()
     steps = attrs["warmup_steps"] + attrs["num_samples"] * attrs["thinning"]
     rows = 4 * steps * (2 * size["batch_size"] / len(data[0]) if size else 1)
     errors = judge(mcmc.get_samples(group_by_chain=True), posterior.sites, truth)
@@ -108,6 +118,12 @@ def table(outcomes: list[Outcome], title: str) -> str:
     return "\n".join([*lines, ""])
 
 
+def stored(path: Path) -> dict[tuple[str, int], Outcome]:
+    """Outcomes of earlier calls, by posterior and seed."""
+    kept = json.loads(path.read_text()) if path.exists() else []
+    return {(each["posterior"], each["seed"]): Outcome(**each) for each in kept}
+
+
 def main() -> None:
     """Runs what is asked for."""
     parser = argparse.ArgumentParser(
@@ -116,11 +132,16 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="NAME")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batches", action="store_true")
+    parser.add_argument("--again", action="store_true")
     arguments = parser.parse_args()
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    known, outcomes = json.loads((HERE / "truth.json").read_text()), []
+    name = "untuned_batches" if arguments.batches else "untuned"
+    title = f"Nothing set{', batches of N/10' if arguments.batches else ''}"
+    RESULTS.mkdir(exist_ok=True)
+    path, known = RESULTS / f"{name}.json", stored_truth()
+    names = [posterior.name for posterior in EVERYTHING]
     for posterior in EVERYTHING:
         data = posterior.load() if posterior.name.startswith(arguments.only) else None
         if data is None:
@@ -129,15 +150,15 @@ def main() -> None:
             continue
         truth = truth_of(posterior, data, known)
         for seed in range(arguments.seeds):
-            outcomes.append(run(posterior, truth, seed, arguments.batches))
-            print(outcomes[-1], flush=True)
-    name = "untuned_batches" if arguments.batches else "untuned"
-    title = f"Nothing set{', batches of N/10' if arguments.batches else ''}"
-    page = table(outcomes, title)
-    if not arguments.only:
-        (HERE / "results").mkdir(exist_ok=True)
-        (HERE / "results" / f"{name}.md").write_text(page)
-    print(page)
+            if (posterior.name, seed) in stored(path) and not arguments.again:
+                continue
+            outcome = run(posterior, truth, seed, arguments.batches)
+            print(outcome, flush=True)
+            outcomes = stored(path) | {(posterior.name, seed): outcome}
+            ordered = sorted(outcomes.values(), key=lambda o: (names.index(o.posterior), o.seed))
+            path.write_text(json.dumps([asdict(each) for each in ordered], indent=0) + "\n")
+            (RESULTS / f"{name}.md").write_text(table(ordered, title))
+    print(table(list(stored(path).values()), title))
 
 
 if __name__ == "__main__":

@@ -104,7 +104,9 @@ def counties_data() -> Tensors:
     return county, floor, alpha[county] - 0.7 * floor + 0.75 * torch.randn(700)
 
 
-def poststratification(state: Tensor, age: Tensor, school: Tensor, female: Tensor, y: Tensor) -> None:
+def poststratification(
+    state: Tensor, age: Tensor, school: Tensor, female: Tensor, y: Tensor
+) -> None:
     """A vote by state, age and education, for poststratification."""
     b = pyro.sample("b", dist.Normal(torch.zeros(2), 2.0).to_event(1))
     logit = b[0] + b[1] * female
@@ -121,7 +123,9 @@ def poststratification_data() -> Tensors:
     """1,000 respondents."""
     state, age, school = groups(20, 1000), groups(5, 1000), groups(4, 1000)
     female = (torch.rand(1000) < 0.5).double()
-    effects = 0.5 * torch.randn(20)[state] + 0.4 * torch.randn(5)[age] + 0.3 * torch.randn(4)[school]
+    effects = (
+        0.5 * torch.randn(20)[state] + 0.4 * torch.randn(5)[age] + 0.3 * torch.randn(4)[school]
+    )
     return state, age, school, female, torch.bernoulli(torch.sigmoid(0.3 * female - 0.2 + effects))
 
 
@@ -200,7 +204,14 @@ def tests_data() -> Tensors:
 
 _SCALES = ("sigma", "sd_subject", "sd_item")
 HIERARCHIES = (
-    job("crossed", "30 subjects by 20 items", crossed, crossed_data, ("mu", "b", *_SCALES, "u", "v"), True),
+    job(
+        "crossed",
+        "30 subjects by 20 items",
+        crossed,
+        crossed_data,
+        ("mu", "b", *_SCALES, "u", "v"),
+        True,
+    ),
     job(
         "nested",
         "pupils in classes in schools, centered",
@@ -209,8 +220,22 @@ HIERARCHIES = (
         ("mu", "b", "sd_school", "sd_class", "sigma", "school", "level"),
         True,
     ),
-    job("slopes", "intercepts and slopes, LKJ", slopes, slopes_data, ("mu", "scale", "corr", "sigma", "z"), True),
-    job("counties", "85 counties", counties, counties_data, ("gamma", "b", "tau", "sigma", "alpha"), True),
+    job(
+        "slopes",
+        "intercepts and slopes, LKJ",
+        slopes,
+        slopes_data,
+        ("mu", "scale", "corr", "sigma", "z"),
+        True,
+    ),
+    job(
+        "counties",
+        "85 counties",
+        counties,
+        counties_data,
+        ("gamma", "b", "tau", "sigma", "alpha"),
+        True,
+    ),
     job(
         "poststratification",
         "a vote by state, age and education",
@@ -220,7 +245,20 @@ HIERARCHIES = (
         True,
     ),
     job("meta_analysis", "15 trials", meta_analysis, meta_analysis_data, ("mu", "tau", "z")),
-    job("proportions", "40 Beta proportions", proportions, proportions_data, ("phi", "log_kappa", "p")),
-    job("stores", "1,990 stores, centered", stores, stores_data, ("mu", "b", "tau", "sigma", "level"), True),
+    job(
+        "proportions",
+        "40 Beta proportions",
+        proportions,
+        proportions_data,
+        ("phi", "log_kappa", "p"),
+    ),
+    job(
+        "stores",
+        "1,990 stores, centered",
+        stores,
+        stores_data,
+        ("mu", "b", "tau", "sigma", "level"),
+        True,
+    ),
     job("tests", "20 A/B tests", tests, tests_data, ("mu", "lift", "sd", "base", "effect")),
 )

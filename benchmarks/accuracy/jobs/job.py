@@ -30,7 +30,9 @@ def job(
     in_batches: bool = False,
 ) -> Job:
     """A job; with `in_batches`, its rows are independent given the latents."""
-    return Job(f"jobs/{name}", about, model, lambda _: simulate(), 10 if in_batches else None, sites)
+    return Job(
+        f"jobs/{name}", about, model, lambda _: simulate(), 10 if in_batches else None, sites
+    )
 
 
 def groups(count: int, rows: int) -> torch.Tensor:

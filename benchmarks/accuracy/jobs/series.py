@@ -123,7 +123,11 @@ def media_mix(spend: Tensor, y: Tensor) -> None:
     stock = discounted(spend.T, decay[:, None]).T * (1 - decay)
     time = torch.arange(len(y), dtype=spend.dtype)
     mean = a + trend * time / len(y) + (stock / (stock + half)) @ beta
-    mean = mean + season[0] * torch.sin(time * math.pi / 26) + season[1] * torch.cos(time * math.pi / 26)
+    mean = (
+        mean
+        + season[0] * torch.sin(time * math.pi / 26)
+        + season[1] * torch.cos(time * math.pi / 26)
+    )
     pyro.sample("y", dist.Normal(mean, sigma).to_event(1), obs=y)
 
 
@@ -163,7 +167,13 @@ def vector_data() -> Tensors:
 
 
 SERIES = (
-    job("autoregression", "heavy tails", autoregression, autoregression_data, ("a", "phi", "sigma", "nu")),
+    job(
+        "autoregression",
+        "heavy tails",
+        autoregression,
+        autoregression_data,
+        ("a", "phi", "sigma", "nu"),
+    ),
     job(
         "forecast",
         "trend with changepoints, seasonality",
@@ -172,9 +182,21 @@ SERIES = (
         ("k", "m", "tau", "delta", "beta", "sigma"),
         True,
     ),
-    job("local_level", "100 years", local_level, local_level_data, ("start", "tau", "sigma", "level")),
+    job(
+        "local_level",
+        "100 years",
+        local_level,
+        local_level_data,
+        ("start", "tau", "sigma", "level"),
+    ),
     job("volatility", "200 days", volatility, volatility_data, ("mu", "phi", "tau", "h")),
-    job("epidemic", "60 days", epidemic, epidemic_data, ("first", "growth", "tau", "phi", "log_cases")),
+    job(
+        "epidemic",
+        "60 days",
+        epidemic,
+        epidemic_data,
+        ("first", "growth", "tau", "phi", "log_cases"),
+    ),
     job(
         "media_mix",
         "three channels",

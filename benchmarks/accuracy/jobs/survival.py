@@ -109,6 +109,8 @@ def cure_data() -> Tensors:
 SURVIVAL = (
     job("weibull", "a third censored", weibull, weibull_data, ("a", "b", "shape"), True),
     job("frailty", "in 15 hospitals", frailty, frailty_data, ("a", "b", "shape", "tau", "z"), True),
-    job("hazards", "piecewise constant", hazards, hazards_data, ("b", "level", "tau", "steps"), True),
+    job(
+        "hazards", "piecewise constant", hazards, hazards_data, ("b", "level", "tau", "steps"), True
+    ),
     job("cure", "some are cured", cure, cure_data, ("a", "b", "shape"), True),
 )

@@ -200,7 +200,14 @@ UNSEEN = (
     ),
     job("horseshoe", "30 measures", horseshoe, horseshoe_data, ("a", "tau", "b"), True),
     job("mixture", "three components", mixture, mixture_data, ("mu", "sigma", "weights"), True),
-    job("regimes", "two lines", regimes, regimes_data, ("low", "gap", "slope", "sigma", "weight"), True),
+    job(
+        "regimes",
+        "two lines",
+        regimes,
+        regimes_data,
+        ("low", "gap", "slope", "sigma", "weight"),
+        True,
+    ),
     job(
         "measurement",
         "errors in both variables",
@@ -210,5 +217,7 @@ UNSEEN = (
     ),
     job("missing", "40 gaps", missing, missing_data, ("mu", "tau", "b", "sigma", "gaps")),
     job("robust", "unknown tails", robust, robust_data, ("a", "b", "sigma", "nu"), True),
-    job("factors", "six questions", factors, factors_data, ("mean", "first", "rest", "unique"), True),
+    job(
+        "factors", "six questions", factors, factors_data, ("mean", "first", "rest", "unique"), True
+    ),
 )
