@@ -38,12 +38,13 @@ def countries(x: Tensor, country: Tensor, y: Tensor) -> None:
     """Trust on five levels; each of eight countries has cutpoints of its own."""
     b = pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     first = pyro.sample("first", dist.Normal(-1.0, 1.0))
-    gap = pyro.sample("gap", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    gap = pyro.sample("gap", dist.Normal(torch.ones(3), 1.0).to_event(1))
     tau = pyro.sample("tau", dist.HalfNormal(0.5))
     with pyro.plate("countries", 8):
         z = pyro.sample("z", dist.Normal(torch.zeros(4), 1.0).to_event(1))
     free = torch.cat([first[None], gap]) + tau * z
-    cut = torch.cat([free[:, :1], free[:, :1] + free[:, 1:].exp().cumsum(-1)], -1)
+    gaps = torch.nn.functional.softplus(free[:, 1:])
+    cut = torch.cat([free[:, :1], free[:, :1] + gaps.cumsum(-1)], -1)
     cut = pyro.deterministic("cut", cut)
     with pyro.plate("data", len(y)):
         pyro.sample("y", dist.OrderedLogistic(x @ b, cut[country]), obs=y)

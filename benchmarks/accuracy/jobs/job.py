@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from entry import Posterior, Tensors
+from entry import Posterior, Tensors, no_start
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,14 @@ def job(
     simulate: Callable[[], Tensors],
     sites: tuple[str, ...],
     in_batches: bool = False,
+    start: Callable[[Tensors], dict[str, Tensor]] = no_start,
 ) -> Job:
-    """A job; with `in_batches`, its rows are independent given the latents."""
-    return Job(
-        f"jobs/{name}", about, model, lambda _: simulate(), 10 if in_batches else None, sites
-    )
+    """A job.  With `in_batches`, its rows are independent given the latents; `start` is where the
+    reference starts: beside the modes that hold its chains, and next to no mass."""
+    batch_size = 10 if in_batches else None
+    return Job(f"jobs/{name}", about, model, lambda _: simulate(), batch_size, sites, start)
 
 
-def groups(count: int, rows: int) -> torch.Tensor:
+def groups(count: int, rows: int) -> Tensor:
     """The group of each row, `[rows]`: every group has some, at random more."""
     return torch.cat([torch.arange(count), torch.randint(count, (rows - count,))])

@@ -91,6 +91,11 @@ def mixture_data() -> Tensors:
     return (mu[part] + sigma[part] * torch.randn(500),)
 
 
+def at_quantiles(data: Tensors) -> dict[str, Tensor]:
+    """A mean for each third: chains that start in one component's place stay there."""
+    return {"mu": data[0].quantile(torch.tensor([0.15, 0.5, 0.85], dtype=data[0].dtype))}
+
+
 def regimes(x: Tensor, y: Tensor) -> None:
     """Two lines, the lower one first; which is a row's is not known."""
     low = pyro.sample("low", dist.Normal(0.0, 2.0))
@@ -188,6 +193,11 @@ def factors_data() -> Tensors:
     return (torch.randn(150, 1) * loading + 0.7 * torch.randn(150, 6),)
 
 
+def at_covariances(data: Tensors) -> dict[str, Tensor]:
+    """Loadings of the right signs: the mirrored factor has no first loading, and no mass."""
+    return {"first": torch.ones(()), "rest": data[0].T.cov()[0, 1:]}
+
+
 UNSEEN = (
     job("zero_inflated", "two kinds of zeros", zero_inflated, zero_inflated_data, ("a", "g"), True),
     job(
@@ -199,7 +209,15 @@ UNSEEN = (
         True,
     ),
     job("horseshoe", "30 measures", horseshoe, horseshoe_data, ("a", "tau", "b"), True),
-    job("mixture", "three components", mixture, mixture_data, ("mu", "sigma", "weights"), True),
+    job(
+        "mixture",
+        "three components",
+        mixture,
+        mixture_data,
+        ("mu", "sigma", "weights"),
+        True,
+        at_quantiles,
+    ),
     job(
         "regimes",
         "two lines",
@@ -218,6 +236,12 @@ UNSEEN = (
     job("missing", "40 gaps", missing, missing_data, ("mu", "tau", "b", "sigma", "gaps")),
     job("robust", "unknown tails", robust, robust_data, ("a", "b", "sigma", "nu"), True),
     job(
-        "factors", "six questions", factors, factors_data, ("mean", "first", "rest", "unique"), True
+        "factors",
+        "six questions",
+        factors,
+        factors_data,
+        ("mean", "first", "rest", "unique"),
+        True,
+        at_covariances,
     ),
 )
