@@ -136,14 +136,14 @@ def measurement_data() -> Tensors:
     return x, 0.3 + 0.8 * true + 0.6 * torch.randn(100)
 
 
-def missing(x: Tensor, z: Tensor, seen: Tensor, y: Tensor) -> None:
+def missing(x: Tensor, z: Tensor, gap: Tensor, y: Tensor) -> None:
     """A regression whose predictor is missing in a fifth of the rows, depending on another."""
     mu = pyro.sample("mu", dist.Normal(torch.zeros(2), 2.0).to_event(1))
     tau = pyro.sample("tau", dist.HalfNormal(2.0))
     b = pyro.sample("b", dist.Normal(torch.zeros(3), 2.0).to_event(1))
     sigma = pyro.sample("sigma", dist.HalfNormal(2.0))
     gaps = pyro.sample("gaps", dist.Normal(torch.zeros(40), 10.0).to_event(1))
-    filled = torch.where(seen, x, gaps[(~seen).cumsum(0).sub(1).clamp(0, 39)])
+    filled = torch.where(gap < 0, x, gaps[gap.clamp(min=0)])
     with pyro.plate("data", len(y)):
         pyro.sample("x", dist.Normal(mu[0] + mu[1] * z, tau), obs=filled)
         pyro.sample("y", dist.Normal(b[0] + b[1] * filled + b[2] * z, sigma), obs=y)
@@ -154,9 +154,9 @@ def missing_data() -> Tensors:
     z = torch.randn(200)
     x = 0.5 + 0.6 * z + torch.randn(200)
     y = 1 + 0.8 * x - 0.5 * z + 0.7 * torch.randn(200)
-    seen = torch.ones(200, dtype=torch.bool)
-    seen[(z + torch.randn(200)).topk(40).indices] = False
-    return torch.where(seen, x, 0.0), z, seen, y
+    gap = torch.full((200,), -1)
+    gap[(z + torch.randn(200)).topk(40).indices] = torch.arange(40)
+    return torch.where(gap < 0, x, 0.0), z, gap, y
 
 
 def robust(x: Tensor, y: Tensor) -> None:
