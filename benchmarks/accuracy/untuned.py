@@ -148,6 +148,9 @@ def main() -> None:
             continue
         if arguments.batches and (posterior.batch_size is None or len(data[0]) < 100):
             continue
+        if posterior.exact is None and (posterior.same_as or posterior.name) not in known:
+            print(f"{posterior.name}: skipped, it has no reference yet", flush=True)
+            continue
         truth = truth_of(posterior, data, known)
         for seed in range(arguments.seeds):
             if (posterior.name, seed) in stored(path) and not arguments.again:

@@ -90,15 +90,15 @@ def volatility_data() -> Tensors:
 
 
 def epidemic(y: Tensor) -> None:
-    """Cases of 60 days, overdispersed; growth rates walk."""
+    """Cases of nine weeks, overdispersed; the growth rate walks from week to week."""
     first = pyro.sample("first", dist.Normal(2.0, 1.0))
     growth = pyro.sample("growth", dist.Normal(0.0, 0.2))
-    tau = pyro.sample("tau", dist.HalfNormal(0.05))
+    tau = pyro.sample("tau", dist.HalfNormal(0.1))
     phi = pyro.sample("phi", dist.HalfNormal(0.5))
-    z = pyro.sample("z", dist.Normal(torch.zeros(len(y) - 2), 1.0).to_event(1))
+    z = pyro.sample("z", dist.Normal(torch.zeros(8), 1.0).to_event(1))
     rates = torch.cat([growth[None], growth + (tau * z).cumsum(0)])
-    log_cases = torch.cat([first[None], first + rates.cumsum(0)])
-    log_cases = pyro.deterministic("log_cases", log_cases)
+    rates = pyro.deterministic("rates", rates)
+    log_cases = first + rates.repeat_interleave(7).cumsum(0)
     total = 1 / phi.square()
     counts = dist.NegativeBinomial(total, logits=log_cases - total.log())
     pyro.sample("y", counts.to_event(1), obs=y)
@@ -106,9 +106,9 @@ def epidemic(y: Tensor) -> None:
 
 def epidemic_data() -> Tensors:
     """A wave."""
-    day = torch.arange(60.0)
+    day = torch.arange(63.0)
     rate = torch.exp(2 + 3 * torch.exp(-(((day - 32) / 14) ** 2)))
-    return (torch.poisson(rate * torch.distributions.Gamma(20.0, 20.0).sample((60,))),)
+    return (torch.poisson(rate * torch.distributions.Gamma(20.0, 20.0).sample((63,))),)
 
 
 def media_mix(spend: Tensor, y: Tensor) -> None:
@@ -192,10 +192,10 @@ SERIES = (
     job("volatility", "200 days", volatility, volatility_data, ("mu", "phi", "tau", "h")),
     job(
         "epidemic",
-        "60 days",
+        "nine weeks",
         epidemic,
         epidemic_data,
-        ("first", "growth", "tau", "phi", "log_cases"),
+        ("first", "growth", "tau", "phi", "rates"),
     ),
     job(
         "media_mix",
