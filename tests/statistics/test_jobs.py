@@ -20,6 +20,11 @@ CHEAP = (
     "icar",
     "zero_inflated",
     "regimes",
+    "counties",
+    "cure",
+    "frailty",
+    "robust",
+    "factors",
 )
 BY_NAME = {job.name: job for job in JOBS}
 TRUTH = stored_truth()
