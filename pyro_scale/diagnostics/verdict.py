@@ -126,7 +126,7 @@ def _check_length(result: PosteriorDraws, num_samples: int) -> list[Finding]:
     if kept == num_samples:
         return []
     text = f"it ended after {kept:,} of {num_samples:,} draws a chain"
-    advice = "more max_seconds=, or resume="
+    advice = "more max_seconds="
     return [Finding("", "length", "unknown", text, advice, num_samples / max(1, kept))]
 
 
