@@ -27,7 +27,7 @@ CODE_LINES = {
     "distributed": 560,
     "engine": 1686,
     "exact": 535,
-    "infer": 3998,
+    "infer": 3997,
     "kernels": 1095,
     "metrics": 529,
     "model": 4116,
@@ -36,7 +36,7 @@ CODE_LINES = {
     "rng": 643,
     "run": 2152,
     "storage": 567,
-    "tuning": 2814,
+    "tuning": 2743,
 }
 #: Of the whole package.
 MOST = {
@@ -45,8 +45,8 @@ MOST = {
     "functions of more than 8 parameters": 4,
     "functions of more than 50 code lines": 1,
     "most imports of a file": 32,
-    "numeric constants of modules": 291,
-    "numeric defaults of fields": 229,
+    "numeric constants of modules": 288,
+    "numeric defaults of fields": 227,
     "isinstance, hasattr and case": 494,
     "Any and object": 1030,
 }
