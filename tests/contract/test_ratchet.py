@@ -34,7 +34,7 @@ CODE_LINES = {
     "posterior": 2344,
     "results": 888,
     "rng": 643,
-    "run": 2152,
+    "run": 2141,
     "storage": 567,
     "tuning": 2743,
 }
