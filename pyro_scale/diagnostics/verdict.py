@@ -383,9 +383,8 @@ def judge_bias(
     of_mean = int((mean.abs() + mean_mcse).nan_to_num(math.inf).argmax())
     of_sd = int((log_sd.abs() + log_sd_mcse).nan_to_num(math.inf).argmax())
     text = (
-        f"bias of means up to {float(mean[of_mean].abs()):.2g} +- {float(mean_mcse[of_mean]):.2g} "
-        f"sds, of sds {100 * float(log_sd[of_sd].abs()):.2g} +- "
-        f"{100 * float(log_sd_mcse[of_sd]):.2g}%{how}"
+        f"bias of means up to {float(mean[of_mean].abs()):.2g} sds, of sds "
+        f"{100 * float(log_sd[of_sd].abs()):.2g} +- {100 * float(log_sd_mcse[of_sd]):.2g}%{how}"
     )
     verdict: Verdict = "yes" if bool(bias.is_known.all()) else "unknown"
     verdict = "no" if bool(is_biased.any()) else verdict

@@ -45,7 +45,8 @@ def find_diagonal_modes(
     Raises:
         ArgumentError: L-BFGS fails from every start.
     """
-    results, passes = run_searches(partial(_search, density), list(starts), limits)
+    search = partial(_search, density, limits.passes)
+    results, passes = run_searches(search, list(starts), limits)
     ends = [(number, end) for number, end in enumerate(results) if end is not None]
     if not ends:
         raise ArgumentError(
@@ -80,7 +81,7 @@ class _End(NamedTuple):
 
 
 def _search(
-    density: FullDataDensity, start: Tensor, limits: SearchLimits
+    density: FullDataDensity, most: float, start: Tensor, limits: SearchLimits
 ) -> tuple[_End | None, float]:
     """Runs L-BFGS from a start, and returns its end and the passes through the data that it took;
     in place of the end, None if L-BFGS fails.
@@ -91,12 +92,14 @@ def _search(
 
     Args:
         density: log density of all rows, or of rows that represent them.
+        most: passes through the data after which the search is not repeated.
         start: unconstrained params `[D]`.
-        limits: passes and time after which the search is not repeated.
+        limits: limits that are checked during the search.
     """
     best, passes, num_data = None, 0, density.log_posterior.num_data
     for shrinkage in SEARCH.shrinkages:
-        if passes and (passes >= limits.passes or limits.is_over()):
+        limits.check(passes)
+        if passes and passes >= most:
             break
         passes += 2 * _LBFGS_PASSES
         with contextlib.suppress(ArgumentError, DataError):
