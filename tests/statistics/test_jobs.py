@@ -28,6 +28,8 @@ CHEAP = (
 )
 BY_NAME = {job.name: job for job in JOBS}
 TRUTH = stored_truth()
+#: Largest standard errors, in sds, of references that are too short.
+SHORT = {"jobs/surface": 0.027, "jobs/crossed": 0.021}
 #: Of the others, references are still to be made.
 READY = [name for name in BY_NAME if name in TRUTH]
 
@@ -43,7 +45,8 @@ def test_data_are_the_same_at_every_call(name):
 def test_every_site_has_a_reference_with_small_errors(name):
     elements = TRUTH[name]["elements"]
     assert {element.partition("[")[0] for element in elements} == set(BY_NAME[name].sites)
-    assert all(each["mcse"] < 0.03 * each["sd"] for each in elements.values())
+    most = SHORT.get(name, 0.02)
+    assert all(each["mcse"] < most * each["sd"] for each in elements.values())
 
 
 @pytest.mark.slow
