@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import arviz
+import numpy as np
 import pyro
 import torch
 from entry import Posterior, Tensors, elements
@@ -88,6 +89,19 @@ def sample(
     return torch.func.vmap(torch.func.vmap(compared))(kept)
 
 
+def moments(draws: np.ndarray) -> dict[str, float]:
+    """Mean, sd, their standard errors, effective draws (in bulk) and R-hat of draws `[chains,
+    draws]` of one element."""
+    return {
+        "mean": float(draws.mean()),
+        "sd": float(draws.std()),
+        "mcse": float(arviz.mcse(draws)),
+        "sd_mcse": float(arviz.mcse(draws, method="sd")),
+        "ess": float(arviz.ess(draws)),
+        "r_hat": float(arviz.rhat(draws)),
+    }
+
+
 def reference(
     posterior: Posterior, data: Tensors, draws: int, length: float, seed: int
 ) -> dict[str, Any]:
@@ -97,16 +111,7 @@ def reference(
     exact = exact_elements(posterior, data)
     found = {}
     for name, column in elements(values, posterior.sites).items():
-        array = column.numpy()
-        found[name] = {
-            "mean": float(array.mean()),
-            "sd": float(array.std()),
-            "mcse": float(arviz.mcse(array)),
-            "sd_mcse": float(arviz.mcse(array, method="sd")),
-            "ess": float(arviz.ess(array)),
-            "r_hat": float(arviz.rhat(array)),
-            **exact.get(name, {}),
-        }
+        found[name] = {**moments(column.numpy()), **exact.get(name, {})}
     return {
         "settings": {
             "chains": CHAINS,

@@ -361,18 +361,16 @@ def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
     ]
 
 
-def judge_bias(
-    site: str, bias: Bias, count: int, advice: str, check: str = "step size", how: str = ""
-) -> Finding:
-    """The finding for the report on the bias of a site's means and sds: "no" if it is surely beyond
-    the tolerance at some element, "yes" if it is surely within at all, otherwise "unknown".
+def judge_bias(site: str, bias: Bias, count: int, advice: str, how: str = "") -> Finding:
+    """The finding for the report on the bias that the step size causes in a site's means and sds:
+    "no" if it is surely beyond the tolerance at some element, "yes" if it is surely within it at
+    all elements, otherwise "unknown".
 
     Args:
         site: name of the site.
         bias: bias of the site's elements.
         count: number of elements of all sites, one of which may be off by chance.
         advice: what to try.
-        check: name of the check.
         how: how the bias was measured, to follow the figures.
     """
     mean, mean_mcse, log_sd, log_sd_mcse = bias
@@ -380,10 +378,9 @@ def judge_bias(
     is_biased = (mean.abs() - errors * mean_mcse > TOLERANCE.mean) | (
         log_sd.abs() - errors * log_sd_mcse > TOLERANCE.sd
     )
-    of_mean = int((mean.abs() + mean_mcse).nan_to_num(math.inf).argmax())
     of_sd = int((log_sd.abs() + log_sd_mcse).nan_to_num(math.inf).argmax())
     text = (
-        f"bias of means up to {float(mean[of_mean].abs()):.2g} sds, of sds "
+        f"bias of means up to {float(mean.abs().max()):.2g} sds, of sds "
         f"{100 * float(log_sd[of_sd].abs()):.2g} +- {100 * float(log_sd_mcse[of_sd]):.2g}%{how}"
     )
     verdict: Verdict = "yes" if bool(bias.is_known.all()) else "unknown"
@@ -391,7 +388,7 @@ def judge_bias(
     severity = max(
         float(mean.abs().max()) / TOLERANCE.mean, float(log_sd.abs().max()) / TOLERANCE.sd
     )
-    return Finding(site, check, verdict, text, advice, severity)
+    return Finding(site, "step size", verdict, text, advice, severity)
 
 
 def _check_warm_up(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:

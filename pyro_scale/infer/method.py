@@ -430,8 +430,8 @@ class SteppedChain:
         nats, averaged over particles."""
         problem = self._stepping.problem
         with without_vmap_warnings():
-            draws, values = self._stepping.step(args, kwargs)
-        self._check(problem, draws, values, problem.log_posterior.bind(args, kwargs))
+            draws, values, arguments = self._stepping.step(args, kwargs)
+        self._check(problem, draws, values, arguments)
         self._last, self._posterior = (draws, values), None
         return float(draws.log_joint.mean())
 

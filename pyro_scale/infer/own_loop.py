@@ -1,5 +1,5 @@
-"""What is told of a chain that the user moves by `step`, in a loop of their own: a step that breaks
-it, the heat of minibatches, and its state as a posterior."""
+"""Checks and results of a chain that the user moves by `step`, in a loop of their own: the error if
+a step breaks it, the warning if minibatches heat it, and the posterior of its latest state."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ _FIRST, _BELIEVED = 64, 512
 
 
 class OwnLoop:
-    """Watches one chain in a loop of the user's own.
+    """Checks every step of one chain in a loop of the user's own, and makes a posterior of its
+    latest state.
 
     Args:
         name: name of the method, such as "BAOA".
     """
 
     def __init__(self, name: str):
-        self._name, self._noise, self._has_warned = name, list[GradientNoise](), False
+        self._name, self._latest, self._has_warned = name, list[GradientNoise](), False
 
     def check(
         self, problem: Problem, draws: Draws, values: Mapping[str, Tensor], batch: Arguments
@@ -67,7 +68,7 @@ class OwnLoop:
         last = {name: value[-1] for name, value in values.items()}
         noise = noise_of_step(problem, draws.positions[0, -1], (batch, None), last)
         if noise is not None:
-            self._noise.append(noise)
+            self._latest = [*self._latest[-1:], noise]
         heat = self._heat
         if count > _BELIEVED and heat is not None and heat.inflation is not None:
             self._warn_if_hot(problem, heat.inflation, float(last["lr"].max()))
@@ -75,15 +76,16 @@ class OwnLoop:
     @property
     def _heat(self) -> GradientNoise | None:
         """The mean of the latest two measurements; None if there are none."""
-        latest = self._noise[-2:]
-        if not latest:
+        if not self._latest:
             return None
-        variance = torch.stack([noise.variance for noise in latest]).mean(0)
-        inflations = [noise.inflation for noise in latest if noise.inflation is not None]
+        variance = torch.stack([noise.variance for noise in self._latest]).mean(0)
+        inflations = [noise.inflation for noise in self._latest if noise.inflation is not None]
         return GradientNoise(torch.stack(inflations).mean(0) if inflations else None, variance)
 
     def _warn_if_hot(self, problem: Problem, inflation: Tensor, lr: float) -> None:
-        """Warns, at most once, of the element whose temperature minibatches raise most.
+        """Warns, at most once, if minibatches raise the temperature of some element above 1.1 times
+        the posterior's; names the site of the hottest element, and a smaller step size. Returns
+        nothing.
 
         Args:
             problem: the analyzed model.

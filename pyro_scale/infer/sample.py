@@ -22,6 +22,7 @@ from pyro_scale.kernels import Hyperparameters
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import Problem, arithmetic, as_log_posterior, module_device, prepare
+from pyro_scale.tuning.policy import TRAINING
 from pyro_scale.tuning.training import is_network
 
 #: Elements that compiled code computes in a second, and seconds of a gradient without any.  These
@@ -37,8 +38,6 @@ _PILOT_WARMUP, _PILOT_DRAWS = 200, 50
 _FEWEST = 100
 #: BAOA and GHMC: steps per draw; warm-up steps of both; passes of BAOA's searches for modes.
 _BAOA_STEPS, _GHMC_STEPS, _WARMUP_STEPS, _PASSES = 5, 10, 5000, 300
-#: Rows of the two gradients of a minibatch, and rows above which there are minibatches.
-_BATCH, _MANY_ROWS = 2 * 1024, 20_000
 #: Seconds that compilation may take in addition.
 _COMPILATION = 20.0
 #: NUTS may take this fraction of the user's seconds, even if BAOA is faster: its draws are exact.
@@ -136,8 +135,8 @@ def _predict(problem: Problem, num_samples: int, num_chains: int) -> dict[type[M
     def gradient(num_rows: int) -> float:
         return _SECONDS + elements_a_row * num_rows / _ELEMENTS_PER_SECOND
 
-    in_batches = num_data > _MANY_ROWS or problem.data.batch_size is not None
-    step = gradient(_BATCH if in_batches else num_data)
+    in_batches = num_data > TRAINING.few_rows or problem.data.batch_size is not None
+    step = gradient(2 * TRAINING.batch if in_batches else num_data)  # with control variates
     steps = _WARMUP_STEPS + _BAOA_STEPS * num_samples
     return {
         NUTS: num_chains * (_WARMUP + num_samples) * _LEAPFROGS * gradient(num_data),

@@ -72,7 +72,7 @@ class Stepping:
 
     def step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Draws, Mapping[str, Tensor]]:
+    ) -> tuple[Draws, Mapping[str, Tensor], Arguments]:
         """Takes the next step of the chain.
 
         Args:
@@ -81,7 +81,7 @@ class Stepping:
 
         Returns:
             (The new state as one draw; hyperparameters by name, `[steps so far, ...]`, each with
-            its present value at all of these steps).
+            its present value at all of these steps; the minibatch, as arguments by name).
 
         Raises:
             DataError: the minibatch has no rows.
@@ -101,4 +101,5 @@ class Stepping:
         chains.move(eager(problem.engine, batches), batches, columns, steps, draws)
         draws.failures, draws.last_steps = list(chains.failures), chains.last_steps
         draws.state, draws.num_steps = chains.state, count + 1
-        return draws, {k: v.expand(count + 1, *v.shape[1:]) for k, v in values.items()}
+        values = {k: v.expand(count + 1, *v.shape[1:]) for k, v in values.items()}
+        return draws, values, arguments

@@ -22,13 +22,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import arviz
 import numpy as np
 import pyro
 import torch
 from entry import Posterior, Tensors, elements
 from pyro.infer.mcmc.util import initialize_model
 from torch import Tensor
+from truth import moments
 
 import pyro_scale as ps
 from jobs import JOBS
@@ -60,18 +60,6 @@ def compared(values: dict[str, Tensor], sites: tuple[str, ...]) -> dict[str, np.
         step = math.ceil(len(varying) / MOST_ELEMENTS)
         chosen |= {name: found[name].numpy() for name in varying[::step]}
     return chosen
-
-
-def moments(draws: np.ndarray) -> dict[str, float]:
-    """Mean, sd, their standard errors, effective draws (in bulk) and R-hat."""
-    return {
-        "mean": float(draws.mean()),
-        "sd": float(draws.std()),
-        "mcse": float(arviz.mcse(draws)),
-        "sd_mcse": float(arviz.mcse(draws, method="sd")),
-        "ess": float(arviz.ess(draws)),
-        "r_hat": float(arviz.rhat(draws)),
-    }
 
 
 def reference(posterior: Posterior, data: Tensors, draws: int) -> dict[str, Any]:
