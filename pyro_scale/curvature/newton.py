@@ -66,7 +66,7 @@ def ascend(
     start: Tensor,
     near: float = _GAIN_TOL,
     most_steps: int = MOST_STEPS,
-    check: Callable[[float], None] | None = None,
+    is_over: Callable[[], bool] | None = None,
 ) -> Ascent:
     """Searches for a mode of the log joint by Newton's method in a trust region.
 
@@ -76,8 +76,8 @@ def ascend(
             is not finite at it.
         near: the gain of a Newton step, in nats, below which a position counts as a mode.
         most_steps: the largest number of steps.
-        check: function that is called before each step with the cost so far, in gradients of all
-            rows; may raise to stop the search.
+        is_over: function that is called before each step, and ends the search there if it returns
+            True.
     """
     position, radius, path = start, _RADIUS * len(start) ** 0.5, [start]
     model = _expand(density, position)
@@ -87,8 +87,6 @@ def ascend(
     units = _units(model)
     is_mode, stalled = False, 0
     for _ in range(most_steps):
-        if check is not None:
-            check(len(path) * density.passes)
         units = torch.maximum(units / 2, _units(model))
         scale = units.rsqrt()
         eigenvalues, axes = torch.linalg.eigh(scale[:, None] * model.curvature * scale)
@@ -97,6 +95,8 @@ def ascend(
         left = float((slope.square() / eigenvalues).sum()) / 2
         if eigenvalues.min() > 0 and left < max(near, rounding):
             is_mode = True
+            break
+        if is_over is not None and is_over():
             break
         if len(path) == 1:  # the first radius covers a Newton step, however steep the start is
             least = _LEAST_CURVATURE * float(eigenvalues.abs().max())

@@ -74,7 +74,8 @@ def run_stages(
             spent = sum(choice.passes.values())
             budget = budget.after(spent, problem.log_posterior.num_data)
         name, may_halve = type(sampler).__name__, "lr" in sampler._settings.chosen
-        trajectory = execute(plan, name, may_halve, budget, journal, facts, sink)
+        until = budget if choice is None else dataclasses.replace(budget.until("draws"), share=1.0)
+        trajectory = execute(plan, name, may_halve, until, journal, facts, sink)
         trajectory = gather_trajectory(trajectory)
         result, error = _collect(sampler, trajectory, config, choice, budget, sink)
     if problem.draws_differ:

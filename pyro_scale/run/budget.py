@@ -8,16 +8,21 @@ import dataclasses
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from pyro_scale.core.validation import as_count
 from pyro_scale.curvature.control_variates import ControlVariates
 from pyro_scale.errors import ArgumentError
 from pyro_scale.run.problem import Problem
 
+#: Stages of a run that end at a part of its budget.
+Stage: TypeAlias = Literal["searches", "windows", "pilots", "draws"]
 #: Passes through the data that a chain may take for each draw, if the user sets no budget; and the
 #: least number of draws that this is computed for.
 _PASSES_A_DRAW, _FEWEST_DRAWS = 200, 1_000
+#: Where each stage of a run ends at the latest, as a part of the run's rows and seconds: searches
+#: for modes may take 10%, windows of warm-up 15%, pilots 15%; checks of the draws 20% of the time.
+STAGES: dict[Stage, float] = {"searches": 0.10, "windows": 0.25, "pilots": 0.40, "draws": 0.80}
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Budget:
         max_seconds: seconds from the start of the run; None for no limit.
         deadline: the end of these seconds on the monotonic clock; infinity without a limit.
         spent: number of gradients of single rows that have been computed so far.
+        share: the part of these rows that may be computed until the end of a stage.
     """
 
     max_rows: int | None
@@ -40,6 +46,7 @@ class Budget:
     max_seconds: float | None
     deadline: float
     spent: int = 0
+    share: float = 1.0
 
     @classmethod
     def from_arguments(cls, max_rows: Any, num_samples: int, max_seconds: Any) -> Budget:
@@ -72,23 +79,20 @@ class Budget:
         """
         return self.max_seconds is not None and problem.broadcast(self.is_over, "the clock")
 
-    def check(self, passes: float) -> None:
-        """Raises if the seconds that the run may take are over, by this process's clock; called in
-        the search for a mode, to end it. Searches of several processes differ in length, so clocks
-        are not compared.
+    @property
+    def seconds_left(self) -> float:
+        """The seconds that the run may still take, by this process's clock; at least 0, and
+        infinite without a limit."""
+        return max(0.0, self.deadline - time.monotonic())
 
-        Args:
-            passes: number of passes through the data that the search has taken, for the message.
-
-        Raises:
-            ArgumentError: the time is over.
-        """
-        if self.is_over:
-            raise ArgumentError(
-                f"max_seconds={self.max_seconds:g} were over after {passes:.3g} passes through the "
-                "data, before a mode of the posterior was found to start from: pass more, or say "
-                "where chains start and how they move (init_strategy=, lr= as a number)"
-            )
+    def until(self, stage: Stage) -> Budget:
+        """The budget at whose end a stage of the run ends: a part of the run's rows and seconds,
+        which includes those of earlier stages. What a stage leaves goes to the next ones, and to
+        draws in the end."""
+        share, deadline = STAGES[stage], self.deadline
+        if self.max_seconds is not None:
+            deadline -= (1 - share) * self.max_seconds
+        return dataclasses.replace(self, share=self.share * share, deadline=deadline)
 
     def after(self, passes: float, num_data: int) -> Budget:
         """A copy of the budget in which `passes` more passes through `num_data` rows of data are
@@ -99,7 +103,7 @@ class Budget:
     def steps(self, problem: Problem) -> int:
         """The number of steps that each chain may still take before the budget of row gradients is
         used up; 0 if it is. The limit in seconds is not considered."""
-        left = self.most_rows(problem) - self.spent
+        left = int(self.share * self.most_rows(problem)) - self.spent
         return max(0, left) // (rows_a_step(problem) * len(problem.positions))
 
     def argument_for(self, problem: Problem, num_samples: float, steps: float) -> str:

@@ -21,6 +21,8 @@ from pyro_scale.run.run import RunPlan, Trajectory
 
 #: How often a step size that was chosen is halved, while a chain diverges.
 _MOST_HALVINGS = 8
+#: Draws of each chain that a run which tuned itself makes, even if its time is over.
+FEWEST_DRAWS = 100
 #: How often draws are checked, each time after twice as many steps.
 _MOST_CHECKS = 8
 
@@ -55,7 +57,8 @@ def execute(
     problem, parts = plan.problem, journal.parts(plan.problem)
     for halvings in range(journal.halvings):
         plan = plan.halved(halvings + 1)
-    halvings = journal.halvings
+    halvings, steps = journal.halvings, plan.steps
+    least = min(FEWEST_DRAWS, steps.num_samples) if may_halve else 0
     while True:
         retries = may_halve and halvings < _MOST_HALVINGS
         chosen = f", lr={plan.kernel.lr:.2g}" if may_halve else ""
@@ -63,7 +66,8 @@ def execute(
         title = f"{name}{chosen}, {num_chains} chain{'s' * (num_chains > 1)}"
 
         def is_over(draws: Draws, retries: bool = retries) -> bool:
-            return budget.is_over or (retries and bool(draws.failures))
+            kept = steps.kept_before(draws.num_steps)
+            return (budget.is_over and kept >= least) or (retries and bool(draws.failures))
 
         parts = [part._replace(last=journal.goes_on_from(part, halvings)) for part in parts]
         move = functools.partial(plan.execute, title, stop=is_over)

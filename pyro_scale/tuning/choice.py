@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -10,8 +12,14 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Gaussian
 from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.engine.progress import Progress
+from pyro_scale.engine.reuse import Earlier
 from pyro_scale.kernels import Kernel
+from pyro_scale.run.budget import Budget
+from pyro_scale.run.by_rank import gather
+from pyro_scale.run.config import RunConfig
 from pyro_scale.run.problem import Problem
+from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning.modes import Modes
 from pyro_scale.tuning.pilot import Pilot
 from pyro_scale.tuning.windows import Window
@@ -24,6 +32,69 @@ Anchor: TypeAlias = bool | Mapping[str, Tensor] | Literal["auto"]
 #: Runs chains: (problem, steps, seed, hyperparameter columns, further arguments of the engine's
 #: `simulate`) -> draws.
 Simulate: TypeAlias = Callable[..., Draws]
+#: Least steps of a stage of tuning whose time is over before it begins.
+FEWEST_STEPS = 64
+
+
+@dataclass
+class Simulation:
+    """Runs chains for tuning, on every process.
+
+    Attributes:
+        bar: progress bar, which the steps advance.
+        config: arguments of the run.
+        compile: whether steps are compiled.
+        earlier: compiled steps of earlier runs, for reuse.
+        has_clock: whether the run's time is limited; only then do stages end by the clock.
+        pace: seconds of a step in the latest run of chains; 0 if the run's time is not limited.
+    """
+
+    bar: Progress
+    config: RunConfig
+    compile: bool
+    earlier: Earlier
+    has_clock: bool
+    pace: float = 0.0
+
+    def __call__(
+        self,
+        problem: Problem,
+        steps: Steps,
+        seed: int,
+        columns: Mapping[str, Tensor],
+        is_over: Callable[[], bool] | None = None,
+        **how: Any,
+    ) -> Draws:
+        """The draws of all chains, fewer than planned if the time is over before.
+
+        Args:
+            problem: chains at their starts.
+            steps: numbers of draws and steps.
+            seed: seed of all random numbers.
+            columns: hyperparameters at every step.
+            is_over: whether the time is over; not asked before a few steps have been taken.
+            how: further options of the engine's `simulate`.
+        """
+        problem = dataclasses.replace(problem, seed=seed)
+        options = self.config.sampling, self.config.share_batches, self.compile, False
+        plan = RunPlan(problem, columns, steps, *options, self.earlier)
+        if self.has_clock and is_over is not None:
+            least = max(FEWEST_STEPS, min(4, steps.num_samples // 4) * steps.thinning)
+            how["stop"] = lambda draws: draws.num_steps >= least and is_over()
+            how["check_every"] = max(1, steps.total // FEWEST_STEPS)
+        draws = gather(plan.execute("", bar=self.bar, **how).draws, problem)
+        if self.has_clock and draws.error is None:
+            self.pace = draws.seconds / max(1, draws.num_steps)
+        if is_over is not None and draws.num_steps < steps.total and draws.finished:
+            draws = draws.first(steps.kept_before(draws.num_steps))
+        return draws
+
+    def affordable(self, budget: Budget, problem: Problem) -> float:
+        """The steps that the seconds of a budget are enough for, at the pace of the latest steps,
+        by the first process's clock; infinite without a limit, or before the first step."""
+        if budget.max_seconds is None or not self.pace:
+            return math.inf
+        return problem.broadcast(budget.seconds_left / self.pace, "the clock")
 
 
 @dataclass(frozen=True)

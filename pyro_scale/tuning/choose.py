@@ -8,6 +8,8 @@ autocorrelation         ->  a thinning at which a quarter of the draws is effect
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -27,11 +29,11 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels import Kernel
 from pyro_scale.model.diagnose import centered_latents, how_to_non_center
 from pyro_scale.run.blame import WITHIN, broken_sites
-from pyro_scale.run.budget import Budget, passes_of, rows_a_step
+from pyro_scale.run.budget import STAGES, Budget, Stage, passes_of, rows_a_step
 from pyro_scale.run.config import RunConfig
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
-from pyro_scale.tuning.choice import Choice, Settings, Simulate, lr_in_words
+from pyro_scale.tuning.choice import Choice, Settings, Simulate, Simulation, lr_in_words
 from pyro_scale.tuning.control_variates import center_of, with_anchor
 from pyro_scale.tuning.geometry import with_geometry
 from pyro_scale.tuning.gradient_noise import with_known_noise
@@ -41,7 +43,7 @@ from pyro_scale.tuning.modes import Modes
 from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.one_group import OneGroup
 from pyro_scale.tuning.pilot import Pilot, pilot
-from pyro_scale.tuning.policy import ACCEPTANCE, NOISE, PILOTS, SEARCH, WARM_UP
+from pyro_scale.tuning.policy import ACCEPTANCE, NOISE, PILOTS, WARM_UP
 from pyro_scale.tuning.stable_lr import kernel_for_whitened, longest_whitened_lr
 from pyro_scale.tuning.windows import NoStableStep, Window, warm_up
 
@@ -59,7 +61,7 @@ def choose(
     settings: Settings,
     anchor: bool | Tensor,
     config: RunConfig,
-    simulate: Simulate,
+    simulate: Simulation,
     budget: Budget,
 ) -> Choice:
     """Chooses the settings that the user has left open (starts, geometry, step size, batches,
@@ -99,7 +101,7 @@ def choose(
         warmup_steps += tried.steps
         time = tried.time if math.isfinite(tried.time) else time
         tuning.passes["pilots"] = passes_of(problem, tried.steps)
-    most = max(1, tuning.left.steps(problem) // num_samples)
+    most = max(1, int(tuning.most_steps(problem)) // num_samples)
     needed = max(1, math.ceil(PILOTS.effective * time)) if math.isfinite(time) else most
     thinning = config.thinning or min(most, needed)
     return Choice(
@@ -136,7 +138,7 @@ class _Tuning:
     settings: Settings
     anchor: bool | Tensor
     sampling: Sampling
-    simulate: Simulate
+    simulate: Simulation
     budget: Budget
     full_data: FullDataDensity
     density: FullDataDensity | None = None
@@ -174,8 +176,9 @@ class _Tuning:
         if chooses_lr and kernel.adjusted:  # chains that reject all proposals would not move
             free = problem.with_engine(kernel=without_adjustment(kernel))
             problem = _for_whitened(free, settings)
-        group = OneGroup(problem, self.simulate, density if chooses_lr else None, self.full_data)
-        limit = self._limit(problem, WARM_UP.first_window, reserve=_steps_of_pilots(chooses_lr))
+        least, reserve = WARM_UP.first_window, _steps_of_pilots(chooses_lr)
+        limit, simulate = self._stage("windows", problem, least, reserve)
+        group = OneGroup(problem, simulate, density if chooses_lr else None, self.full_data)
         try:
             group, window = warm_up(group, limit, WARM_UP)
         except NoStableStep as broken:
@@ -191,8 +194,9 @@ class _Tuning:
     def adjust(self, group: OneGroup, kernel: Kernel) -> tuple[OneGroup, Pilot]:
         """(The chains with `kernel`, which accepts or rejects proposals, and a step size of about
         the target acceptance rate; the measurements of the pilots)."""
-        stable, limit = group.lr, self._limit(group.problem, 3 * PILOTS.least)
-        adjusted = group.with_problem(group.problem.with_engine(kernel=kernel))
+        limit, simulate = self._stage("pilots", group.problem, 3 * PILOTS.least)
+        stable, problem = group.lr, group.problem.with_engine(kernel=kernel)
+        adjusted = dataclasses.replace(group, problem=problem, simulate=simulate)
         return adjust(adjusted, stable, limit, ACCEPTANCE)
 
     def cool_again(
@@ -226,26 +230,38 @@ class _Tuning:
         """(The chains with a step size of a small bias; the measurements of the pilots)."""
         theory = group.problem.engine.kernel.theory
         order = 1 if theory is None else theory.order
-        limit = self._limit(group.problem, 3 * PILOTS.least)
+        limit, simulate = self._stage("pilots", group.problem, 3 * PILOTS.least)
+        group = dataclasses.replace(group, simulate=simulate)
         return pilot(group, window.time, order, limit, PILOTS)
 
     def _after_passes(self, budget: Budget) -> Budget:
         num_data = self.full_data.log_posterior.num_data
         return budget.after(sum(self.passes.values()), num_data)
 
-    def _limit(self, problem: Problem, least: int, reserve: int = 0) -> Limit:
-        """The limit of a stage of warm-up: half of the tuning steps that are left, but at least
-        `least`.
+    def most_steps(self, problem: Problem) -> float:
+        """The steps that each chain may take for the draws: what rows are left for, and, at the
+        pace of the latest steps, the seconds that are left."""
+        left = self.left
+        return min(left.steps(problem), self.simulate.affordable(left.until("draws"), problem))
+
+    def _stage(
+        self, stage: Stage, problem: Problem, least: int, reserve: int = 0
+    ) -> tuple[Limit, Simulate]:
+        """(The limit of a stage of warm-up; the function that runs chains until the stage's time is
+        over).
 
         Args:
+            stage: the stage.
             problem: the chains, which determine the cost of a step.
             least: steps that the stage gets in any case.
             reserve: steps to leave for later stages.
         """
-        budget = self.budget.of_tuning
-        left = self._after_passes(budget).steps(problem)
-        steps = (left - budget.num_samples - reserve) // 2
-        return Limit(max(least, steps), lambda: self.budget.is_over_for(problem))
+        left = self._after_passes(self.budget.of_tuning)
+        budget, reserve = left.until(stage), reserve + left.num_samples
+        most = min(budget.steps(problem), left.steps(problem) - reserve)
+        steps = max(least, min(most, self.simulate.affordable(budget, problem)))
+        limit = Limit(steps, lambda: budget.is_over_for(problem))
+        return limit, functools.partial(self.simulate, is_over=limit.is_over)
 
 
 def _for_whitened(problem: Problem, settings: Settings) -> Problem:
@@ -278,7 +294,7 @@ def _check_budget(budget: Budget, problem: Problem, num_samples: int, chooses_lr
     least = WARM_UP.first_window + num_samples + _steps_of_pilots(chooses_lr)
     if most_steps < least:
         rows = least * len(problem.positions) * rows_a_step(problem)
-        needed = math.ceil(rows / (1 - SEARCH.fraction)) + budget.spent
+        needed = math.ceil(rows / (1 - STAGES["searches"])) + budget.spent
         spent = f" after {budget.spent:,} for the search for modes" if budget.spent else ""
         raise ArgumentError(
             f"max_rows={budget.most_rows(problem):,} is {most_steps:,} steps a chain{spent}, and "

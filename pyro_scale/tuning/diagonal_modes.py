@@ -45,8 +45,7 @@ def find_diagonal_modes(
     Raises:
         ArgumentError: L-BFGS fails from every start.
     """
-    search = partial(_search, density, limits.passes)
-    results, passes = run_searches(search, list(starts), limits)
+    results, passes = run_searches(partial(_search, density), list(starts), limits)
     ends = [(number, end) for number, end in enumerate(results) if end is not None]
     if not ends:
         raise ArgumentError(
@@ -81,7 +80,7 @@ class _End(NamedTuple):
 
 
 def _search(
-    density: FullDataDensity, most: float, start: Tensor, limits: SearchLimits
+    density: FullDataDensity, start: Tensor, limits: SearchLimits
 ) -> tuple[_End | None, float]:
     """Runs L-BFGS from a start, and returns its end and the passes through the data that it took;
     in place of the end, None if L-BFGS fails.
@@ -92,14 +91,12 @@ def _search(
 
     Args:
         density: log density of all rows, or of rows that represent them.
-        most: passes through the data after which the search is not repeated.
         start: unconstrained params `[D]`.
-        limits: limits that are checked during the search.
+        limits: passes and time after which the search is not repeated.
     """
     best, passes, num_data = None, 0, density.log_posterior.num_data
     for shrinkage in SEARCH.shrinkages:
-        limits.check(passes)
-        if passes and passes >= most:
+        if passes and (passes >= limits.passes or limits.is_over()):
             break
         passes += 2 * _LBFGS_PASSES
         with contextlib.suppress(ArgumentError, DataError):

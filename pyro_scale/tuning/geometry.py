@@ -104,8 +104,10 @@ def _find_modes(
     like, num_data = problem.positions, problem.log_posterior.num_data
     temperature = float(problem.engine.kernel.values(0)["temperature"])
     starts = search_starts(problem, density) if chooses_starts else like[: SEARCH.most]
-    passes = SEARCH.fraction * budget.most_rows(problem) / num_data / len(starts)
-    limits = SearchLimits(passes, budget.check, partial(problem.map, what="searches for modes"))
+    budget = budget.until("searches")
+    passes = budget.share * budget.most_rows(problem) / num_data / len(starts)
+    map = partial(problem.map, what="searches for modes")
+    limits = SearchLimits(passes, lambda: budget.is_over, map)
     if form == "dense":
         find = find_modes if density is full_data else find_modes_of_many_rows
         return find(full_data, starts, temperature, problem.seed, limits)

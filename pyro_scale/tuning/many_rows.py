@@ -63,7 +63,9 @@ def find_modes_of_many_rows(
     full_data = with_gauss_newton(full_data)
     share = num_rows / num_data
     few = full_data.of_some_rows(num_rows, seed)
-    modes = find_modes(few, starts, temperature, seed, limits.after(0, share))
+    modes = find_modes(
+        few, starts, temperature, seed, dataclasses.replace(limits, passes=limits.passes / share)
+    )
     passes = modes.evaluations * share
     followed, are_modes = list(modes.modes), modes.are_modes
     while num_rows < num_data:
@@ -78,7 +80,8 @@ def find_modes_of_many_rows(
             starts,
             refines=is_last and are_modes,
         )
-        ascents, passes = run_searches(stage.follow, followed, limits, passes)
+        ascents, cost = run_searches(stage.follow, followed, limits)
+        passes += cost
         if not any(ascent.is_mode for ascent in ascents):
             # the search paths lead into a funnel, and their ends do not represent the posterior
             stand_in, cost = stage.best_on_the_way(ascents, followed, seed, limits)
@@ -130,8 +133,7 @@ class _Stage:
             position, end, passes = _refine(self.full_data, mode, position, self.temperature, near)
             if end is not None:
                 return end, passes
-        check = limits.after(passes, self.share).check
-        ascent = ascend(self.density, position, self.near, _STAGE_STEPS, check)
+        ascent = ascend(self.density, position, self.near, _STAGE_STEPS, limits.is_over)
         return ascent, passes + self.density.passes * self.share * len(ascent.path)
 
     def best_on_the_way(

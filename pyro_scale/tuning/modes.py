@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,10 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def _never_ends(passes: float) -> None:
-    """Does nothing: the default `check` of `SearchLimits`, by which searches for modes may take any
-    number of passes through the data."""
+def _never() -> bool:
+    """False: the default `is_over` of `SearchLimits`, by which searches for modes may take any
+    time."""
+    return False
 
 
 class Map(Protocol):
@@ -52,29 +52,15 @@ class SearchLimits:
     Attributes:
         passes: most passes through the data of each search. If the log joint rises without end, the
             path up to this limit is enough for a Gaussian along it.
-        check: function that is called with the passes of all searches so far, and raises to end
-            them.
+        is_over: function that says whether the searches' time is over; they then end with the best
+            that they have found, after one step at least.
         map: function that runs the searches: `map_here`, or one that shares them out among
             processes.
     """
 
     passes: float = math.inf
-    check: Callable[[float], None] = _never_ends
+    is_over: Callable[[], bool] = _never
     map: Map = map_here
-
-    def after(self, passes: float, share: float = 1.0) -> SearchLimits:
-        """The same limits for a part of a search that counts its own passes from 0.
-
-        Args:
-            passes: passes through the data so far.
-            share: fraction of the rows that the search passes through; it counts its own passes,
-                through these rows only.
-        """
-
-        def check(more: float) -> None:
-            self.check(passes + share * more)
-
-        return dataclasses.replace(self, passes=self.passes / share, check=check)
 
 
 NO_LIMITS = SearchLimits()
@@ -177,8 +163,7 @@ def find_modes(
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
     """
-    search = partial(_search, density, limits.passes)
-    ascents, passes = run_searches(search, list(starts), limits)
+    ascents, passes = run_searches(partial(_search, density), list(starts), limits)
     evaluations = int(passes)
     modes = merge([mode_at(end, temperature, (i,)) for i, end in enumerate(ascents) if end.is_mode])
     gap, stand_in = math.inf, None
@@ -189,6 +174,8 @@ def find_modes(
         gap = evidence - bound
     if not gap <= SEARCH.gap_nats * starts.shape[1] + 1:  # also if it is NaN
         places = places_on_the_way(ascents)
+        if limits.is_over():
+            places = max(ascents, key=lambda ascent: ascent.value).position[None]
         evaluations += len(places) * density.passes
         stand_in = best_on_the_way(density, places, temperature, seed, limits.map)
     if stand_in is None and not modes:
@@ -208,48 +195,23 @@ def run_searches(
     search: Callable[[Item, SearchLimits], tuple[Result, float]],
     items: Sequence[Item],
     limits: SearchLimits,
-    spent: float = 0,
 ) -> tuple[list[Result], float]:
     """Runs a search from every item, in this process or shared out among several (`limits.map`).
 
-    The limit on passes is checked during the searches, where each process counts its own, and after
-    the last search, on the count of all processes.
-
     Args:
-        search: (item, limits of one search) -> a pytree of tensors, and the passes through the data
-            that the search took.
+        search: (item, limits of each search) -> a pytree of tensors, and the passes through the
+            data that the search took.
         items: what each search begins from, such as its start.
-        limits: limits of all searches together; the check raises when they are passed.
-        spent: passes through the data before these searches.
+        limits: limits of each search.
 
     Returns:
-        The results, in the order of `items`; the passes so far, with those spent before.
+        The results, in the order of `items`; the passes of all searches together.
     """
-    passes = spent
-
-    def run(item: Item) -> tuple[Result, float, float, float]:
-        nonlocal passes
-        before, checked = passes, [0.0]
-
-        def check(more: float) -> None:
-            checked.append(more)
-            limits.check(before + more)
-
-        result, cost = search(item, dataclasses.replace(limits, check=check))
-        passes += cost
-        return result, cost, max(checked), before
-
-    done, passes = limits.map(run, items), spent
-    for _, cost, most, before in done:
-        if passes > before:  # otherwise the search itself has checked this
-            limits.check(passes + most)
-        passes += cost
-    return [result for result, *_ in done], passes
+    done = limits.map(lambda item: search(item, limits), items)
+    return [result for result, _ in done], sum(cost for _, cost in done)
 
 
-def _search(
-    density: FullDataDensity, most: float, start: Tensor, limits: SearchLimits
-) -> tuple[Ascent, int]:
+def _search(density: FullDataDensity, start: Tensor, limits: SearchLimits) -> tuple[Ascent, int]:
     """Runs Newton's method from a start, and returns the search path and the passes through the
     data that it took.
 
@@ -259,17 +221,17 @@ def _search(
 
     Args:
         density: log density of all rows, or of rows that represent them.
-        most: most passes through the data.
         start: unconstrained params `[D]`.
-        limits: limits that are checked during the search.
+        limits: limits of the search.
     """
     ascents, passes = list[Ascent](), 0
     for shrinkage in SEARCH.shrinkages:
-        steps = min(MOST_STEPS, (most - passes) / density.passes)
-        if ascents and steps < 1:
+        steps = min(MOST_STEPS, (limits.passes - passes) / density.passes)
+        if ascents and (steps < 1 or limits.is_over()):
             break
-        check = limits.after(passes).check
-        ascents.append(ascend(density, start * shrinkage, most_steps=int(steps), check=check))
+        ascents.append(
+            ascend(density, start * shrinkage, most_steps=int(steps), is_over=limits.is_over)
+        )
         passes += len(ascents[-1].path) * density.passes
         if ascents[-1].is_mode:
             return ascents[-1], passes

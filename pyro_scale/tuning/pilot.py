@@ -124,6 +124,8 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
         full = groups.run(steps, Purpose.PILOT, number - 1)
         half = groups.run(steps, Purpose.PILOT, number - 1, halved=True)
         total += full.num_steps + half.num_steps
+        common = min(full.positions.shape[1], half.positions.shape[1])  # if the time is over
+        full, half = full.first(common), half.first(common)
         sound = groups.are_sound(full) & groups.are_sound(half)
         intact = sound.all(1)
         if fixed is not None or bool(intact.any()):  # set lengths: no group depends on another
@@ -143,7 +145,7 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
         may_lengthen = settled and lengthened < policy.lengthenings
         if may_lengthen and not all(bias is None or bias.is_known.all() for bias in biases):
             lengthened, length = lengthened + 1, min(policy.longest, 2 * length)
-            if total + 3 * length <= limit.steps:
+            if not limit.is_passed(total + 3 * length):
                 continue
         typical = float(factor.median())
         if fixed is None and not settled and limit.is_passed(total + 3 * length / typical):

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from pyro_scale.engine.draws import Draws, Steps
+from pyro_scale.engine.draws import Steps
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import ArgumentError
-from pyro_scale.run.budget import Budget
+from pyro_scale.run.budget import Budget, rounded_up
 from pyro_scale.run.by_rank import gather
 from pyro_scale.run.config import RunConfig
+from pyro_scale.run.execute import FEWEST_DRAWS
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.run.run import RunPlan
-from pyro_scale.tuning.choice import Anchor, Choice, Settings, Simulate
+from pyro_scale.tuning.choice import FEWEST_STEPS, Anchor, Choice, Settings, Simulation
 from pyro_scale.tuning.choose import choose
 from pyro_scale.tuning.policy import STEP_SIZE
 from pyro_scale.tuning.step_size import tune
@@ -45,6 +47,8 @@ def plan_run(
         ArgumentError: a setting cannot be chosen for this model, or within the budget.
     """
     begun, steps = time.perf_counter(), config.steps
+    if budget.max_seconds is not None and (settings.chooses_lr or steps is None):
+        _check_seconds(problem, config, earlier, budget)
     anchor = resolve_anchor(problem, settings.control_variates)
     facts, choice = dict[str, Any](), None
     trains = is_trained(problem, settings, steps is None)
@@ -59,7 +63,8 @@ def plan_run(
     if steps is None or whitens or trains:
         title = f"{settings.name}, warm-up"
         with Progress(None, title, config.progress) as bar:
-            simulate = _simulation(bar, config, compiles, earlier)
+            has_clock = budget.max_seconds is not None
+            simulate = Simulation(bar, config, compiles, earlier, has_clock)
             try:
                 if trains:
                     choice = train(problem, settings, config, simulate, budget)
@@ -74,6 +79,28 @@ def plan_run(
     compile = compiles if config.steps is None else settings.compile
     plan = RunPlan.from_config(problem, config, steps, compile, earlier, facts)
     return dataclasses.replace(plan, extends=config.thinning is None and not trains), choice
+
+
+def _check_seconds(problem: Problem, config: RunConfig, earlier: Earlier, budget: Budget) -> None:
+    """Raises if the seconds of a run are too few for the shortest warm-up and 100 draws a chain, at
+    the pace of two steps that are not compiled.
+
+    Raises:
+        ArgumentError: the seconds are too few.
+    """
+    steps, columns = Steps(2), problem.engine.kernel.columns(2)
+    plan = RunPlan(
+        problem, columns, steps, config.sampling, config.share_batches, False, False, earlier
+    )
+    draws = gather(plan.execute("", bar=Progress(None, "", False)).draws, problem)
+    needed = 4 * (FEWEST_STEPS + FEWEST_DRAWS) * draws.seconds / 2
+    needed = problem.broadcast(needed, "the clock")
+    if draws.error is None and needed > (budget.max_seconds or math.inf):
+        raise ArgumentError(
+            f"max_seconds={budget.max_seconds:g}: a warm-up and {FEWEST_DRAWS} draws a chain take "
+            f"about {rounded_up(needed)} s at least: pass max_seconds={rounded_up(2 * needed)}, or "
+            "fewer num_chains"
+        )
 
 
 def is_trained(problem: Problem, settings: Settings, chooses_length: bool) -> bool:
@@ -121,29 +148,3 @@ def _check_latents(problem: Problem) -> None:
             "lr='auto' and precondition are for models whose parameters are all latents: this one "
             f"has {list(problem.log_posterior.points)}; pass a number for lr, and precondition=None"
         )
-
-
-def _simulation(bar: Progress, config: RunConfig, compile: bool, earlier: Earlier) -> Simulate:
-    """The function with which tuning runs chains, (problem, steps, seed, hyperparameters at every
-    step, further options) -> draws of all chains, on every process.
-
-    Args:
-        bar: progress bar, which the steps advance.
-        config: arguments of the run.
-        compile: whether steps are compiled.
-        earlier: compiled steps of earlier runs, for reuse.
-    """
-
-    def simulate(
-        problem: Problem,
-        steps: Steps,
-        seed: int,
-        columns: Mapping[str, Tensor],
-        **how: Any,
-    ) -> Draws:
-        problem = dataclasses.replace(problem, seed=seed)
-        options = config.sampling, config.share_batches, compile, False
-        plan = RunPlan(problem, columns, steps, *options, earlier)
-        return gather(plan.execute("", bar=bar, **how).draws, problem)
-
-    return simulate

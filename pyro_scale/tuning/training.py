@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -35,13 +36,16 @@ from pyro_scale.run.blame import broken_sites
 from pyro_scale.run.budget import Budget, passes_of, rows_a_step
 from pyro_scale.run.config import RunConfig
 from pyro_scale.run.problem import Problem
-from pyro_scale.tuning.choice import Choice, Settings, Simulate, lr_in_words
+from pyro_scale.tuning.choice import Choice, Settings, Simulation, lr_in_words
 from pyro_scale.tuning.early_stopping import EarlyStopping
 from pyro_scale.tuning.hidden_layers import has_hidden_layer
 from pyro_scale.tuning.low_rank import steepest_by_products
 from pyro_scale.tuning.one_group import OneGroup
 from pyro_scale.tuning.policy import TRAINING
 from pyro_scale.tuning.stable_lr import largest_stable_lr
+
+#: Steps of the optimizer, at most, between two looks at the clock.
+_STEPS_BY_CLOCK = 10
 
 
 def is_network(problem: Problem) -> bool:
@@ -57,7 +61,7 @@ def is_network(problem: Problem) -> bool:
 
 
 def train(
-    problem: Problem, settings: Settings, config: RunConfig, simulate: Simulate, budget: Budget
+    problem: Problem, settings: Settings, config: RunConfig, simulate: Simulation, budget: Budget
 ) -> Choice:
     """Trains every chain from its start with an optimizer, chooses a step size that is stable
     there, and warms chains up. Used for networks, and at temperature 0.
@@ -111,12 +115,17 @@ def train(
         spent = warmup * rows_a_step(learner) // rows_a_step(problem)
         length = max(trained, TRAINING.cheap // (rows_a_step(problem) * size))
         length = max(1, min(length, (budget.steps(problem) - spent) // (1 + TRAINING.length)))
+        of_warm_up = budget.until("pilots")
+        length = int(max(1, min(length, simulate.affordable(of_warm_up, problem))))
         warmup_steps = length if config.warmup_steps is None else config.warmup_steps
-        group = OneGroup(problem, simulate, None, full_data)
+        is_over = functools.partial(of_warm_up.is_over_for, problem)
+        group = OneGroup(problem, functools.partial(simulate, is_over=is_over), None, full_data)
         problem, moved = _warm_up(group, density, warmup_steps)
         warmup += moved
         passes["windows"] = passes_of(problem, moved)
-        thinning = config.thinning or -(-TRAINING.length * length // num_samples)
+        most = simulate.affordable(budget.until("draws"), problem)
+        length = int(max(1, min(TRAINING.length * length, most)))
+        thinning = config.thinning or -(-length // num_samples)
         steps = Steps(num_samples, 0, thinning)
     return Choice(
         problem=problem,
@@ -133,7 +142,7 @@ def _optimize(
     learner: Problem,
     chooses_lr: bool,
     stopping: EarlyStopping,
-    simulate: Simulate,
+    simulate: Simulation,
     budget: Budget,
 ) -> Draws:
     """Runs the optimizer from every chain's start until no loss falls any more, or half of the
@@ -151,9 +160,15 @@ def _optimize(
     """
     most = min(TRAINING.most_looks * stopping.window, max(1, budget.steps(learner) // 2))
 
+    of_training, check_every = budget.until("windows"), stopping.window
+    if budget.max_seconds is not None:  # an interval may take longer than the run
+        check_every = math.gcd(stopping.window, _STEPS_BY_CLOCK)
+
     def stop(draws: Draws) -> bool:
-        if budget.is_over_for(learner):
+        if of_training.is_over_for(learner):
             return True
+        if draws.num_steps % stopping.window:
+            return False
         return learner.agree(stopping.reached(draws), "whether training is over")
 
     kernel, seed = learner.engine.kernel, derived_seed(learner.seed, 0, Purpose.SEARCH)
@@ -163,7 +178,7 @@ def _optimize(
         seed,
         kernel.columns(most),
         stop=stop,
-        check_every=stopping.window,
+        check_every=check_every,
     )
     if draws.error is not None:
         raise draws.error
