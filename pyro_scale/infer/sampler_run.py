@@ -74,7 +74,7 @@ def run_stages(
             spent = sum(choice.passes.values())
             budget = budget.after(spent, problem.log_posterior.num_data)
         name, may_halve = type(sampler).__name__, "lr" in sampler._settings.chosen
-        until = budget if choice is None else dataclasses.replace(budget.until("draws"), share=1.0)
+        until = budget if choice is None else budget.until("draws")
         trajectory = execute(plan, name, may_halve, until, journal, facts, sink)
         trajectory = gather_trajectory(trajectory)
         result, error = _collect(sampler, trajectory, config, choice, budget, sink)

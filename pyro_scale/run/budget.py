@@ -20,9 +20,16 @@ Stage: TypeAlias = Literal["searches", "windows", "pilots", "draws"]
 #: Passes through the data that a chain may take for each draw, if the user sets no budget; and the
 #: least number of draws that this is computed for.
 _PASSES_A_DRAW, _FEWEST_DRAWS = 200, 1_000
-#: Where each stage of a run ends at the latest, as a part of the run's rows and seconds: searches
-#: for modes may take 10%, windows of warm-up 15%, pilots 15%; checks of the draws 20% of the time.
-STAGES: dict[Stage, float] = {"searches": 0.10, "windows": 0.25, "pilots": 0.40, "draws": 0.80}
+#: Where each stage of a run ends at the latest, as a part of the run's rows and of its seconds:
+#: searches for modes may take 10% of the rows, windows of warm-up 15%, pilots 15%. The first calls
+#: of a model take seconds whatever its size, so searches may take 20% of the time. Checks of the
+#: draws are left 20% of the time.
+STAGES: dict[Stage, tuple[float, float]] = {
+    "searches": (0.10, 0.20),
+    "windows": (0.25, 0.40),
+    "pilots": (0.40, 0.55),
+    "draws": (1.0, 0.80),
+}
 
 
 @dataclass(frozen=True)
@@ -85,14 +92,19 @@ class Budget:
         infinite without a limit."""
         return max(0.0, self.deadline - time.monotonic())
 
-    def until(self, stage: Stage) -> Budget:
+    def until(self, stage: Stage, compile_seconds: float = 0.0) -> Budget:
         """The budget at whose end a stage of the run ends: a part of the run's rows and seconds,
         which includes those of earlier stages. What a stage leaves goes to the next ones, and to
-        draws in the end."""
-        share, deadline = STAGES[stage], self.deadline
+        draws in the end.
+
+        Args:
+            stage: the stage.
+            compile_seconds: time that compilation has taken so far, which is no stage's.
+        """
+        (share, share_of_time), deadline = STAGES[stage], self.deadline
         if self.max_seconds is not None:
-            deadline -= (1 - share) * self.max_seconds
-        return dataclasses.replace(self, share=self.share * share, deadline=deadline)
+            deadline -= (1 - share_of_time) * max(0.0, self.max_seconds - compile_seconds)
+        return dataclasses.replace(self, share=share, deadline=deadline)
 
     def after(self, passes: float, num_data: int) -> Budget:
         """A copy of the budget in which `passes` more passes through `num_data` rows of data are

@@ -15,7 +15,7 @@ from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.kernels import Kernel
-from pyro_scale.run.budget import Budget
+from pyro_scale.run.budget import Budget, Stage
 from pyro_scale.run.by_rank import gather
 from pyro_scale.run.config import RunConfig
 from pyro_scale.run.problem import Problem
@@ -46,6 +46,7 @@ class Simulation:
         compile: whether steps are compiled.
         earlier: compiled steps of earlier runs, for reuse.
         has_clock: whether the run's time is limited; only then do stages end by the clock.
+        compile_seconds: time that compilation has taken so far.
         pace: seconds of a step in the latest run of chains; 0 if the run's time is not limited.
     """
 
@@ -54,6 +55,7 @@ class Simulation:
     compile: bool
     earlier: Earlier
     has_clock: bool
+    compile_seconds: float = 0.0
     pace: float = 0.0
 
     def __call__(
@@ -78,16 +80,27 @@ class Simulation:
         problem = dataclasses.replace(problem, seed=seed)
         options = self.config.sampling, self.config.share_batches, self.compile, False
         plan = RunPlan(problem, columns, steps, *options, self.earlier)
+        before = self.compile_seconds
         if self.has_clock and is_over is not None:
             least = max(FEWEST_STEPS, min(4, steps.num_samples // 4) * steps.thinning)
-            how["stop"] = lambda draws: draws.num_steps >= least and is_over()
+
+            def stop(draws: Draws) -> bool:
+                self.compile_seconds = before + draws.compile_seconds
+                return draws.num_steps >= least and is_over()
+
+            how["stop"] = stop
             how["check_every"] = max(1, steps.total // FEWEST_STEPS)
         draws = gather(plan.execute("", bar=self.bar, **how).draws, problem)
         if self.has_clock and draws.error is None:
+            self.compile_seconds = before + draws.compile_seconds
             self.pace = draws.seconds / max(1, draws.num_steps)
         if is_over is not None and draws.num_steps < steps.total and draws.finished:
             draws = draws.first(steps.kept_before(draws.num_steps))
         return draws
+
+    def until(self, budget: Budget, stage: Stage) -> Budget:
+        """The budget at whose end a stage ends; compilation is no part of the stages."""
+        return budget.until(stage, self.compile_seconds)
 
     def affordable(self, budget: Budget, problem: Problem) -> float:
         """The steps that the seconds of a budget are enough for, at the pace of the latest steps,

@@ -242,7 +242,10 @@ class _Tuning:
         """The steps that each chain may take for the draws: what rows are left for, and, at the
         pace of the latest steps, the seconds that are left."""
         left = self.left
-        return min(left.steps(problem), self.simulate.affordable(left.until("draws"), problem))
+        return min(
+            left.steps(problem),
+            self.simulate.affordable(self.simulate.until(left, "draws"), problem),
+        )
 
     def _stage(
         self, stage: Stage, problem: Problem, least: int, reserve: int = 0
@@ -257,10 +260,10 @@ class _Tuning:
             reserve: steps to leave for later stages.
         """
         left = self._after_passes(self.budget.of_tuning)
-        budget, reserve = left.until(stage), reserve + left.num_samples
+        budget, reserve = self.simulate.until(left, stage), reserve + left.num_samples
         most = min(budget.steps(problem), left.steps(problem) - reserve)
         steps = max(least, min(most, self.simulate.affordable(budget, problem)))
-        limit = Limit(steps, lambda: budget.is_over_for(problem))
+        limit = Limit(steps, lambda: self.simulate.until(left, stage).is_over_for(problem))
         return limit, functools.partial(self.simulate, is_over=limit.is_over)
 
 
@@ -294,7 +297,7 @@ def _check_budget(budget: Budget, problem: Problem, num_samples: int, chooses_lr
     least = WARM_UP.first_window + num_samples + _steps_of_pilots(chooses_lr)
     if most_steps < least:
         rows = least * len(problem.positions) * rows_a_step(problem)
-        needed = math.ceil(rows / (1 - STAGES["searches"])) + budget.spent
+        needed = math.ceil(rows / (1 - STAGES["searches"][0])) + budget.spent
         spent = f" after {budget.spent:,} for the search for modes" if budget.spent else ""
         raise ArgumentError(
             f"max_rows={budget.most_rows(problem):,} is {most_steps:,} steps a chain{spent}, and "

@@ -26,6 +26,9 @@ from pyro_scale.tuning.policy import STEP_SIZE
 from pyro_scale.tuning.step_size import tune
 from pyro_scale.tuning.training import is_network, train
 
+#: Steps whose time is measured, and seconds of a step that compilation may save.
+_TIMED_STEPS, _CALLS = 1, 0.05
+
 
 def plan_run(
     problem: Problem, config: RunConfig, settings: Settings, earlier: Earlier, budget: Budget
@@ -83,18 +86,18 @@ def plan_run(
 
 def _check_seconds(problem: Problem, config: RunConfig, earlier: Earlier, budget: Budget) -> None:
     """Raises if the seconds of a run are too few for the shortest warm-up and 100 draws a chain, at
-    the pace of two steps that are not compiled.
+    the pace of a few steps, less what compilation saves of the time of calls.
 
     Raises:
         ArgumentError: the seconds are too few.
     """
-    steps, columns = Steps(2), problem.engine.kernel.columns(2)
-    plan = RunPlan(
-        problem, columns, steps, config.sampling, config.share_batches, False, False, earlier
-    )
-    draws = gather(plan.execute("", bar=Progress(None, "", False)).draws, problem)
-    needed = 4 * (FEWEST_STEPS + FEWEST_DRAWS) * draws.seconds / 2
-    needed = problem.broadcast(needed, "the clock")
+    steps, columns = Steps(_TIMED_STEPS), problem.engine.kernel.columns(_TIMED_STEPS)
+    options = config.sampling, config.share_batches, False, False
+    plan = RunPlan(problem, columns, steps, *options, earlier)
+    for _ in range(2):  # the first calls of a model are slow
+        draws = gather(plan.execute("", bar=Progress(None, "", False)).draws, problem)
+    seconds = max(0.0, draws.seconds / _TIMED_STEPS - _CALLS)
+    needed = problem.broadcast((4 * FEWEST_STEPS + FEWEST_DRAWS) * seconds, "the clock")
     if draws.error is None and needed > (budget.max_seconds or math.inf):
         raise ArgumentError(
             f"max_seconds={budget.max_seconds:g}: a warm-up and {FEWEST_DRAWS} draws a chain take "

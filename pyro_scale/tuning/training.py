@@ -115,15 +115,18 @@ def train(
         spent = warmup * rows_a_step(learner) // rows_a_step(problem)
         length = max(trained, TRAINING.cheap // (rows_a_step(problem) * size))
         length = max(1, min(length, (budget.steps(problem) - spent) // (1 + TRAINING.length)))
-        of_warm_up = budget.until("pilots")
-        length = int(max(1, min(length, simulate.affordable(of_warm_up, problem))))
+        affordable = simulate.affordable(simulate.until(budget, "pilots"), problem)
+        length = int(max(1, min(length, affordable)))
         warmup_steps = length if config.warmup_steps is None else config.warmup_steps
-        is_over = functools.partial(of_warm_up.is_over_for, problem)
+
+        def is_over() -> bool:
+            return simulate.until(budget, "pilots").is_over_for(group.problem)
+
         group = OneGroup(problem, functools.partial(simulate, is_over=is_over), None, full_data)
         problem, moved = _warm_up(group, density, warmup_steps)
         warmup += moved
         passes["windows"] = passes_of(problem, moved)
-        most = simulate.affordable(budget.until("draws"), problem)
+        most = simulate.affordable(simulate.until(budget, "draws"), problem)
         length = int(max(1, min(TRAINING.length * length, most)))
         thinning = config.thinning or -(-length // num_samples)
         steps = Steps(num_samples, 0, thinning)
@@ -160,12 +163,12 @@ def _optimize(
     """
     most = min(TRAINING.most_looks * stopping.window, max(1, budget.steps(learner) // 2))
 
-    of_training, check_every = budget.until("windows"), stopping.window
+    check_every = stopping.window
     if budget.max_seconds is not None:  # an interval may take longer than the run
         check_every = math.gcd(stopping.window, _STEPS_BY_CLOCK)
 
     def stop(draws: Draws) -> bool:
-        if of_training.is_over_for(learner):
+        if budget.until("windows", draws.compile_seconds).is_over_for(learner):
             return True
         if draws.num_steps % stopping.window:
             return False

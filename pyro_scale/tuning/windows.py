@@ -102,6 +102,7 @@ def warm_up(groups: G, limit: Limit, policy: WarmUp) -> tuple[G, Window]:
             if not groups.learns or halvings == policy.halvings:
                 raise NoStableStep(groups, draws)
             halvings, longest = halvings + 1, groups.lr / 2
+            length = max(policy.first_window, length // 2)  # repeating long ones would take all
             groups = groups.moved_to(draws, sound).with_lr(longest)
             continue
         kept = groups.sound_draws(draws, sound)

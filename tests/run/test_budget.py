@@ -8,6 +8,7 @@ from reference import normals
 
 from pyro_scale.data.open import open_data
 from pyro_scale.kernels import SGLD
+from pyro_scale.run import budget as budget_module
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import as_log_posterior, prepare
 
@@ -49,3 +50,32 @@ def test_a_run_that_goes_on_to_more_draws_makes_the_same_choices():
     assert more.steps(problem()) == 200_000
     counted = Budget.from_arguments(6000, 50, None)
     assert counted.of_tuning == counted
+
+
+def test_stages_end_at_their_share_of_the_rows():
+    """A search that spends its whole share leaves the others theirs."""
+    budget = Budget.from_arguments(N * CHAINS * 1000, 100, None)
+    assert budget.until("searches").steps(problem()) == 100
+    spent = budget.after(100 * CHAINS, N)
+    assert spent.until("searches").steps(problem()) == 0
+    assert spent.until("windows").steps(problem()) == 150
+    assert spent.until("pilots").steps(problem()) == 300
+    assert spent.until("draws").steps(problem()) == 900
+    assert spent.until("windows").seconds_left == float("inf")
+
+
+def test_stages_end_at_their_share_of_the_seconds(monkeypatch):
+    """Compilation is no part of a stage."""
+    now = [1000.0]
+    monkeypatch.setattr(budget_module.time, "monotonic", lambda: now[0])
+    budget = Budget.from_arguments(None, 100, 50)
+    ends = [
+        budget.until(stage).seconds_left for stage in ("searches", "windows", "pilots", "draws")
+    ]
+    assert ends == pytest.approx([10, 20, 27.5, 40])
+    assert budget.until("windows", compile_seconds=20).seconds_left == pytest.approx(32)
+    now[0] += 21
+    assert budget.until("windows").is_over
+    assert budget.until("windows").seconds_left == 0
+    assert not budget.until("pilots").is_over
+    assert not budget.is_over

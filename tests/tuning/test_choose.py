@@ -18,8 +18,8 @@ from runs import QUIET
 import pyro_scale as ps
 from pyro_scale.diagnostics.verdict import report as verdict_on
 from pyro_scale.errors import ArgumentError, BiasWarning, NonFiniteError, VerdictWarning
-from pyro_scale.run import budget
-from pyro_scale.tuning import choose
+from pyro_scale.run import budget, execute
+from pyro_scale.tuning import choice, choose, plan
 from pyro_scale.tuning.policy import PILOTS
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -171,18 +171,25 @@ def test_work_is_bounded(monkeypatch):
     chains = passes["passes_windows"] + passes["passes_pilots"] + passes["passes_draws"]
     assert chains == pytest.approx(4 * steps)
     assert sum(passes.values()) * 200 <= 2_400_000
-    with pytest.raises(ArgumentError, match=r"max_seconds=0.001 were over"):
-        ps.BAOA(line).run((X, Y), max_seconds=1e-3, **QUIET)
     never = property(lambda budget: True)
     monkeypatch.setattr(budget.Budget, "is_over", never)
-    with pytest.raises(ArgumentError, match=r"max_seconds=9 were over.* before a mode"):
-        ps.BAOA(line).run((X, Y), max_seconds=9, **QUIET)
+    short = ps.BAOA(line).run((X, Y), max_seconds=1e9, **QUIET)
+    assert 400 <= len(short.get_samples()["beta"]) < 4000
+    assert short.report().verdict != "yes"
     looks = itertools.count()
     over = property(lambda budget: next(looks) > 10)  # windows and pilots look first
     monkeypatch.setattr(budget.Budget, "is_over", over)
     begun = ps.BAOA(line).run((X, Y), max_seconds=1e9, **QUIET)
-    assert len(begun.get_samples()["beta"]) < 4000
+    assert 400 <= len(begun.get_samples()["beta"]) < 4000
     assert begun.report().verdict != "yes"
+
+
+def test_a_run_is_told_before_it_starts_that_its_seconds_cannot_do(monkeypatch):
+    monkeypatch.setattr(plan, "_CALLS", -1.0)  # a step takes more than a second
+    steps = 4 * choice.FEWEST_STEPS + execute.FEWEST_DRAWS
+    told = rf"a warm-up and 100 draws a chain take about ({steps // 10}|{steps // 10 + 1})\d s"
+    with pytest.raises(ArgumentError, match=told):
+        ps.BAOA(line).run((X, Y), max_seconds=300, **QUIET)
 
 
 @pytest.mark.parametrize(
@@ -259,9 +266,9 @@ def test_searches_without_end_are_bounded_too():
         ps.BAOA(endless, compile=False).run(None, max_rows=13_000, **QUIET)
     spent = re.search(r"after ([\d,]+) for", str(raised.value))[1].replace(",", "")
     hessians = 24 + 8 * 3  # of places on the way, and those with which searches begin
-    assert int(spent) <= 13_000 / 4 + 20 * hessians
+    assert int(spent) <= 13_000 / 10 + 20 * hessians
     enough = re.search(r"pass max_rows=([\d,]+)", str(raised.value))[1].replace(",", "")
-    with pytest.warns(BiasWarning, match=r"the chains have exploded"):
+    with pytest.warns((BiasWarning, VerdictWarning), match=r"exploded|NO: site 'x'"):
         run = ps.BAOA(endless, compile=False).run(None, max_rows=int(enough), **QUIET)
     assert run.report().verdict == "no"
 
