@@ -14,15 +14,13 @@ from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.by_rank import align, join_parts
-from pyro_scale.run.extend import cut_short, extended, is_enough
+from pyro_scale.run.extend import FEWEST_DRAWS, cut_short, extended, is_enough
 from pyro_scale.run.parts import Part, Sinks
 from pyro_scale.run.resume import Journal
 from pyro_scale.run.run import RunPlan, Trajectory
 
 #: How often a step size that was chosen is halved, while a chain diverges.
 _MOST_HALVINGS = 8
-#: Draws of each chain that a run which tuned itself makes, even if its time is over.
-FEWEST_DRAWS = 100
 #: How often draws are checked, each time after twice as many steps.
 _MOST_CHECKS = 8
 

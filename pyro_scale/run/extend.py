@@ -22,8 +22,9 @@ from pyro_scale.run.run import Trajectory
 
 #: Least effective draws per draw, bulk and tail, of draws that are independent enough.
 _LEAST_ESS = 0.2
-#: Draws of each chain below which they are not checked.
-_FEWEST_DRAWS = 100
+#: Draws of each chain below which they are not checked; a run that tuned itself makes as many even
+#: if its time is over.
+FEWEST_DRAWS = 100
 #: Elements of a position that are checked.
 _MOST_ELEMENTS = 1000
 
@@ -35,7 +36,7 @@ def is_enough(trajectory: Trajectory) -> bool:
     the end."""
     draws, finished = trajectory.draws, trajectory.draws.finished
     latents = trajectory.problem.engine.num_latents
-    if draws.positions.shape[1] < _FEWEST_DRAWS or not (finished or trajectory.problem.is_split):
+    if draws.positions.shape[1] < FEWEST_DRAWS or not (finished or trajectory.problem.is_split):
         return True
     chosen = evenly(latents, _MOST_ELEMENTS)
     kept = draws.positions[finished][..., chosen]

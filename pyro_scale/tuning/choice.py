@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -102,12 +103,20 @@ class Simulation:
         """The budget at whose end a stage ends; compilation is no part of the stages."""
         return budget.until(stage, self.compile_seconds)
 
-    def affordable(self, budget: Budget, problem: Problem) -> float:
-        """The steps that the seconds of a budget are enough for, at the pace of the latest steps,
-        by the first process's clock; infinite without a limit, or before the first step."""
+    def limited(self, budget: Budget, stage: Stage, problem: Problem) -> Simulate:
+        """The function that runs chains until a stage's time is over."""
+        return functools.partial(
+            self, is_over=lambda: self.until(budget, stage).is_over_for(problem)
+        )
+
+    def affordable(self, budget: Budget, stage: Stage, problem: Problem) -> int:
+        """The steps for which there is time until the end of a stage, at the pace of the latest
+        steps and by the first process's clock; `sys.maxsize` without a limit, or before the first
+        step."""
         if budget.max_seconds is None or not self.pace:
-            return math.inf
-        return problem.broadcast(budget.seconds_left / self.pace, "the clock")
+            return sys.maxsize
+        steps = int(self.until(budget, stage).seconds_left / self.pace)
+        return problem.broadcast(steps, "the clock")
 
 
 @dataclass(frozen=True)

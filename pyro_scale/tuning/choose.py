@@ -9,7 +9,6 @@ autocorrelation         ->  a thinning at which a quarter of the draws is effect
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass, field
 
@@ -101,7 +100,7 @@ def choose(
         warmup_steps += tried.steps
         time = tried.time if math.isfinite(tried.time) else time
         tuning.passes["pilots"] = passes_of(problem, tried.steps)
-    most = max(1, int(tuning.most_steps(problem)) // num_samples)
+    most = max(1, tuning.most_steps(problem) // num_samples)
     needed = max(1, math.ceil(PILOTS.effective * time)) if math.isfinite(time) else most
     thinning = config.thinning or min(most, needed)
     return Choice(
@@ -238,13 +237,13 @@ class _Tuning:
         num_data = self.full_data.log_posterior.num_data
         return budget.after(sum(self.passes.values()), num_data)
 
-    def most_steps(self, problem: Problem) -> float:
+    def most_steps(self, problem: Problem) -> int:
         """The steps that each chain may take for the draws: what rows are left for, and, at the
         pace of the latest steps, the seconds that are left."""
         left = self.left
         return min(
             left.steps(problem),
-            self.simulate.affordable(self.simulate.until(left, "draws"), problem),
+            self.simulate.affordable(left, "draws", problem),
         )
 
     def _stage(
@@ -260,11 +259,11 @@ class _Tuning:
             reserve: steps to leave for later stages.
         """
         left = self._after_passes(self.budget.of_tuning)
-        budget, reserve = self.simulate.until(left, stage), reserve + left.num_samples
-        most = min(budget.steps(problem), left.steps(problem) - reserve)
-        steps = max(least, min(most, self.simulate.affordable(budget, problem)))
+        until, reserve = left.until(stage).steps(problem), reserve + left.num_samples
+        most = min(until, left.steps(problem) - reserve)
+        steps = max(least, min(most, self.simulate.affordable(left, stage, problem)))
         limit = Limit(steps, lambda: self.simulate.until(left, stage).is_over_for(problem))
-        return limit, functools.partial(self.simulate, is_over=limit.is_over)
+        return limit, self.simulate.limited(left, stage, problem)
 
 
 def _for_whitened(problem: Problem, settings: Settings) -> Problem:

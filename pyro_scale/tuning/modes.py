@@ -175,7 +175,8 @@ def find_modes(
     if not gap <= SEARCH.gap_nats * starts.shape[1] + 1:  # also if it is NaN
         places = places_on_the_way(ascents)
         if limits.is_over():
-            places = max(ascents, key=lambda ascent: ascent.value).position[None]
+            every = -(-len(places) // SEARCH.fewest)
+            places = places[every // 2 :: every]
         evaluations += len(places) * density.passes
         stand_in = best_on_the_way(density, places, temperature, seed, limits.map)
     if stand_in is None and not modes:

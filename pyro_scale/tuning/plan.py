@@ -17,7 +17,7 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.run.budget import Budget, rounded_up
 from pyro_scale.run.by_rank import gather
 from pyro_scale.run.config import RunConfig
-from pyro_scale.run.execute import FEWEST_DRAWS
+from pyro_scale.run.extend import FEWEST_DRAWS
 from pyro_scale.run.problem import Problem, position_of
 from pyro_scale.run.run import RunPlan
 from pyro_scale.tuning.choice import FEWEST_STEPS, Anchor, Choice, Settings, Simulation
@@ -26,8 +26,8 @@ from pyro_scale.tuning.policy import STEP_SIZE
 from pyro_scale.tuning.step_size import tune
 from pyro_scale.tuning.training import is_network, train
 
-#: Steps whose time is measured, and seconds of a step that compilation may save.
-_TIMED_STEPS, _CALLS = 1, 0.05
+#: Seconds of a step that compilation may save.
+_CALLS = 0.05
 
 
 def plan_run(
@@ -86,17 +86,17 @@ def plan_run(
 
 def _check_seconds(problem: Problem, config: RunConfig, earlier: Earlier, budget: Budget) -> None:
     """Raises if the seconds of a run are too few for the shortest warm-up and 100 draws a chain, at
-    the pace of a few steps, less what compilation saves of the time of calls.
+    the pace of one step, less what compilation saves of the time of calls.
 
     Raises:
         ArgumentError: the seconds are too few.
     """
-    steps, columns = Steps(_TIMED_STEPS), problem.engine.kernel.columns(_TIMED_STEPS)
+    steps, columns = Steps(1), problem.engine.kernel.columns(1)
     options = config.sampling, config.share_batches, False, False
     plan = RunPlan(problem, columns, steps, *options, earlier)
     for _ in range(2):  # the first calls of a model are slow
         draws = gather(plan.execute("", bar=Progress(None, "", False)).draws, problem)
-    seconds = max(0.0, draws.seconds / _TIMED_STEPS - _CALLS)
+    seconds = max(0.0, draws.seconds - _CALLS)
     needed = problem.broadcast((4 * FEWEST_STEPS + FEWEST_DRAWS) * seconds, "the clock")
     if draws.error is None and needed > (budget.max_seconds or math.inf):
         raise ArgumentError(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -93,9 +92,7 @@ def train(
     stopping = EarlyStopping(max(TRAINING.epochs * epoch, TRAINING.steps), size)
     trained, converged, warmup, passes = 4 * stopping.window, True, 0, dict[str, float]()
     # with a set step size, a set warm-up is part of the run
-    optimizes = config.warmup_steps is None
-    if chooses_lr:
-        optimizes = settings.starts or temperature == 0
+    optimizes = (settings.starts or temperature == 0) if chooses_lr else config.warmup_steps is None
     if optimizes:
         if chooses_lr:
             learner = learner.with_engine(kernel=MAP(optimizer=as_optimizer(None)))
@@ -114,21 +111,16 @@ def train(
     if temperature > 0:
         spent = warmup * rows_a_step(learner) // rows_a_step(problem)
         length = max(trained, TRAINING.cheap // (rows_a_step(problem) * size))
-        length = max(1, min(length, (budget.steps(problem) - spent) // (1 + TRAINING.length)))
-        affordable = simulate.affordable(simulate.until(budget, "pilots"), problem)
-        length = int(max(1, min(length, affordable)))
+        most = (budget.steps(problem) - spent) // (1 + TRAINING.length)
+        length = max(1, min(length, most, simulate.affordable(budget, "pilots", problem)))
         warmup_steps = length if config.warmup_steps is None else config.warmup_steps
-
-        def is_over() -> bool:
-            return simulate.until(budget, "pilots").is_over_for(group.problem)
-
-        group = OneGroup(problem, functools.partial(simulate, is_over=is_over), None, full_data)
+        limited = simulate.limited(budget, "pilots", problem)
+        group = OneGroup(problem, limited, None, full_data)
         problem, moved = _warm_up(group, density, warmup_steps)
         warmup += moved
         passes["windows"] = passes_of(problem, moved)
-        most = simulate.affordable(simulate.until(budget, "draws"), problem)
-        length = int(max(1, min(TRAINING.length * length, most)))
-        thinning = config.thinning or -(-length // num_samples)
+        length = min(TRAINING.length * length, simulate.affordable(budget, "draws", problem))
+        thinning = config.thinning or max(1, math.ceil(length / num_samples))
         steps = Steps(num_samples, 0, thinning)
     return Choice(
         problem=problem,

@@ -18,7 +18,7 @@ from runs import QUIET
 import pyro_scale as ps
 from pyro_scale.diagnostics.verdict import report as verdict_on
 from pyro_scale.errors import ArgumentError, BiasWarning, NonFiniteError, VerdictWarning
-from pyro_scale.run import budget, execute
+from pyro_scale.run import budget, extend
 from pyro_scale.tuning import choice, choose, plan
 from pyro_scale.tuning.policy import PILOTS
 
@@ -186,7 +186,7 @@ def test_work_is_bounded(monkeypatch):
 
 def test_a_run_is_told_before_it_starts_that_its_seconds_cannot_do(monkeypatch):
     monkeypatch.setattr(plan, "_CALLS", -1.0)  # a step takes more than a second
-    steps = 4 * choice.FEWEST_STEPS + execute.FEWEST_DRAWS
+    steps = 4 * choice.FEWEST_STEPS + extend.FEWEST_DRAWS
     told = rf"a warm-up and 100 draws a chain take about ({steps // 10}|{steps // 10 + 1})\d s"
     with pytest.raises(ArgumentError, match=told):
         ps.BAOA(line).run((X, Y), max_seconds=300, **QUIET)
