@@ -15,21 +15,14 @@ from pyro_scale.curvature.control_variates import ControlVariates
 from pyro_scale.errors import ArgumentError
 from pyro_scale.run.problem import Problem
 
-#: Stages of a run that end at a part of its budget.
+#: Stages of a run that end at a part of its seconds.
 Stage: TypeAlias = Literal["searches", "windows", "pilots", "draws"]
 #: Passes through the data that a chain may take for each draw, if the user sets no budget; and the
 #: least number of draws that this is computed for.
 _PASSES_A_DRAW, _FEWEST_DRAWS = 200, 1_000
-#: Where each stage of a run ends at the latest, as a part of the run's rows and of its seconds:
-#: searches for modes may take 10% of the rows, windows of warm-up 15%, pilots 15%. The first calls
-#: of a model take seconds whatever its size, so searches may take 20% of the time. Checks of the
-#: draws are left 20% of the time.
-STAGES: dict[Stage, tuple[float, float]] = {
-    "searches": (0.10, 0.20),
-    "windows": (0.25, 0.40),
-    "pilots": (0.40, 0.55),
-    "draws": (1.0, 0.80),
-}
+#: Where each stage of a run ends at the latest, as a part of the run's seconds. Checks of the draws
+#: are left 20%.
+_END: dict[Stage, float] = {"searches": 0.20, "windows": 0.40, "pilots": 0.55, "draws": 0.80}
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,6 @@ class Budget:
         max_seconds: seconds from the start of the run; None for no limit.
         deadline: the end of these seconds on the monotonic clock; infinity without a limit.
         spent: number of gradients of single rows that have been computed so far.
-        share: the part of these rows that may be computed until the end of a stage.
     """
 
     max_rows: int | None
@@ -53,7 +45,6 @@ class Budget:
     max_seconds: float | None
     deadline: float
     spent: int = 0
-    share: float = 1.0
 
     @classmethod
     def from_arguments(cls, max_rows: Any, num_samples: int, max_seconds: Any) -> Budget:
@@ -93,18 +84,18 @@ class Budget:
         return max(0.0, self.deadline - time.monotonic())
 
     def until(self, stage: Stage, compile_seconds: float = 0.0) -> Budget:
-        """The budget at whose end a stage of the run ends: a part of the run's rows and seconds,
-        which includes those of earlier stages. What a stage leaves goes to the next ones, and to
-        draws in the end.
+        """The budget at whose end a stage of the run ends: a part of the run's seconds, which
+        includes those of earlier stages. What a stage leaves goes to the next ones, and to draws in
+        the end. Rows are not limited by stage.
 
         Args:
             stage: the stage.
             compile_seconds: time that compilation has taken so far, which is no stage's.
         """
-        (share, share_of_time), deadline = STAGES[stage], self.deadline
-        if self.max_seconds is not None:
-            deadline -= (1 - share_of_time) * max(0.0, self.max_seconds - compile_seconds)
-        return dataclasses.replace(self, share=share, deadline=deadline)
+        if self.max_seconds is None:
+            return self
+        of_stages = max(0.0, self.max_seconds - compile_seconds)
+        return dataclasses.replace(self, deadline=self.deadline - (1 - _END[stage]) * of_stages)
 
     def after(self, passes: float, num_data: int) -> Budget:
         """A copy of the budget in which `passes` more passes through `num_data` rows of data are
@@ -115,7 +106,7 @@ class Budget:
     def steps(self, problem: Problem) -> int:
         """The number of steps that each chain may still take before the budget of row gradients is
         used up; 0 if it is. The limit in seconds is not considered."""
-        left = int(self.share * self.most_rows(problem)) - self.spent
+        left = self.most_rows(problem) - self.spent
         return max(0, left) // (rows_a_step(problem) * len(problem.positions))
 
     def argument_for(self, problem: Problem, num_samples: float, steps: float) -> str:

@@ -28,7 +28,7 @@ from pyro_scale.errors import ArgumentError
 from pyro_scale.kernels import Kernel
 from pyro_scale.model.diagnose import centered_latents, how_to_non_center
 from pyro_scale.run.blame import WITHIN, broken_sites
-from pyro_scale.run.budget import STAGES, Budget, Stage, passes_of, rows_a_step
+from pyro_scale.run.budget import Budget, Stage, passes_of, rows_a_step
 from pyro_scale.run.config import RunConfig
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.adjust import adjust, without_adjustment
@@ -42,7 +42,7 @@ from pyro_scale.tuning.modes import Modes
 from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.one_group import OneGroup
 from pyro_scale.tuning.pilot import Pilot, pilot
-from pyro_scale.tuning.policy import ACCEPTANCE, NOISE, PILOTS, WARM_UP
+from pyro_scale.tuning.policy import ACCEPTANCE, NOISE, PILOTS, SEARCH, WARM_UP
 from pyro_scale.tuning.stable_lr import kernel_for_whitened, longest_whitened_lr
 from pyro_scale.tuning.windows import NoStableStep, Window, warm_up
 
@@ -241,16 +241,14 @@ class _Tuning:
         """The steps that each chain may take for the draws: what rows are left for, and, at the
         pace of the latest steps, the seconds that are left."""
         left = self.left
-        return min(
-            left.steps(problem),
-            self.simulate.affordable(left, "draws", problem),
-        )
+        return min(left.steps(problem), self.simulate.affordable(left, "draws", problem))
 
     def _stage(
         self, stage: Stage, problem: Problem, least: int, reserve: int = 0
     ) -> tuple[Limit, Simulate]:
-        """(The limit of a stage of warm-up; the function that runs chains until the stage's time is
-        over).
+        """(The limit of a stage of warm-up: half of the tuning steps that are left, or fewer if
+        there is no time for them, but at least `least`; the function that runs chains until the
+        stage's time is over).
 
         Args:
             stage: the stage.
@@ -259,8 +257,7 @@ class _Tuning:
             reserve: steps to leave for later stages.
         """
         left = self._after_passes(self.budget.of_tuning)
-        until, reserve = left.until(stage).steps(problem), reserve + left.num_samples
-        most = min(until, left.steps(problem) - reserve)
+        most = (left.steps(problem) - left.num_samples - reserve) // 2
         steps = max(least, min(most, self.simulate.affordable(left, stage, problem)))
         limit = Limit(steps, lambda: self.simulate.until(left, stage).is_over_for(problem))
         return limit, self.simulate.limited(left, stage, problem)
@@ -296,7 +293,7 @@ def _check_budget(budget: Budget, problem: Problem, num_samples: int, chooses_lr
     least = WARM_UP.first_window + num_samples + _steps_of_pilots(chooses_lr)
     if most_steps < least:
         rows = least * len(problem.positions) * rows_a_step(problem)
-        needed = math.ceil(rows / (1 - STAGES["searches"][0])) + budget.spent
+        needed = math.ceil(rows / (1 - SEARCH.fraction)) + budget.spent
         spent = f" after {budget.spent:,} for the search for modes" if budget.spent else ""
         raise ArgumentError(
             f"max_rows={budget.most_rows(problem):,} is {most_steps:,} steps a chain{spent}, and "

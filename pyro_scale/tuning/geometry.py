@@ -105,7 +105,7 @@ def _find_modes(
     temperature = float(problem.engine.kernel.values(0)["temperature"])
     starts = search_starts(problem, density) if chooses_starts else like[: SEARCH.most]
     budget = budget.until("searches")
-    passes = budget.share * budget.most_rows(problem) / num_data / len(starts)
+    passes = SEARCH.fraction * budget.most_rows(problem) / num_data / len(starts)
     map = partial(problem.map, what="searches for modes")
     limits = SearchLimits(passes, lambda: budget.is_over, map)
     if form == "dense":

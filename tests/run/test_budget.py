@@ -52,18 +52,6 @@ def test_a_run_that_goes_on_to_more_draws_makes_the_same_choices():
     assert counted.of_tuning == counted
 
 
-def test_stages_end_at_their_share_of_the_rows():
-    """A search that spends its whole share leaves the others theirs."""
-    budget = Budget.from_arguments(N * CHAINS * 1000, 100, None)
-    assert budget.until("searches").steps(problem()) == 100
-    spent = budget.after(100 * CHAINS, N)
-    assert spent.until("searches").steps(problem()) == 0
-    assert spent.until("windows").steps(problem()) == 150
-    assert spent.until("pilots").steps(problem()) == 300
-    assert spent.until("draws").steps(problem()) == 900
-    assert spent.until("windows").seconds_left == float("inf")
-
-
 def test_stages_end_at_their_share_of_the_seconds(monkeypatch):
     """Compilation is no part of a stage."""
     now = [1000.0]
@@ -79,3 +67,5 @@ def test_stages_end_at_their_share_of_the_seconds(monkeypatch):
     assert budget.until("windows").seconds_left == 0
     assert not budget.until("pilots").is_over
     assert not budget.is_over
+    unlimited = Budget.from_arguments(None, 100, None)
+    assert unlimited.until("windows", compile_seconds=20) is unlimited

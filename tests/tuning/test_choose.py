@@ -185,9 +185,9 @@ def test_work_is_bounded(monkeypatch):
 
 
 def test_a_run_is_told_before_it_starts_that_its_seconds_cannot_do(monkeypatch):
-    monkeypatch.setattr(plan, "_CALLS", -1.0)  # a step takes more than a second
-    steps = 4 * choice.FEWEST_STEPS + extend.FEWEST_DRAWS
-    told = rf"a warm-up and 100 draws a chain take about ({steps // 10}|{steps // 10 + 1})\d s"
+    monkeypatch.setattr(plan, "_CALLS", -1e6)  # a step takes a million seconds
+    assert 4 * choice.FEWEST_STEPS + extend.FEWEST_DRAWS == 356
+    told = r"max_seconds=300: a warm-up and 100 draws a chain take about 360000000 s at least"
     with pytest.raises(ArgumentError, match=told):
         ps.BAOA(line).run((X, Y), max_seconds=300, **QUIET)
 
@@ -266,9 +266,9 @@ def test_searches_without_end_are_bounded_too():
         ps.BAOA(endless, compile=False).run(None, max_rows=13_000, **QUIET)
     spent = re.search(r"after ([\d,]+) for", str(raised.value))[1].replace(",", "")
     hessians = 24 + 8 * 3  # of places on the way, and those with which searches begin
-    assert int(spent) <= 13_000 / 10 + 20 * hessians
+    assert int(spent) <= 13_000 / 4 + 20 * hessians
     enough = re.search(r"pass max_rows=([\d,]+)", str(raised.value))[1].replace(",", "")
-    with pytest.warns((BiasWarning, VerdictWarning), match=r"exploded|NO: site 'x'"):
+    with pytest.warns(BiasWarning, match=r"the chains have exploded"):
         run = ps.BAOA(endless, compile=False).run(None, max_rows=int(enough), **QUIET)
     assert run.report().verdict == "no"
 
