@@ -234,8 +234,7 @@ def _search(density: FullDataDensity, start: Tensor, limits: SearchLimits) -> tu
             ascend(density, start * shrinkage, most_steps=int(steps), is_over=limits.is_over)
         )
         passes += len(ascents[-1].path) * density.passes
-        # where the log joint rises without end, it would rise from nearer to 0, too
-        if ascents[-1].is_mode or len(ascents[-1].path) > MOST_STEPS:
+        if ascents[-1].is_mode:
             return ascents[-1], passes
     return max(ascents, key=lambda ascent: ascent.value), passes
 
