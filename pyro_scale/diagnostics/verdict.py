@@ -21,17 +21,17 @@ from pyro_scale.diagnostics.convergence import (
     select_elements,
 )
 from pyro_scale.diagnostics.divergence import explosion
-from pyro_scale.diagnostics.modes import check_modes
 from pyro_scale.diagnostics.policy import MIXING, TEMPERATURE, errors_by_chance
 from pyro_scale.diagnostics.report import Finding, Report, Verdict
 from pyro_scale.diagnostics.resolution import resolution
+from pyro_scale.diagnostics.warm_up import check_warm_up
 from pyro_scale.model.diagnose import centered_latents, how_to_non_center
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.blame import WITHIN
 from pyro_scale.run.budget import rounded_up
 from pyro_scale.tuning.choice import Choice
 from pyro_scale.tuning.pilot import Bias
-from pyro_scale.tuning.policy import TOLERANCE, WARM_UP
+from pyro_scale.tuning.policy import TOLERANCE
 
 #: Function from a factor to the argument of a run, as text, with which it takes so many times as
 #: many steps.
@@ -74,7 +74,7 @@ def report(
         *_check_temperatures(result, longer),
         *_check_heating(result, choice),
         *_check_bias(result, choice),
-        *_check_warm_up(result, choice),
+        *check_warm_up(result, choice),
     ]
     return Report.from_findings(_with_advice(result, findings), choices)
 
@@ -389,25 +389,3 @@ def judge_bias(site: str, bias: Bias, count: int, advice: str, how: str = "") ->
         float(mean.abs().max()) / TOLERANCE.mean, float(log_sd.abs().max()) / TOLERANCE.sd
     )
     return Finding(site, "step size", verdict, text, advice, severity)
-
-
-def _check_warm_up(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
-    """Findings for the report on a warm-up in windows: whether it settled (chains agreed and the
-    whitened coordinates no longer changed), and whether draws are in all modes that the searches
-    found. An empty list for a run without such a warm-up."""
-    if choice is None or choice.window is None:
-        return []
-    window = choice.window
-    change = "by no more than chance"
-    if window.change > 1:
-        change = f"{window.change:.2f} times more in some direction's sd than by chance"
-    text = (
-        f"after {window.steps:,} steps R-hat is {window.r_hat:.3f}, the geometry changes {change}"
-    )
-    severity = max(
-        (window.r_hat - 1) / (WARM_UP.most_r_hat - 1),
-        (window.change - 1) / (WARM_UP.most_change - 1),
-    )
-    verdict: Verdict = "yes" if window.agrees else "unknown"
-    finding = Finding("", "warm-up", verdict, text, "another parametrization", severity)
-    return [finding] if choice.modes is None else [finding, *check_modes(result, choice.modes)]

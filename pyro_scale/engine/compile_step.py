@@ -137,6 +137,17 @@ def _repays(plan: StepPlan, example: Example) -> bool:
     return repays if plan.agree is None else plan.agree(repays)
 
 
+def share_of_calls(step: Arithmetic) -> float:
+    """The part of an eager step's time that Python and the calls of operations take, which compiled
+    code saves in any case.
+
+    Args:
+        step: the counted operations and elements of the step.
+    """
+    calls = _PYTHON + step.operations
+    return calls / (calls + step.elements / _ELEMENTS)
+
+
 def _common_program(example: Example, num_chains: int, agree: Callable[[bool], bool]) -> Program:
     """The compiled step that all processes run, called from Python at each step. For processes that
     take steps together.

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from pyro_scale.core.thread_count import Arithmetic
+from pyro_scale.engine.compile_step import share_of_calls
 from pyro_scale.engine.draws import Steps
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
@@ -25,9 +27,6 @@ from pyro_scale.tuning.choose import choose
 from pyro_scale.tuning.policy import STEP_SIZE
 from pyro_scale.tuning.step_size import tune
 from pyro_scale.tuning.training import is_network, train
-
-#: Seconds of a step that compilation may save.
-_CALLS = 0.05
 
 
 def plan_run(
@@ -85,8 +84,8 @@ def plan_run(
 
 
 def _check_seconds(problem: Problem, config: RunConfig, earlier: Earlier, budget: Budget) -> None:
-    """Raises if the seconds of a run are too few for the shortest warm-up and 100 draws a chain, at
-    the pace of one step, less what compilation saves of the time of calls.
+    """Raises if the seconds of a run are too few for the shortest warm-up and 100 draws a chain, by
+    one eager step without the time of its calls, which compilation saves.
 
     Raises:
         ArgumentError: the seconds are too few.
@@ -95,8 +94,9 @@ def _check_seconds(problem: Problem, config: RunConfig, earlier: Earlier, budget
     options = config.sampling, config.share_batches, False, False
     plan = RunPlan(problem, columns, steps, *options, earlier)
     for _ in range(2):  # the first calls of a model are slow
-        draws = gather(plan.execute("", bar=Progress(None, "", False)).draws, problem)
-    seconds = max(0.0, draws.seconds - _CALLS)
+        with Arithmetic() as counted:
+            draws = gather(plan.execute("", bar=Progress(None, "", False)).draws, problem)
+    seconds = draws.seconds * (1 - share_of_calls(counted))
     needed = problem.broadcast((4 * FEWEST_STEPS + FEWEST_DRAWS) * seconds, "the clock")
     if draws.error is None and needed > (budget.max_seconds or math.inf):
         raise ArgumentError(

@@ -185,7 +185,7 @@ def test_work_is_bounded(monkeypatch):
 
 
 def test_a_run_is_told_before_it_starts_that_its_seconds_cannot_do(monkeypatch):
-    monkeypatch.setattr(plan, "_CALLS", -1e6)  # a step takes a million seconds
+    monkeypatch.setattr(plan, "share_of_calls", lambda step: -1e6 / step.operations)
     assert 4 * choice.FEWEST_STEPS + extend.FEWEST_DRAWS == 356
     told = r"max_seconds=300: a warm-up and 100 draws a chain take about 360000000 s at least"
     with pytest.raises(ArgumentError, match=told):
