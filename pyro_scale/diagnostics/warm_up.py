@@ -55,7 +55,7 @@ def _r_hat(result: PosteriorDraws, whitening: Whitening) -> float:
     chains, draws, _ = result.positions.shape
     if draws < 4:
         return math.nan
-    places = torch.tensor(evenly(draws, _MOST_DRAWS))
+    places = evenly(draws, _MOST_DRAWS)
     params = result.positions[torch.arange(chains)[:, None], places]
     z = whitening.double().to_whitened(params[..., : len(whitening.tensors[0])].double())
     return float(split_r_hat(torch.cat([z, z.square()], -1)).max())

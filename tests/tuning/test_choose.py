@@ -185,9 +185,9 @@ def test_work_is_bounded(monkeypatch):
 
 
 def test_a_run_is_told_before_it_starts_that_its_seconds_cannot_do(monkeypatch):
-    monkeypatch.setattr(plan, "share_of_calls", lambda step: -1e6 / step.operations)
+    monkeypatch.setattr(plan, "share_of_calls", lambda step: -1e9)
     assert 4 * choice.FEWEST_STEPS + extend.FEWEST_DRAWS == 356
-    told = r"max_seconds=300: a warm-up and 100 draws a chain take about 360000000 s at least"
+    told = r"max_seconds=300: a warm-up and 100 draws a chain take about \d+ s at least"
     with pytest.raises(ArgumentError, match=told):
         ps.BAOA(line).run((X, Y), max_seconds=300, **QUIET)
 
