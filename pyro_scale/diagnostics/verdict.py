@@ -354,17 +354,44 @@ def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
     if (bias := choice.pilot.bias) is None:
         text = "every coupled run became NaN or infinite"
         return [Finding("", "step size", "unknown", text, advice, math.inf)]
-    slices = result.layout.slices()
+    count, slices, tempered = len(bias.mean), result.layout.slices(), _are_tempered(result)
     return [
-        judge_bias(name, Bias(*(values[slices[name]] for values in bias)), len(bias.mean), advice)
+        judge_bias(
+            name,
+            Bias(*(values[slices[name]] for values in bias)),
+            count,
+            advice,
+            tempered=tempered[slices[name]],
+        )
         for name in result.log_posterior.latents
     ]
 
 
-def judge_bias(site: str, bias: Bias, count: int, advice: str, how: str = "") -> Finding:
+def _are_tempered(result: PosteriorDraws) -> Tensor:
+    """Whether the virial temperature of each element surely is one at which its sd is within
+    tolerance, `[D]`, at a family-wise error of 1%; False if temperatures were not measured."""
+    virial = result.measurements.virial
+    if virial is None or virial.elements is None:
+        return torch.zeros(result.layout.size, dtype=torch.bool)
+    mean, mcse = virial.elements / result.sample_stats["temperature"].mean()
+    width = errors_by_chance(FAMILY_WISE / 2, result.layout.size) * mcse
+    return (mean - width > _LOWEST) & (mean + width < _HIGHEST)
+
+
+def judge_bias(
+    site: str,
+    bias: Bias,
+    count: int,
+    advice: str,
+    how: str = "",
+    tempered: Tensor | bool = False,
+) -> Finding:
     """The finding for the report on the bias that the step size causes in a site's means and sds:
     "no" if it is surely beyond the tolerance at some element, "yes" if it is surely within it at
     all elements, otherwise "unknown".
+
+    The bias of an sd is also within the tolerance if it is so by its estimate, and the temperature
+    of the draws, which is measured in another way, surely says so.
 
     Args:
         site: name of the site.
@@ -372,6 +399,8 @@ def judge_bias(site: str, bias: Bias, count: int, advice: str, how: str = "") ->
         count: number of elements of all sites, one of which may be off by chance.
         advice: what to try.
         how: how the bias was measured, to follow the figures.
+        tempered: whether an element's temperature surely is one at which its sd is within
+            tolerance; False if it was not measured.
     """
     mean, mean_mcse, log_sd, log_sd_mcse = bias
     errors = errors_by_chance(FAMILY_WISE / 2, count)
@@ -383,7 +412,11 @@ def judge_bias(site: str, bias: Bias, count: int, advice: str, how: str = "") ->
         f"bias of means up to {float(mean.abs().max()):.2g} sds, of sds "
         f"{100 * float(log_sd[of_sd].abs()):.2g} +- {100 * float(log_sd_mcse[of_sd]):.2g}%{how}"
     )
-    verdict: Verdict = "yes" if bool(bias.is_known.all()) else "unknown"
+    likely = bias.are_means_known & (torch.maximum(log_sd.abs(), log_sd_mcse) < TOLERANCE.sd)
+    by_temperature = ~bias.is_known & likely & tempered
+    if bool(by_temperature.any()):
+        text += ", and temperatures within tolerance"
+    verdict: Verdict = "yes" if bool((bias.is_known | by_temperature).all()) else "unknown"
     verdict = "no" if bool(is_biased.any()) else verdict
     severity = max(
         float(mean.abs().max()) / TOLERANCE.mean, float(log_sd.abs().max()) / TOLERANCE.sd

@@ -23,7 +23,7 @@ CODE_LINES = {
     "core": 1453,
     "curvature": 3133,
     "data": 932,
-    "diagnostics": 2681,
+    "diagnostics": 2705,
     "distributed": 560,
     "engine": 1689,
     "exact": 535,
@@ -36,7 +36,7 @@ CODE_LINES = {
     "rng": 643,
     "run": 2147,
     "storage": 567,
-    "tuning": 2813,
+    "tuning": 2821,
 }
 #: Of the whole package.
 MOST = {
