@@ -94,6 +94,21 @@ class Explosion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stray:
+    """Thresholds of the check for draws that are too low in log joint to be of the posterior."""
+
+    #: Quantiles of minus the log joint between which the scale of its tail is measured. Up to 5% of
+    #: draws may be stray; more of them raise the virial temperature.
+    quantiles: tuple[float, float] = (0.75, 0.95)
+    #: Scales per log of the number of draws that the lowest draw may be above the upper quantile.
+    #: Of exponential tails, 1 is exceeded in 5% of runs; 3 leaves room for quantiles of few
+    #: effective draws, and was exceeded in at most 0.3% of simulations of 40 draws or more.
+    margin: float = 3.0
+    #: Lowest draws at which the log joint of all rows is computed.
+    checked: int = 20
+
+
+@dataclass(frozen=True, kw_only=True)
 class Weights:
     """Thresholds of checks on importance weights, of approximations and of left-out rows."""
 
@@ -112,6 +127,7 @@ class Weights:
 MIXING = Mixing()
 TEMPERATURE = Temperature()
 EXPLOSION = Explosion()
+STRAY = Stray()
 WEIGHTS = Weights()
 
 
