@@ -67,7 +67,7 @@ def report(
         return Report.from_findings([Finding("", "explosion", "no", exploded)], choices)
     if trained is None:
         stray, mixing = check_stray_draws(result), _check_mixing(result, longer)
-        if stray:  # which look like heavy tails
+        if any(finding.verdict == "no" for finding in stray):  # which look like heavy tails
             mixing = [finding for finding in mixing if finding.check != "tails"]
         findings = [*stray, *mixing, *resolution(result)]
     else:
