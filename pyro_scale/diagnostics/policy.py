@@ -97,12 +97,14 @@ class Explosion:
 class Stray:
     """Thresholds of the check for draws that are too low in log joint to be of the posterior."""
 
-    #: Quantiles of minus the log joint between which the scale of its tail is measured. Up to 5% of
-    #: draws may be stray; more of them raise the virial temperature.
-    quantiles: tuple[float, float] = (0.75, 0.95)
-    #: Scales per log of the number of draws that the lowest draw may be above the upper quantile.
-    #: Of exponential tails, 1 is exceeded in 5% of runs; 3 leaves room for quantiles of few
-    #: effective draws, and was exceeded in at most 0.3% of simulations of 40 draws or more.
+    #: Quantiles of minus the log joint that give the scale of its tail. Up to 5% of draws may be
+    #: stray; more of them raise the virial temperature.
+    lower: float = 0.75
+    upper: float = 0.95
+    #: How far the lowest draw may be beyond the upper quantile, in scales of the tail and logs of
+    #: the number of draws. An exponential tail exceeds 1 in about 5% of runs. 3 leaves room for
+    #: quantiles of few effective draws: exact draws of heavy tails, 40 or more, exceed it in at
+    #: most 0.4% of simulations.
     margin: float = 3.0
     #: Lowest draws at which the log joint of all rows is computed.
     checked: int = 20

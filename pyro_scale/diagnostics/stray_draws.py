@@ -1,14 +1,15 @@
 """The check for stray draws: single draws that the integrator threw far out of the posterior.
 
 Under the posterior, few draws have a log joint far below that of most draws, however heavy the
-tails are: a Cauchy's draw at 10,000 scales is 18 nats below its mode.  Where the log joint falls,
-over exact draws, at most like an exponential variable, draws between two quantiles give the scale
-of its tail, and the tail tells how far the lowest of all draws may be.  `docs/diagnostics.md` has
+tails are: a Cauchy's draw at 10,000 scales is 18 nats below its mode.  Where minus the log joint
+of exact draws has an exponential tail or a lighter one, two quantiles give the tail's scale, and
+the scale tells how far the lowest of all draws may be.  `docs/diagnostics.md` has
 the derivation, and the false alarms of simulations.
 
 A wide mode of little mass is as low, but flat.  At most stray draws the log joint falls along the
-line from the median.  `-(x - median)' gradient` is the virial of all params, whose mean is D under the
-posterior.  For a log-concave posterior, it is at least the fall of the log joint from the median.
+line from the median.  `-(x - median)' gradient` is the virial of all latents, whose mean is D under
+the posterior; for a log-concave posterior, it is at least the fall of the log joint since the
+median.
 """
 
 from __future__ import annotations
@@ -75,22 +76,21 @@ def check_stray_draws(result: PosteriorDraws) -> list[Finding]:
         f"{'is' if count == 1 else 'are'} stray"
         f"{', or of a wide mode of little mass' if verdict == 'unknown' else ''}: the lowest, at "
         f"{float(value[element]):.4g}, has a log joint {float(below[worst]):.0f} nats below that "
-        f"of {STRAY.quantiles[1]:.0%} of draws"
+        f"of {STRAY.upper:.0%} of draws"
     )
     advice = "a smaller lr (lr=), or another parametrization"
     return [Finding(site, "stray draws", verdict, text, advice, float(below[worst]) / most)]
 
 
 def usual_fall(falls: Tensor) -> tuple[float, float]:
-    """(Minus the log joint of the draw at the upper of `STRAY.quantiles`; how much larger it may be
-    at the lowest draw), in nats.
+    """(Minus the log joint of the draw at the upper quantile; how much larger it may be at the
+    lowest draw), in nats.
 
     Args:
         falls: minus the log joint of every draw, in descending order.
     """
-    first, second = STRAY.quantiles
-    lower, upper = (float(falls[int((1 - level) * len(falls))]) for level in STRAY.quantiles)
-    scale = max(1.0, (upper - lower) / math.log((1 - first) / (1 - second)))
+    lower, upper = (float(falls[int((1 - p) * len(falls))]) for p in (STRAY.lower, STRAY.upper))
+    scale = max(1.0, (upper - lower) / math.log((1 - STRAY.lower) / (1 - STRAY.upper)))
     return upper, STRAY.margin * math.log(len(falls)) * scale
 
 
