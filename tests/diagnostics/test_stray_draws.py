@@ -172,8 +172,7 @@ def test_exponential_tails_pass_the_limit_as_often_as_the_formula_says():
 
 
 def test_a_thrown_draw_is_named(hierarchy):
-    """Where log tau is 12, 3 effects are of width e^12: the log joint falls by 4 x 12 nats there,
-    and the prior's Cauchy tail has one of these four."""
+    """Where log tau is 40, the densities of three effects are e^-40 each, and so is the prior's."""
     assert check_stray_draws(hierarchy) == []
     result = thrown(hierarchy, 40.0, [(2, 100)])
     (finding,) = check_stray_draws(result)
@@ -217,6 +216,17 @@ def test_all_rows_decide(hierarchy):
     lp[3, 5] -= 1e4
     noisy = dataclasses.replace(hierarchy, sample_stats=stats | {"lp": lp})
     assert check_stray_draws(noisy) == []
+
+
+def test_the_data_are_read_only_for_low_draws(hierarchy):
+    """Whatever the constant in the log joint."""
+    stats = hierarchy.sample_stats
+    unread = dataclasses.replace(
+        hierarchy,
+        data=TensorData((Y[:2],), len(Y)),
+        sample_stats=stats | {"lp": stats["lp"] - 1e3},
+    )
+    assert check_stray_draws(unread) == []
 
 
 def test_where_rows_cannot_be_read_it_is_not_known():
