@@ -31,9 +31,9 @@ def check_stray_draws(result: PosteriorDraws) -> list[Finding]:
     """A list with one finding for the report if draws have a log joint that is too low for the
     posterior: "no" if it falls towards one of them, otherwise "unknown". Empty if there are none.
 
-    Candidates are the lowest draws by recorded log joint, an estimate if batches are part of the
-    rows. All rows are read only if there are candidates. If they cannot be read, the finding is
-    "unknown".
+    Candidates are the lowest draws by recorded log joint, which is within the step before a draw,
+    and an estimate if batches are part of the rows. All rows are read only if there are candidates.
+    If they cannot be read, the finding is "unknown".
 
     Args:
         result: draws of a run above temperature 0.
