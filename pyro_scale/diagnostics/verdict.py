@@ -24,6 +24,7 @@ from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.diagnostics.policy import MIXING, TEMPERATURE, errors_by_chance
 from pyro_scale.diagnostics.report import Finding, Report, Verdict
 from pyro_scale.diagnostics.resolution import resolution
+from pyro_scale.diagnostics.stray_draws import check_stray_draws
 from pyro_scale.diagnostics.warm_up import check_warm_up
 from pyro_scale.model.diagnose import centered_latents, how_to_non_center
 from pyro_scale.posterior.draws import PosteriorDraws
@@ -65,7 +66,10 @@ def report(
     if exploded := explosion(result):
         return Report.from_findings([Finding("", "explosion", "no", exploded)], choices)
     if trained is None:
-        findings = [*_check_mixing(result, longer), *resolution(result)]
+        stray, mixing = check_stray_draws(result), _check_mixing(result, longer)
+        if any(finding.verdict == "no" for finding in stray):  # which look like heavy tails
+            mixing = [finding for finding in mixing if finding.check != "tails"]
+        findings = [*stray, *mixing, *resolution(result)]
     else:
         findings = _check_predictions(result)
     findings = [

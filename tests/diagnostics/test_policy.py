@@ -46,6 +46,10 @@ more than {EXPLOSION.hot:g} times too hot and
 and more than {EXPLOSION.hot:g} times hotter than the first
 no draw at a mode that should have {MIXING.missed_draws:word} |
 no draw at a mode with over {MIXING.missed:.0%} of the posterior
+a log joint of all rows below that of {STRAY.upper:.0%} of draws by more than the limit
+tail beyond $q_{{{STRAY.lower}}}$ is that of an exponential variable
+The limit is $q_{{{STRAY.upper}}} + {STRAY.margin:g} s \\log n$, with s of at least 1 nat
+Up to {STRAY.checked} draws that are beyond the limit
 | alarm | above {WEIGHTS.pareto_k} |
 | above {WEIGHTS.pareto_k} (with S draws, above $1 - 1/\\log_{{10}} S$ if that is smaller)
 above {WEIGHTS.shift} is a warning

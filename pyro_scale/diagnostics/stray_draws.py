@@ -1,0 +1,100 @@
+"""The check for stray draws: single draws that the integrator threw far out of the posterior.
+
+Under the posterior, few draws have a log joint far below that of most draws, however heavy the
+tails are: a Cauchy's draw at 10,000 scales is 18 nats below its mode.  Where minus the log joint
+of exact draws has an exponential tail or a lighter one, two quantiles give the tail's scale, and
+the scale tells how far the lowest of all draws may be.  `docs/diagnostics.md` has
+the derivation, and the false alarms of simulations.
+
+A wide mode of little mass is as low, but flat.  At most stray draws the log joint falls along the
+line from the median.  `-(x - median)' gradient` is the virial of all latents, whose mean is D under
+the posterior; for a log-concave posterior, it is at least the fall of the log joint since the
+median.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pyro_scale.curvature.density import FullDataDensity
+from pyro_scale.diagnostics.policy import MIXING, STRAY
+from pyro_scale.diagnostics.report import Finding, Verdict
+from pyro_scale.errors import DataError
+from pyro_scale.posterior.draws import PosteriorDraws
+from pyro_scale.storage.lazy_draws import spread
+
+
+def check_stray_draws(result: PosteriorDraws) -> list[Finding]:
+    """A list with one finding for the report if draws have a log joint that is too low for the
+    posterior: "no" if it falls towards one of them, otherwise "unknown". Empty if there are none.
+
+    Candidates are the lowest draws by recorded log joint, which is within the step before a draw,
+    and an estimate if batches are part of the rows. All rows are read only if there are candidates.
+    If they cannot be read, the finding is "unknown".
+
+    Args:
+        result: draws of a run above temperature 0.
+    """
+    log_joint = result.sample_stats["lp"]
+    if result.data is None or log_joint.shape[1] < MIXING.fewest_per_chain:
+        return []
+    falls, order = (-log_joint.flatten().double().cpu()).sort(descending=True)
+    base, most = usual_fall(falls)
+    candidates = order[: min(int((falls - base > most).sum()), STRAY.checked)]
+    if not len(candidates):
+        return []
+    chains, places = candidates // log_joint.shape[1], candidates % log_joint.shape[1]
+    columns = result.layout.places(result.log_posterior.latents)
+    draws, sample = result.positions[chains, places], _sample(result)
+    away = (draws - sample.median(0).values)[:, columns].double()
+    density = FullDataDensity(result.log_posterior, result.data, result.layout)
+    try:
+        values, slopes = density.grads(draws)
+    except DataError:  # another process has some of the rows, or a stream has ended
+        text = f"{len(candidates)} of {len(falls):,} draws may be stray; only all rows can tell"
+        return [Finding("", "stray draws", "unknown", text, "data that can be read twice")]
+    num_data = result.log_posterior.num_data
+    below = (-num_data * values).cpu() - base
+    virial = (-num_data * (away * slopes[:, columns])).sum(1).cpu()
+    # NaN, where the model fails on all rows, does not contradict the recorded log joint
+    is_low = ~(below <= most)
+    is_steep = is_low & ~(virial - len(columns) <= most)
+    if not bool(is_low.any()):
+        return []
+    worst, count = int(is_low.int().argmax()), int(is_low.sum())
+    spreads = (sample - sample.median(0).values)[:, columns].abs().median(0).values
+    column = int(columns[int((away[worst].abs() / spreads).nan_to_num(0).argmax())])
+    site = result.layout.site_at(column)
+    value = result.samples_at(chains[worst], places[worst])[site].flatten()
+    element = min(column - result.layout.slices()[site].start, len(value) - 1)
+    verdict: Verdict = "no" if bool(is_steep.any()) else "unknown"
+    text = (
+        f"{'at least ' if count == STRAY.checked else ''}{count} of {len(falls):,} draws "
+        f"{'is' if count == 1 else 'are'} stray"
+        f"{', or of a wide mode of little mass' if verdict == 'unknown' else ''}: the lowest, at "
+        f"{float(value[element]):.4g}, has a log joint {float(below[worst]):.0f} nats below that "
+        f"of {STRAY.upper:.0%} of draws"
+    )
+    advice = "a smaller lr (lr=), or another parametrization"
+    return [Finding(site, "stray draws", verdict, text, advice, float(below[worst]) / most)]
+
+
+def usual_fall(falls: Tensor) -> tuple[float, float]:
+    """(Minus the log joint of the draw at the upper quantile; how much larger it may be at the
+    lowest draw), in nats.
+
+    Args:
+        falls: minus the log joint of every draw, in descending order.
+    """
+    lower, upper = (float(falls[int((1 - p) * len(falls))]) for p in (STRAY.lower, STRAY.upper))
+    scale = max(1.0, (upper - lower) / math.log((1 - STRAY.lower) / (1 - STRAY.upper)))
+    return upper, STRAY.margin * math.log(len(falls)) * scale
+
+
+def _sample(result: PosteriorDraws) -> Tensor:
+    """Unconstrained params at up to 500 draws of every chain, `[draws, D]`."""
+    places = spread(result.positions, MIXING.draws_at_modes)
+    return result.positions[torch.arange(result.num_chains)[:, None], places].flatten(0, 1)
