@@ -24,7 +24,7 @@ from pyro_scale.curvature.ggn import Curvature
 from pyro_scale.curvature.modes import Candidate
 from pyro_scale.curvature.precision import CurvatureKind
 from pyro_scale.data.open import open_data
-from pyro_scale.diagnostics.check_fit import check_fit
+from pyro_scale.diagnostics.approximation import check_fit
 from pyro_scale.distributed.sums import Sums
 from pyro_scale.distributed.workers import Distributed, Workers
 from pyro_scale.engine.progress import Progress
