@@ -128,12 +128,13 @@ def _check_weights(fit: Fit, budget: int, sums: Sums) -> list[Finding]:
         fit.attrs["psis"] = findings[0].told.removeprefix("the importance weights are ")
         return [*rounded, *findings]
     assert rows is not None
-    fit.attrs.update(pareto_k=table.pareto_k, psis=table.words)
     more = min(WEIGHTS.more_draws * draws, budget // rows, _MOST_NUMBERS // fit.layout.size)
-    is_vague = any(each.check == "bias" and each.verdict == "unknown" for each in findings)
+    is_vague = Report.from_findings(findings, {}).verdict == "unknown"
     if is_vague and table.error == 0 and more >= 2 * draws:
         noise = fit.noise(more, generator(fit.seed, 0, Purpose.APPROXIMATION, block=3))
-        _, findings = _weigh(fit, fit.draws(noise), rows, sums)
+        again, of_more = _weigh(fit, fit.draws(noise), rows, sums)
+        table, findings = (table, findings) if again is None else (again, of_more)
+    fit.attrs.update(pareto_k=table.pareto_k, psis=table.words)
     return [*rounded, *findings]
 
 
@@ -168,7 +169,8 @@ def _is_heavy(finding: Finding) -> bool:
 
 def _judge_weights(fit: Fit, drawn: PosteriorDraws, table: Psis) -> list[Finding]:
     """Findings for the report on the importance weights of a fit's draws: whether their tail allows
-    for means, whether the fit is too narrow, and the bias of each site.
+    for means, whether the fit is too narrow, and the bias of each site. A bias that weights of a
+    heavy tail show is evidence against the fit, as they rather hide one, and none for it.
 
     Args:
         fit: the approximation.
@@ -188,7 +190,10 @@ def _judge_weights(fit: Fit, drawn: PosteriorDraws, table: Psis) -> list[Finding
         text = f"it is too narrow, by the log joint at its draws {table.spread:.2g} times"
         severity = table.spread / WEIGHTS.spread
         findings.append(Finding("", "width", "no", text, advice, severity))
-    return findings + (_judge_sites(fit, drawn, table, advice) if is_reliable else [])
+    if pareto_k > WEIGHTS.no_mean:
+        return findings
+    biases = _judge_sites(fit, drawn, table, advice)
+    return findings + [bias for bias in biases if is_reliable or bias.verdict == "no"]
 
 
 def _judge_sites(fit: Fit, drawn: PosteriorDraws, table: Psis, advice: str) -> list[Finding]:
