@@ -45,13 +45,13 @@ def check_fit(fit: Fit, evaluations: int, sums: Sums = HERE, reason: str | None 
     Warns:
         ApproximationWarning: the report's verdict is "no", or Pareto k is too large.
     """
-    findings = [] if reason is None else [Finding("", "mode", "no", reason)]
+    findings = [] if reason is None else [Finding("", "mode", "no", reason, severity=math.inf)]
     if fit.gaussians and fit.data is not None:
         findings += _check_weights(fit, max(_CHEAP, evaluations), sums)
         fit.attrs["report"] = _make_report(fit, findings).to_json()
     serious = [finding for finding in findings if finding.verdict == "no" or _is_heavy(finding)]
     if serious:
-        worst = Report.from_findings(serious, {}).findings[0] if reason is None else serious[0]
+        worst = Report.from_findings(serious, {}).findings[0]
         advice = f"; try: {worst.advice}" if worst.advice else ""
         warn(
             ApproximationWarning,
@@ -156,7 +156,7 @@ def _weigh(
         try:
             table = psis(fit, drawn, rows, sums=sums)
         except (DataError, RuntimeError, ValueError, NotImplementedError) as error:
-            return None, [_not_known(str(error))]
+            return None, [_not_known(str(error).removeprefix("psis: "))]
         return table, _judge_weights(fit, drawn, table)
 
     return sums.run(compute)
@@ -190,7 +190,7 @@ def _judge_weights(fit: Fit, drawn: PosteriorDraws, table: Psis) -> list[Finding
         text = f"it is too narrow, by the log joint at its draws {table.spread:.2g} times"
         severity = table.spread / WEIGHTS.spread
         findings.append(Finding("", "width", "no", text, advice, severity))
-    if pareto_k > WEIGHTS.no_mean:
+    if pareto_k >= 1:  # the weights have no mean
         return findings
     biases = _judge_sites(fit, drawn, table, advice)
     return findings + [bias for bias in biases if is_reliable or bias.verdict == "no"]

@@ -99,8 +99,6 @@ class Weights:
 
     #: Pareto k above which weights are not reliable (Vehtari et al. 2024).
     pareto_k: float = 0.7
-    #: Pareto k above which weights have no mean, and an estimated bias is no evidence at all.
-    no_mean: float = 1.0
     #: Largest ratio of the posterior's width to the fit's.
     spread: float = 1.5
     #: Largest error of log weights that are estimated from some of the rows, in nats.

@@ -479,7 +479,7 @@ def _why_far(square: float, size: int) -> str | None:
     if square <= _FAR_MODE + _FAR_PER_DIMENSION * size:
         return None
     return (
-        f"mode: the given mode is {square**0.5:.3g} posterior sds away from that of the density, "
+        f"the given mode is {square**0.5:.3g} posterior sds away from that of the density, "
         "by a step of Newton's method, so the Gaussian is in the wrong place. Was it trained on "
         "these data, and copied after training? Leave mode= out to have it found, or pass a MAP"
     )
