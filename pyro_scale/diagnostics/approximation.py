@@ -192,7 +192,7 @@ def _judge_weights(fit: Fit, drawn: PosteriorDraws, table: Psis) -> list[Finding
         findings.append(Finding("", "width", "no", text, advice, severity))
     if pareto_k >= 1:  # the weights have no mean
         return findings
-    biases = _judge_sites(fit, drawn, table, advice)
+    biases = _judge_sites(fit, drawn, table, f"sample(n, resample=True), {advice}")
     return findings + [bias for bias in biases if is_reliable or bias.verdict == "no"]
 
 
