@@ -102,7 +102,10 @@ def by_quadrature(
     log_joint: Callable[[Tensor], Tensor], center: Tensor, reach: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
     """The mean and sd of a density, from a grid of `count` points an axis."""
-    axes = [torch.linspace(float(c - r), float(c + r), count) for c, r in zip(center, reach)]
+    axes = [
+        torch.linspace(float(c - r), float(c + r), count)
+        for c, r in zip(center, reach, strict=True)
+    ]
     x = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, -2)
     p = log_joint(x).softmax(0)[:, None]
     mean = (p * x).sum(0)

@@ -28,7 +28,9 @@ _MOST_DIMENSIONS = 100
 #: Evaluations of rows at draws that are always cheap.
 _CHEAP = 2**22
 #: Most numbers in the draws of all sites, those without a Gaussian included.
-_MOST_NUMBERS = 2**22
+_MOST_NUMBERS = _CHEAP
+#: Distance from the mode, in sds, that may be rounding.
+_NEAR = 1e-3
 
 
 def check_fit(fit: Fit, evaluations: int, sums: Sums = HERE, reason: str | None = None) -> None:
@@ -87,12 +89,19 @@ def advice_for(fit: Fit) -> str:
 
 def _make_report(fit: Fit, findings: list[Finding]) -> Report:
     """The report of an approximation: these findings, or, if it is made of points, that it is no
-    posterior."""
+    posterior; and how near it is to the point that the method looks for."""
     if not fit.gaussians or fit.temperature == 0:
         text = f"{fit.num_starts} point(s), one a start, at temperature 0"
         findings = [Finding("", "temperature", "ensemble", text)]
-    method = f"{fit.attrs['method']}, structure='{fit.attrs['structure']}'"
-    return Report.from_findings(findings, {"method": method})
+    attrs = fit.attrs
+    choices = {"method": f"{attrs['method']}, structure='{attrs['structure']}'"}
+    if "distance" in attrs:
+        away = max(max(attrs["distance"]) ** 0.5, _NEAR)
+        choices["mode"] = f"at most {away:.2g} posterior sds away, by a step of Newton's method"
+    if "mean_offset" in attrs:
+        means, sds = max(attrs["mean_offset"]), 100 * max(attrs["sd_offset"])
+        choices["optimum"] = f"means are within {means:.2g} sds of it, sds within {sds:.2g}%"
+    return Report.from_findings(findings, choices)
 
 
 def _not_known(reason: str) -> Finding:

@@ -23,16 +23,16 @@ CODE_LINES = {
     "core": 1453,
     "curvature": 3133,
     "data": 932,
-    "diagnostics": 2657,
+    "diagnostics": 2755,
     "distributed": 560,
     "engine": 1686,
     "exact": 535,
-    "infer": 3996,
+    "infer": 3994,
     "kernels": 1095,
     "metrics": 529,
     "model": 4116,
     "posterior": 2344,
-    "results": 888,
+    "results": 907,
     "rng": 643,
     "run": 2142,
     "storage": 567,
@@ -40,7 +40,7 @@ CODE_LINES = {
 }
 #: Of the whole package.
 MOST = {
-    "files": 286,
+    "files": 287,
     "files of more than 300 code lines": 4,
     "functions of more than 8 parameters": 4,
     "functions of more than 50 code lines": 1,

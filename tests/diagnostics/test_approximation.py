@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 import torchopt
-from linear import linear_data, regression
+from linear import linear_data, linear_posterior, regression
 from models import normal, of_rows
 from runs import QUIET
 from test_psis import EFFECTS, ERRORS, eight_schools
@@ -55,6 +55,7 @@ def test_a_gaussian_posterior_is_a_yes_in_files_too(tmp_path):
         fit = ps.Laplace(regression()).run((X, Y), **QUIET)
     report = fit.report()
     assert report.verdict == "yes"
+    assert report.choices["mode"].startswith("at most 0.001 posterior sds")
     assert [each.check for each in report.findings if each.site == "w"] == ["bias"]
     assert list(fit.summary()["verdict"]) == ["yes"] * 3
     fit.save(tmp_path / "fit.ps")
@@ -154,3 +155,6 @@ def test_a_given_mode_that_is_far_off_is_a_no():
         fit = ps.Laplace(regression()).run((X, Y), mode={"w": torch.ones(3) * 3}, **QUIET)
     assert fit.report().verdict == "no"
     assert "given mode" in fit.report().headline
+    mean, precision = linear_posterior(1.0, X, Y)
+    away = 3 - mean
+    assert f"{float(away @ precision @ away) ** 0.5:.2g} posterior sds" in str(fit.report())
