@@ -110,6 +110,16 @@ def test_eight_schools_are_no_yes():
     assert fit.report().verdict != "yes"
 
 
+def test_weights_without_a_mean_are_no_evidence():
+    """Of a t distribution, whose sd a Gaussian at its mode has too small."""
+    heavy = of_rows(lambda w: dist.StudentT(4.0, w, 1.0), w=lambda: dist.Normal(0.0, 30.0))
+    with pytest.warns(ApproximationWarning, match="Pareto k"):
+        fit = ps.Laplace(heavy).run((torch.zeros(1),), **QUIET)
+    assert fit.fit.attrs["pareto_k"] > 1
+    assert fit.report().verdict == "unknown"
+    assert "Pareto k" in fit.report().headline
+
+
 def test_an_error_of_the_weights_is_one_of_the_bias():
     """With fewer rows than all, whose choice matters more than the number of draws."""
     fit = ps.Laplace(logistic).run(logistic_data(50_000), **QUIET)
