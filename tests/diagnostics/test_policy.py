@@ -48,7 +48,7 @@ no draw at a mode that should have {MIXING.missed_draws:word} |
 no draw at a mode with over {MIXING.missed:.0%} of the posterior
 | alarm | above {WEIGHTS.pareto_k} |
 | above {WEIGHTS.pareto_k} (with S draws, above $1 - 1/\\log_{{10}} S$ if that is smaller)
-more than {WEIGHTS.more_draws:word} times as many draws
+the run takes {WEIGHTS.more_draws} times as many
 above {WEIGHTS.spread} is a NO
 above {WEIGHTS.error}: k is NaN
 means within {TOLERANCE.mean} sds and sds within {TOLERANCE.sd:.0%}
