@@ -8,9 +8,10 @@ import math
 import torch
 from torch import Tensor
 
+from pyro_scale.core.mixing import FAMILY_WISE
 from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics.importance_bias import importance_bias
-from pyro_scale.diagnostics.policy import WEIGHTS
+from pyro_scale.diagnostics.policy import WEIGHTS, errors_by_chance
 from pyro_scale.diagnostics.psis import Psis, psis, rows_for, sums_at
 from pyro_scale.diagnostics.report import Finding, Report, Verdict
 from pyro_scale.diagnostics.resolution import resolution
@@ -21,6 +22,7 @@ from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.pilot import Bias
+from pyro_scale.tuning.policy import TOLERANCE
 
 #: Dimensions up to which weights are computed: beyond, their tail is heavy however well a network's
 #: fit predicts.
@@ -231,7 +233,14 @@ def _judge_sites(fit: Fit, drawn: PosteriorDraws, table: Psis, advice: str) -> l
             bias.log_sd,
             bias.log_sd_mcse.hypot(torch.tensor(table.error / 2**0.5)),
         )
-        return dataclasses.replace(judge_bias(name, bias, count, advice), check="bias")
+        finding = dataclasses.replace(judge_bias(name, bias, count, advice), check="bias")
+        errors = errors_by_chance(FAMILY_WISE / 2, count)  # a yes is as sure as a no
+        is_within = (bias.mean.abs() + errors * bias.mean_mcse < TOLERANCE.mean) & (
+            bias.log_sd.abs() + errors * bias.log_sd_mcse < TOLERANCE.sd
+        )
+        if finding.verdict == "yes" and not bool(is_within.all()):
+            return dataclasses.replace(finding, verdict="unknown")
+        return finding
 
     return [judge(name) for name, elements in draws.items() if elements.shape[1]]
 
