@@ -23,7 +23,7 @@ CODE_LINES = {
     "core": 1453,
     "curvature": 3133,
     "data": 932,
-    "diagnostics": 2755,
+    "diagnostics": 2763,
     "distributed": 560,
     "engine": 1686,
     "exact": 535,
