@@ -116,14 +116,14 @@ class Weights:
 
     #: Pareto k above which weights are not reliable (Vehtari et al. 2024).
     pareto_k: float = 0.7
-    #: Most sds of a fit by which the weights may move its mean.
-    shift: float = 0.25
     #: Largest ratio of the posterior's width to the fit's.
     spread: float = 1.5
     #: Largest error of log weights that are estimated from some of the rows, in nats.
     error: float = 0.2
     #: Draws below which Pareto k is not estimated.
     fewest_draws: int = 20
+    #: Factor on a fit's draws where theirs leave its bias unknown.
+    more_draws: int = 8
 
 
 MIXING = Mixing()

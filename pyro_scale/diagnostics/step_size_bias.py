@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pyro_scale.core.schedules import Cyclical
 from pyro_scale.core.warn import warn
+from pyro_scale.diagnostics.bias import judge_bias
 from pyro_scale.diagnostics.convergence import standard_error
 from pyro_scale.diagnostics.divergence import explosion, message
 from pyro_scale.diagnostics.extrapolation import (
@@ -33,7 +34,6 @@ from pyro_scale.diagnostics.extrapolation import (
 from pyro_scale.diagnostics.policy import TEMPERATURE, errors_by_chance
 from pyro_scale.diagnostics.report import Report
 from pyro_scale.diagnostics.table import lower_lr
-from pyro_scale.diagnostics.verdict import judge_bias
 from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.errors import ArgumentError, BiasWarning, NonFiniteError
 from pyro_scale.posterior.draws import PosteriorDraws

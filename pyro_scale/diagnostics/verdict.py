@@ -14,6 +14,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.mixing import FAMILY_WISE, autocorrelation_time, mixing_and_chance
 from pyro_scale.core.validation import evenly
 from pyro_scale.data.sources import TensorData
+from pyro_scale.diagnostics.bias import HIGHEST, LOWEST, check_bias
 from pyro_scale.diagnostics.convergence import (
     APART,
     are_apart,
@@ -31,7 +32,6 @@ from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.blame import WITHIN
 from pyro_scale.run.budget import rounded_up
 from pyro_scale.tuning.choice import Choice
-from pyro_scale.tuning.pilot import Bias
 from pyro_scale.tuning.policy import TOLERANCE
 
 #: Function from a factor to the argument of a run, as text, with which it takes so many times as
@@ -39,8 +39,6 @@ from pyro_scale.tuning.policy import TOLERANCE
 Longer: TypeAlias = Callable[[float], str]
 #: Factor on the steps that are advised, as effective draws are estimates.
 _MORE = 1.25
-#: Temperatures between which sds are within tolerance.
-_LOWEST, _HIGHEST = (1 - TOLERANCE.sd) ** 2, (1 + TOLERANCE.sd) ** 2
 
 
 def report(
@@ -77,7 +75,7 @@ def report(
         *findings,
         *_check_temperatures(result, longer),
         *_check_heating(result, choice),
-        *_check_bias(result, choice),
+        *check_bias(result, choice),
         *check_warm_up(result, choice),
     ]
     return Report.from_findings(_with_advice(result, findings), choices)
@@ -294,9 +292,9 @@ def _check_temperatures(result: PosteriorDraws, longer: Longer | None) -> list[F
     for name in latents:
         mean, mcse = means[slices[name]], mcses[slices[name]]
         surely_off = (mean - 1).abs() - errors * mcse
-        is_outside = (mean - errors * mcse > _HIGHEST) | (mean + errors * mcse < _LOWEST)
+        is_outside = (mean - errors * mcse > HIGHEST) | (mean + errors * mcse < LOWEST)
         place = int(surely_off.argmax())
-        severity = float(surely_off[place]) / (_HIGHEST - 1)
+        severity = float(surely_off[place]) / (HIGHEST - 1)
         text = (
             f"virial temperature {float(mean[place]):.3f} +- {float(mcse[place]):.2g} at its "
             "element that is furthest off (1 is right)"
@@ -339,90 +337,3 @@ def _check_heating(result: PosteriorDraws, choice: Choice | None) -> list[Findin
         verdict = verdict if factor <= TEMPERATURE.surely_hot else "no"
         findings.append(Finding(name, check, verdict, text, advice, (factor - 1) / limit))
     return findings
-
-
-def _check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
-    """Findings for the report on the bias of means and sds that the step size causes, as tuning
-    measured it by a coupled run; "unknown" if it was not measured."""
-    if "acceptance_rate" in result.attrs:
-        rate = float(result.attrs["acceptance_rate"])
-        text = f"no step size biases the draws: {rate:.0%} of proposals were accepted"
-        return [Finding("", "step size", "yes", text)]
-    if choice is not None and choice.trained is not None:
-        text = "the bias of the step size is not measured for networks"
-        return [Finding("", "step size", "unknown", text)]
-    if choice is None or choice.pilot is None:
-        text = "the bias of this step size was not measured: step_size_bias() does"
-        return [Finding("", "step size", "unknown", text, "lr='auto', or step_size_bias()")]
-    advice = "another parametrization"
-    if (bias := choice.pilot.bias) is None:
-        text = "every coupled run became NaN or infinite"
-        return [Finding("", "step size", "unknown", text, advice, math.inf)]
-    count, slices, tempered = len(bias.mean), result.layout.slices(), _are_tempered(result)
-    return [
-        judge_bias(
-            name,
-            Bias(*(values[slices[name]] for values in bias)),
-            count,
-            advice,
-            tempered=tempered[slices[name]],
-        )
-        for name in result.log_posterior.latents
-    ]
-
-
-def _are_tempered(result: PosteriorDraws) -> Tensor:
-    """Whether the virial temperature of each element surely is one at which its sd is within
-    tolerance, `[D]`, at a family-wise error of 1%; False if temperatures were not measured."""
-    virial = result.measurements.virial
-    if virial is None or virial.elements is None:
-        return torch.zeros(result.layout.size, dtype=torch.bool)
-    mean, mcse = virial.elements / result.sample_stats["temperature"].mean()
-    width = errors_by_chance(FAMILY_WISE / 2, result.layout.size) * mcse
-    return (mean - width > _LOWEST) & (mean + width < _HIGHEST)
-
-
-def judge_bias(
-    site: str,
-    bias: Bias,
-    count: int,
-    advice: str,
-    how: str = "",
-    tempered: Tensor | bool = False,
-) -> Finding:
-    """The finding for the report on the bias that the step size causes in a site's means and sds:
-    "no" if it is surely beyond the tolerance at some element, "yes" if it is surely within it at
-    all elements, otherwise "unknown".
-
-    The bias of an sd is also within the tolerance if it is so by its estimate, and the temperature
-    of the draws, which is measured in another way, surely says so.
-
-    Args:
-        site: name of the site.
-        bias: bias of the site's elements.
-        count: number of elements of all sites, one of which may be off by chance.
-        advice: what to try.
-        how: how the bias was measured, to follow the figures.
-        tempered: whether an element's temperature surely is one at which its sd is within
-            tolerance; False if it was not measured.
-    """
-    mean, mean_mcse, log_sd, log_sd_mcse = bias
-    errors = errors_by_chance(FAMILY_WISE / 2, count)
-    is_biased = (mean.abs() - errors * mean_mcse > TOLERANCE.mean) | (
-        log_sd.abs() - errors * log_sd_mcse > TOLERANCE.sd
-    )
-    of_sd = int((log_sd.abs() + log_sd_mcse).nan_to_num(math.inf).argmax())
-    text = (
-        f"bias of means up to {float(mean.abs().max()):.2g} sds, of sds "
-        f"{100 * float(log_sd[of_sd].abs()):.2g} +- {100 * float(log_sd_mcse[of_sd]):.2g}%{how}"
-    )
-    likely = bias.are_means_known & (torch.maximum(log_sd.abs(), log_sd_mcse) < TOLERANCE.sd)
-    by_temperature = ~bias.is_known & likely & tempered
-    if bool(by_temperature.any()):
-        text += ", and temperatures within tolerance"
-    verdict: Verdict = "yes" if bool((bias.is_known | by_temperature).all()) else "unknown"
-    verdict = "no" if bool(is_biased.any()) else verdict
-    severity = max(
-        float(mean.abs().max()) / TOLERANCE.mean, float(log_sd.abs().max()) / TOLERANCE.sd
-    )
-    return Finding(site, "step size", verdict, text, advice, severity)

@@ -22,7 +22,7 @@ from pyro_scale.curvature.chunks import num_rows_in
 from pyro_scale.curvature.gaussian_prior import gaussian_prior
 from pyro_scale.curvature.ggn import RowKind
 from pyro_scale.data.sources import Data, IndexedData, TensorData
-from pyro_scale.diagnostics.check_fit import check_fit
+from pyro_scale.diagnostics.approximation import check_fit
 from pyro_scale.engine.compile_step import check_compile
 from pyro_scale.engine.progress import Progress
 from pyro_scale.errors import ArgumentError, DataError, ModelError, NotRunError

@@ -24,7 +24,7 @@ from pyro_scale.curvature.ggn import Curvature
 from pyro_scale.curvature.modes import Candidate
 from pyro_scale.curvature.precision import CurvatureKind
 from pyro_scale.data.open import open_data
-from pyro_scale.diagnostics.check_fit import check_fit
+from pyro_scale.diagnostics.approximation import check_fit
 from pyro_scale.distributed.sums import Sums
 from pyro_scale.distributed.workers import Distributed, Workers
 from pyro_scale.engine.progress import Progress
@@ -479,7 +479,7 @@ def _why_far(square: float, size: int) -> str | None:
     if square <= _FAR_MODE + _FAR_PER_DIMENSION * size:
         return None
     return (
-        f"mode: the given mode is {square**0.5:.3g} posterior sds away from that of the density, "
+        f"the given mode is {square**0.5:.3g} posterior sds away from that of the density, "
         "by a step of Newton's method, so the Gaussian is in the wrong place. Was it trained on "
         "these data, and copied after training? Leave mode= out to have it found, or pass a MAP"
     )

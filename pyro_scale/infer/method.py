@@ -241,6 +241,7 @@ class Method:
     moments = asks(Posterior.moments)
     summary = asks(Posterior.summary)
     diagnostics = asks(Posterior.diagnostics)
+    report = asks(Posterior.report)
     log_likelihood = asks(Posterior.log_likelihood)
     loo = asks(Posterior.loo)
     ksd = asks(Posterior.ksd)

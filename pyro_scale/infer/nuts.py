@@ -199,7 +199,6 @@ class NUTS(Method):
         self._warn(self.posterior.draws, draws.ended_by)
         return self
 
-    report = asks(Posterior.report)
     starts = asks(Posterior.starts)
 
     def _problem(

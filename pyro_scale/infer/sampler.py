@@ -23,7 +23,6 @@ from pyro_scale.infer.method import (
     InitStrategy,
     SteppedChain,
     Stepwise,
-    asks,
 )
 from pyro_scale.infer.own_loop import OwnLoop
 from pyro_scale.infer.sampler_run import run_stages
@@ -338,8 +337,6 @@ class Sampler(Stepwise):
         problem = self._analyze(data, self._num_data, self.kernel, 1, choose_seed(None))
         loop = OwnLoop(type(self).__name__)
         return SteppedChain(problem, self.kernel, loop.check, loop.posterior)
-
-    report = asks(Posterior.report)
 
     def step_size_bias(self, *, num_samples: int | None = None) -> pandas.DataFrame:
         """The bias that the finite step size and minibatches cause: a DataFrame, one row a latent

@@ -14,7 +14,7 @@ from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.batches import Batches
 from pyro_scale.data.sources import Data
-from pyro_scale.diagnostics.check_fit import check_fit
+from pyro_scale.diagnostics.approximation import check_fit
 from pyro_scale.diagnostics.divergence import NOT_A_DENSITY, beyond_its_domain, where
 from pyro_scale.distributed.workers import ALONE, Workers
 from pyro_scale.engine.compile_step import check_compile

@@ -64,7 +64,6 @@ OF_POSTERIOR = {
 OF_METHOD = OF_POSTERIOR | {
     "setup": "{name} is no kernel of pyro.infer.MCMC but runs by itself: "
     "ps.{name}(model, ...).run(data, num_samples=..., num_chains=...)",
-    "report": "{name} chooses nothing to report: summary() has what it found",
     "step": "{name} takes no steps of its own: call run(data, ...)",
 }
 

@@ -13,9 +13,10 @@ from pyro_scale.core.gaussian import Dense, Diagonal, Kronecker, LowRank
 from pyro_scale.core.rows import Arguments, DataLike
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
-from pyro_scale.diagnostics.check_fit import advice_on
+from pyro_scale.diagnostics.approximation import advice_for, report_on_fit
 from pyro_scale.diagnostics.policy import WEIGHTS
 from pyro_scale.diagnostics.psis import Psis, psis
+from pyro_scale.diagnostics.report import Report
 from pyro_scale.errors import ApproximationWarning, ArgumentError
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior import predictive
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 _PROPOSALS = 1000
 #: Squared distance from the mode, in posterior sds, above which the evidence is too low.
 _FAR = 0.01
+#: Facts of a fit that are those of its importance weights, at its own temperature.
+_OF_WEIGHTS = "pareto_k", "psis", "report"
 
 
 class GaussianPosterior(Posterior):
@@ -290,7 +293,7 @@ class GaussianPosterior(Posterior):
         """
         fit, temperature = self.fit, as_temperature(temperature)
         warm = [fit.at_temperature_1(start) for start in range(len(fit.gaussians))]
-        attrs = {k: v for k, v in fit.attrs.items() if k not in ("pareto_k", "psis")}
+        attrs = {k: v for k, v in fit.attrs.items() if k not in _OF_WEIGHTS}
         tempered = fit.replaced(
             gaussians=tuple(gaussian.temper(temperature) for gaussian in warm),
             attrs={**attrs, "temperature": temperature},
@@ -390,6 +393,16 @@ class GaussianPosterior(Posterior):
             table["pareto_k"] = attrs.get("pareto_k", math.nan)
         return table
 
+    @check_calls
+    def report(self) -> Report:
+        """How far to trust the approximation, and what to do if not: yes if its importance weights
+        show that means are within 0.1 posterior sds and sds within 5%, at the fit's temperature.
+
+        `str(report)` is the text, `.verdict` is `"yes"`, `"no"`, `"unknown"` or (for points, such
+        as those of `MAP`) `"ensemble"`, `.to_frame()` has a row for each site and check.
+        """
+        return report_on_fit(self.fit)
+
     def drawn(self, count: int, seed: int | None) -> PosteriorDraws:
         """New draws of the fit, `[1, count, D]` in unconstrained space as one chain, from the
         Gaussians of all starts in turn; for a `MAP`, copies of its modes.
@@ -433,8 +446,13 @@ class GaussianPosterior(Posterior):
         proposed = self.drawn(max(count, self.fit.num_starts * _PROPOSALS), seed)
         table = psis(self.fit, proposed)
         if not table.pareto_k <= WEIGHTS.pareto_k:
-            advice = advice_on(self.fit, table.pareto_k)
-            warn(ApproximationWarning, f"resample: {advice}", code="pareto-k")
+            warn(
+                ApproximationWarning,
+                "resample: the approximation does not fit the posterior: Pareto k of its "
+                f"importance weights is {table.pareto_k:.2f}, above {WEIGHTS.pareto_k}; try: "
+                f"{advice_for(self.fit)}",
+                code="pareto-k",
+            )
         source = None if seed is None else generator(seed, 0, Purpose.APPROXIMATION, block=2)
         weights = table.log_weights.exp()
         chosen = torch.multinomial(weights, count, replacement=True, generator=source)

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_scale.core.online_moments import Moments
 from pyro_scale.core.rows import Arguments, DataLike
 from pyro_scale.core.validation import as_count
+from pyro_scale.diagnostics.report import Finding, Report
 from pyro_scale.errors import ArgumentError
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.results.call_checks import check_calls
@@ -99,6 +100,18 @@ class ParticlePosterior(Posterior):
             ArgumentError: always.
         """
         raise ArgumentError(_COUPLED)
+
+    @check_calls
+    def report(self) -> Report:
+        """The report of particles: not known, as they have no density whose bias importance weights
+        could show, or of an ensemble, at temperature 0."""
+        text = f"{self.attrs['num_particles']} particles at temperature 0"
+        finding = Finding("", "temperature", "ensemble", text)
+        if self.attrs["temperature"] > 0:
+            text = "particles have no density, so no importance weights"
+            advice = "ksd(), their distance from the posterior; or a sampler such as BAOA"
+            finding = Finding("", "weights", "unknown", text, advice)
+        return Report.from_findings([finding], {"method": self.attrs["method"]})
 
     def contents(self) -> dict[str, Any]:
         """What `save` writes to a file, tensors and plain values by name: the particles, the run's

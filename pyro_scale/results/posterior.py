@@ -236,7 +236,7 @@ class Posterior:
         `.to_frame()` has a row for each site and check.
 
         Raises:
-            ArgumentError: the draws are of `step()` or of an approximation, or were not kept.
+            ArgumentError: the draws are of `step()`, or were not kept.
         """
         attrs = self.kept_draws.attrs
         if "report" in attrs:
@@ -244,8 +244,8 @@ class Posterior:
         if "diverging" in self.draws.sample_stats:  # of NUTS
             return report_on_exact(self.draws, int(attrs["num_samples"]))
         raise ArgumentError(
-            "report: it is of a sampler's run, and not of step(), of store=False or of an "
-            "approximation: call diagnostics()"
+            "report: it is of a sampler's run, and not of step() or of store=False: call "
+            "diagnostics()"
         )
 
     @check_calls

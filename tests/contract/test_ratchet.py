@@ -32,7 +32,7 @@ CODE_LINES = {
     "metrics": 529,
     "model": 4116,
     "posterior": 2344,
-    "results": 888,
+    "results": 907,
     "rng": 643,
     "run": 2147,
     "storage": 567,

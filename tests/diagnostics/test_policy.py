@@ -52,8 +52,8 @@ The limit is $q_{{{STRAY.upper}}} + {STRAY.margin:g} s \\log n$, with s of at le
 Up to {STRAY.checked} draws that are beyond the limit
 | alarm | above {WEIGHTS.pareto_k} |
 | above {WEIGHTS.pareto_k} (with S draws, above $1 - 1/\\log_{{10}} S$ if that is smaller)
-above {WEIGHTS.shift} is a warning
-above {WEIGHTS.spread} is a warning
+the run takes {WEIGHTS.more_draws} times as many
+above {WEIGHTS.spread} is a NO
 above {WEIGHTS.error}: k is NaN
 means within {TOLERANCE.mean} sds and sds within {TOLERANCE.sd:.0%}
 surely above {TOLERANCE.mean} sds, or {TOLERANCE.sd:.0%} of an sd (NO)

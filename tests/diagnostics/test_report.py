@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from pyro_scale.diagnostics.bias import judge_bias
 from pyro_scale.diagnostics.report import Finding, Report
-from pyro_scale.diagnostics.verdict import judge_bias
 from pyro_scale.tuning.pilot import Bias
 
 

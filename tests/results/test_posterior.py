@@ -286,9 +286,6 @@ def test_what_it_cannot_be_asked_is_said(kind):
         posterior.starts(1)
     with pytest.raises(ArgumentError, match="num_chains"):
         posterior.starts("a", 0)
-    if kind not in ("BAOA", "NUTS"):
-        with pytest.raises(ArgumentError, match="of a sampler's run"):
-            posterior.report()
 
 
 def test_fits_go_on_from_a_posterior():
