@@ -23,11 +23,11 @@ CODE_LINES = {
     "core": 1453,
     "curvature": 3133,
     "data": 932,
-    "diagnostics": 2775,
+    "diagnostics": 2892,
     "distributed": 560,
     "engine": 1689,
     "exact": 535,
-    "infer": 3997,
+    "infer": 3995,
     "kernels": 1095,
     "metrics": 529,
     "model": 4116,
@@ -40,14 +40,14 @@ CODE_LINES = {
 }
 #: Of the whole package.
 MOST = {
-    "files": 288,
-    "files of more than 300 code lines": 5,
+    "files": 290,
+    "files of more than 300 code lines": 4,
     "functions of more than 8 parameters": 4,
     "functions of more than 50 code lines": 1,
     "most imports of a file": 32,
     "numeric constants of modules": 289,
     "numeric defaults of fields": 233,
-    "isinstance, hasattr and case": 494,
+    "isinstance, hasattr and case": 493,
     "Any and object": 1030,
 }
 _NO_CODE = {
