@@ -31,6 +31,11 @@ class GaussNewtonDensity(FullDataDensity):
         value, slope, precision = expand(self, spec, dense=True)
         return value, slope, -precision / self.log_posterior.num_data
 
+    def hessians(self, positions: Tensor) -> Tensor:
+        """Minus the Gauss-Newton precision divided by N at each of P positions `[P, D]`: `[P, D,
+        D]`."""
+        return torch.stack([self.hessian(position) for position in positions])
+
     @property
     def passes(self) -> int:
         """The cost of one call of `derivatives`, in gradients over all rows of data."""
@@ -71,6 +76,10 @@ class AnchoredDensity(FullDataDensity):
         of rows plus a constant, with which it is exactly that of all rows at one point.
         """
         return super().hessian(position) + self.shift
+
+    def hessians(self, positions: Tensor) -> Tensor:
+        """The same at each of P positions `[P, D]`: `[P, D, D]`."""
+        return super().hessians(positions) + self.shift
 
     def hessian_times(self, position: Tensor, vector: Tensor) -> Tensor:
         """The Hessian of the log joint at a position [D], divided by N and corrected to be that of

@@ -371,11 +371,15 @@ def _bound(
 
 
 def places_on_the_way(ascents: Sequence[Ascent]) -> Tensor:
-    """Up to `SEARCH.path_places` points, evenly spread along the paths of all searches, as
-    unconstrained params `[places, D]`; candidates for the center of a Gaussian if no mode was
-    found."""
-    path = torch.cat([ascent.path for ascent in ascents])
-    return path[torch.linspace(0, len(path) - 1, SEARCH.path_places).round().long().unique()]
+    """Points on the paths of all searches, about `SEARCH.path_places`, as unconstrained params
+    `[places, D]`; candidates for the center of a Gaussian if no mode was found.
+
+    They are denser near the paths' starts: where the log joint rises without end, a path soon
+    leaves the posterior for where it is narrow.
+    """
+    each = torch.linspace(0, 1, max(2, SEARCH.path_places // len(ascents))).square()
+    places = [((len(path) - 1) * each).round().long().unique() for *_, path in ascents]
+    return torch.cat([ascent.path[at] for ascent, at in zip(ascents, places, strict=True)])
 
 
 def best_on_the_way(

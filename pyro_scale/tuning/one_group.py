@@ -127,8 +127,8 @@ class OneGroup:
         learned = self.with_problem(problem.with_engine(whitening=new))
         if float(draws.r_hat) >= WARM_UP.most_r_hat and change >= WARM_UP.largest_change:
             learned = learned._with_curvature_at_mean()
-        steepest = [learned._steepest(place.to(problem.positions)) for place in draws.places[0]]
-        return learned, change.view(1).cpu(), torch.tensor([steepest])
+        steepest = learned._steepest(draws.places[0].to(problem.positions))
+        return learned, change.view(1).cpu(), steepest[None]
 
     def _with_curvature_at_mean(self) -> OneGroup:
         """The group with whitened coordinates from the curvature at the draws' mean, the present
@@ -160,16 +160,18 @@ class OneGroup:
             problem = problem.with_engine(whitening=whiten(gaussian, num_data, like))
         return dataclasses.replace(self, problem=problem, density=density)
 
-    def _steepest(self, position: Tensor) -> float:
+    def _steepest(self, positions: Tensor) -> Tensor:
         """The largest curvature of the negative log density divided by N, in whitened coordinates,
-        at the unconstrained params `position`, `[D]`; NaN if the Hessian is not finite. It limits
-        the step size."""
+        at each of the unconstrained params `positions` `[P, D]`: `[P]`; NaN where the Hessian is
+        not finite. It limits the step size."""
         density, whitening = self.density, self.problem.engine.whitening
         assert density is not None
         if not isinstance(whitening, DenseWhitening):
-            return steepest_by_products(density, whitening, position)
-        curvature = -density.hessian(position)
-        if not bool(torch.isfinite(curvature).all()):
-            return math.nan
-        whitened = whitening.pull_back(whitening.pull_back(curvature).mT).double()
-        return float(torch.linalg.eigvalsh(whitened).max())
+            steepest = [steepest_by_products(density, whitening, place) for place in positions]
+            return torch.tensor(steepest, dtype=torch.float64)
+        curvatures = -density.hessians(positions)
+        is_finite = torch.isfinite(curvatures).all(-1).all(-1)
+        curvatures = torch.where(is_finite[:, None, None], curvatures, 0.0)
+        whitened = whitening.pull_back(whitening.pull_back(curvatures).mT).double()
+        largest = torch.linalg.eigvalsh(whitened)[:, -1]
+        return torch.where(is_finite, largest, math.nan).cpu()

@@ -46,7 +46,7 @@ class Search:
     #: Gaussians along the search path are tried.
     gap_nats: float = 0.5
     #: Points on the search path whose Gaussians are compared, and draws of each Gaussian.
-    path_places: int = 24
+    path_places: int = 48
     path_draws: int = 64
 
 
