@@ -322,8 +322,368 @@ CASES += [
         how={"batch_size": 10, "max_rows": 20_000_000},
     ),
 ]
-#: What no search and no chain comes upon: a narrow mode, to which no start leads.
+
+
+# ---------------------------------------------------------------- other samplers, and settings
+
+
+def raw_units(seed: int) -> tuple[Tensor, Tensor]:
+    """Columns whose units differ by 12 orders of magnitude."""
+    x, y = line_data(seed)
+    return x * 10 ** torch.linspace(-6, 6, SIZE), y
+
+
+def raw_truth(data: tuple[Tensor, Tensor]) -> Truth:
+    """In units of each element, in which the precision can be inverted."""
+    x, y = data
+    unit = (x.square().sum(0) + 0.01).rsqrt()
+    scaled = x * unit
+    covariance = torch.linalg.inv(scaled.mT @ scaled + (unit.square() / 100).diag())
+    return moments(
+        "beta", unit * (covariance @ (scaled.mT @ y)), unit * covariance.diagonal().sqrt()
+    )
+
+
+def rare_column(seed: int) -> tuple[Tensor, Tensor]:
+    """The first column is 0, but for five rows of 2,000."""
+    x, y = line_data(seed, rows=2000)
+    x[5:, 0] = 0
+    return x, y
+
+
+def unequal_rows(seed: int) -> tuple[Tensor, Tensor]:
+    """Rows are multiplied by Pareto factors of index 2, so that their leverages have no mean."""
+    x, y = line_data(seed)
+    source = torch.Generator().manual_seed(seed)
+    return x * torch.rand(len(x), 1, generator=source).rsqrt(), y
+
+
+def by_hand(lr: float, **others: Any) -> Callable[[Any, int], dict[str, Any]]:
+    """A step size in batches without control variates."""
+    return lambda data, seed: {"lr": lr, "control_variates": False, **others}
+
+
+IN_TENS = {"batch_size": 10}
+FUNNEL_TRUTH = moments("v", torch.zeros(()), torch.tensor(3.0))
+CASES += [
+    BY_LINE("SGLD, lr too large for batches", method=ps.SGLD, settings=by_hand(0.01), how=IN_TENS),
+    BY_LINE("SGHMC, lr too large", method=ps.SGHMC, settings=by_hand(0.02), how=IN_TENS),
+    BY_LINE(
+        "SGNHT, rows of unequal leverage",
+        method=ps.SGNHT,
+        data=unequal_rows,
+        settings=by_hand(0.03),
+        how=IN_TENS,
+    ),
+    BY_LINE(
+        "NUTS of three steps, correlations of 0.9999",
+        method=ps.NUTS,
+        data=NARROW,
+        settings=lambda d, s: {"max_depth": 2},
+    ),
+    Case("NUTS, a funnel", funnel, lambda d: FUNNEL_TRUTH, ("v",), method=ps.NUTS),
+    Case("GHMC, a funnel", funnel, lambda d: FUNNEL_TRUTH, ("v",), method=ps.GHMC),
+    by_mixture("NUTS, two modes", (0.8, 0.2), (-4.0, 4.0), (0.5, 0.5), method=ps.NUTS),
+    BY_LINE("a temperature of 1.5", settings=lambda d, s: {"temperature": 1.5}),
+    BY_LINE("units that differ by 10^12", data=raw_units, truth=raw_truth),
+    BY_LINE("five equal columns", data=partial(line_data, correlation=1.0)),
+    BY_LINE(
+        "four rows, in batches of 1 without control variates",
+        data=partial(line_data, rows=4),
+        settings=lambda d, s: {"control_variates": False},
+        how={"batch_size": 1},
+    ),
+    BY_LINE(
+        "a column of five rows in 2,000, in batches of 20",
+        data=rare_column,
+        settings=lambda d, s: {"control_variates": False},
+        how={"batch_size": 20, "max_rows": 20_000_000},
+    ),
+    by_mixture(
+        "all chains start at one of two modes",
+        (0.5, 0.5),
+        (-5.0, 5.0),
+        (0.5, 0.5),
+        settings=lambda d, s: {"init_strategy": {"x": 5 + torch.randn(4, 2)}},
+    ),
+    by_mixture("two modes of unequal width", (0.6, 0.4), (-3.0, 3.0), (0.2, 1.5)),
+]
+
+
+# ---------------------------------------------------------------- heavy tails, edges, ridges
+
+
+def on_grid(site: str, grid: Tensor, log_density: Tensor) -> Truth:
+    """Moments of a number, or of the elements along the axes of a grid `[n, ..., n, elements]`."""
+    weight = torch.softmax(log_density.flatten(), 0)
+    values = grid.reshape(len(weight), -1)
+    mean = weight @ values
+    sd = (weight @ (values - mean).square()).sqrt()
+    shape = grid.shape[-1:] if grid.ndim > 1 else ()
+    return moments(site, mean.reshape(shape), sd.reshape(shape))
+
+
+def axes(low: float, high: float, count: int, size: int) -> Tensor:
+    """A grid in `size` dimensions, `[count, ..., count, size]`."""
+    return torch.stack(torch.meshgrid([torch.linspace(low, high, count)] * size, indexing="ij"), -1)
+
+
+def random_scale() -> None:
+    """A normal whose scale is log-normal."""
+    pyro.factor("no data", torch.zeros(()))
+    s = pyro.sample("s", dist.Normal(0.0, 1.0))
+    pyro.sample("x", dist.Normal(0.0, s.exp()))
+
+
+def random_scale_truth(data: None) -> Truth:
+    """The variance of x is E exp(2 s)."""
+    zero, one = torch.zeros(()), torch.ones(())
+    return moments("s", zero, one) | moments("x", zero, one.exp())
+
+
+def log_normal() -> None:
+    """Three log-normals: normal in the coordinates in which chains move."""
+    pyro.factor("no data", torch.zeros(()))
+    pyro.sample("x", dist.LogNormal(torch.zeros(3), 1.5).to_event(1))
+
+
+def log_normal_truth(data: None) -> Truth:
+    """Of a log-normal."""
+    mean = torch.tensor(1.5**2 / 2).exp()
+    return moments("x", mean.expand(3), (mean * (torch.tensor(1.5**2).exp() - 1).sqrt()).expand(3))
+
+
+SCHOOLS = torch.tensor([28.0, 8, -3, 7, -1, 1, 18, 12], dtype=torch.float64)
+SCHOOLS_SD = torch.tensor([15.0, 10, 16, 11, 9, 11, 10, 18], dtype=torch.float64)
+
+
+def schools() -> None:
+    """The eight schools, centered."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = pyro.sample("tau", dist.HalfNormal(10.0))
+    theta = pyro.sample("theta", dist.Normal(mu.expand(8), tau).to_event(1))
+    pyro.factor("y", dist.Normal(theta, SCHOOLS_SD).log_prob(SCHOOLS).sum())
+
+
+def schools_truth(data: None) -> Truth:
+    """Given tau, mu is normal."""
+    tau = torch.linspace(0, 80, 8001)
+    variance = SCHOOLS_SD.square() + tau[:, None].square()
+    precision = 1 / 25 + (1 / variance).sum(1)
+    mu = (SCHOOLS / variance).sum(1) / precision
+    log = -(variance.log() + SCHOOLS.square() / variance).sum(1) / 2 - tau.square() / 200
+    log = log + (mu.square() * precision - precision.log()) / 2
+    weight = torch.softmax(log, 0)
+    mean = weight @ mu
+    sd = (weight @ (mu.square() + 1 / precision) - mean.square()).sqrt()
+    return moments("mu", mean, sd) | on_grid("tau", tau, log)
+
+
+def ramp() -> None:
+    """A standard normal that falls by a factor of e at each 0.001 below 0."""
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    pyro.factor("ramp", 1000 * x.clamp(max=0))
+
+
+def ramp_truth(data: None) -> Truth:
+    """On a grid."""
+    x = torch.linspace(-0.1, 10, 1_010_001)
+    return on_grid("x", x, 1000 * x.clamp(max=0) - x.square() / 2)
+
+
+def stair() -> None:
+    """A standard normal whose density above 0 is threefold: the gradient does not show it."""
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    pyro.factor("stair", torch.where(x > 0, math.log(3), 0.0))
+
+
+def stair_truth(data: None) -> Truth:
+    """Three quarters are above 0."""
+    mean = torch.tensor((2 / math.pi) ** 0.5 / 2)
+    return moments("x", mean, (1 - mean.square()).sqrt())
+
+
+def change_point(y: Tensor) -> None:
+    """The time at which a mean changes from 0 to 1: a row's density is a step function of it."""
+    time = pyro.sample("time", dist.Uniform(0.0, 40.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal((torch.arange(len(y)) > time).to(y), 1.0), obs=y)
+
+
+def change_data(seed: int) -> tuple[Tensor]:
+    """The mean changes at 25."""
+    noise = torch.randn(40, generator=torch.Generator().manual_seed(seed))
+    return (noise + (torch.arange(40) > 25),)
+
+
+def change_truth(data: tuple[Tensor]) -> Truth:
+    """On a grid of midpoints."""
+    time = (torch.arange(40_000) + 0.5) / 1000
+    mean = (torch.arange(40) > time[:, None]).to(time)
+    return on_grid("time", time, -(data[0] - mean).square().sum(1) / 2)
+
+
+def cusp() -> None:
+    """exp(-sqrt(|x|)), whose gradient at 0 is infinite."""
+    x = pyro.sample("x", dist.Uniform(-1000 * torch.ones(2), 1000.0).to_event(1))
+    pyro.factor("cusp", -x.abs().sqrt().sum())
+
+
+def cusp_truth(data: None) -> Truth:
+    """The roots of |x| are gamma: E x^2 = 5! (but for 10^-9 beyond the bounds)."""
+    return moments("x", torch.zeros(2), torch.full((2,), 120.0**0.5))
+
+
+def half_cut(y: Tensor) -> None:
+    """Half of the gradient of a mean is cut off, so that the likelihood seems half as steep."""
+    x = pyro.sample("x", dist.Normal(0.0, 10.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(x + x.detach(), 1.0), obs=y)
+
+
+def one_column(seed: int, rows: int = 50, mean: float = 2.0) -> tuple[Tensor]:
+    """Normals of an sd of 1."""
+    return (mean + torch.randn(rows, generator=torch.Generator().manual_seed(seed)),)
+
+
+def half_cut_truth(data: tuple[Tensor]) -> Truth:
+    """Of a normal of mean 2 x."""
+    precision = torch.tensor(4.0 * len(data[0]) + 0.01)
+    return moments("x", 2 * data[0].sum() / precision, precision.rsqrt())
+
+
+def product() -> None:
+    """Only the product of two factors is known: two ridges along hyperbolas."""
+    factors = pyro.sample("factors", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    pyro.factor("y", dist.Normal(factors.prod(-1), 0.1).log_prob(torch.ones(())))
+
+
+def product_truth(data: None) -> Truth:
+    """On a grid."""
+    grid = axes(-6, 6, 2401, 2)
+    log = -grid.square().sum(-1) / 2 - ((grid.prod(-1) - 1) / 0.1).square() / 2
+    return on_grid("factors", grid, log)
+
+
+def labels(y: Tensor, size: int) -> None:
+    """A mixture of normals, whose means can be exchanged."""
+    mean = pyro.sample("mean", dist.Normal(torch.zeros(size), 5.0).to_event(1))
+    with pyro.plate("rows", len(y)):
+        parts = dist.Normal(mean, 1.0), dist.Categorical(logits=torch.zeros(size))
+        pyro.sample("y", dist.MixtureSameFamily(parts[1], parts[0]), obs=y)
+
+
+def labels_data(seed: int, size: int) -> tuple[Tensor]:
+    """Means are 4 apart, with 20 rows each."""
+    places = 4 * (torch.arange(size) - (size - 1) / 2)
+    noise = torch.randn(20, size, generator=torch.Generator().manual_seed(seed))
+    return ((places + noise).flatten(),)
+
+
+def labels_truth(data: tuple[Tensor], size: int) -> Truth:
+    """On a grid of steps of 0.15, where means have sds of at least 0.2."""
+    grid = axes(-6, 6, 81, size)
+    log = -grid.square().sum(-1) / 50
+    for row in data[0]:
+        log = log + torch.logsumexp(-(row - grid).square() / 2, -1)
+    return on_grid("mean", grid, log)
+
+
+def by_labels(name: str, size: int, **others: Any) -> Case:
+    """A case of that."""
+    truth, data = partial(labels_truth, size=size), partial(labels_data, size=size)
+    return Case(name, partial(labels, size=size), truth, ("mean",), data=data, **others)
+
+
+def ring() -> None:
+    """A circle of radius 5 and width 0.1."""
+    x = pyro.sample("x", dist.Uniform(-10 * torch.ones(2), 10.0).to_event(1))
+    pyro.factor("ring", -50 * (x.square().sum(-1).sqrt() - 5).square())
+
+
+def ring_truth(data: None) -> Truth:
+    """By the radius, whose density is r exp(-50 (r - 5)^2)."""
+    r = torch.linspace(3, 7, 4001)
+    weight = torch.softmax(r.log() - 50 * (r - 5).square(), 0)
+    sd = (weight @ r.square() / 2).sqrt()
+    return moments("x", torch.zeros(2), sd.expand(2))
+
+
+#: With it, each of two modes has some of the mass.
+PRIOR_SD = 2.35
+
+
+def robust(y: Tensor) -> None:
+    """A prior far from the data, both with mass: tails of rows are heavy."""
+    mean = pyro.sample("mean", dist.Normal(20.0, PRIOR_SD))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.StudentT(2.0, mean, 1.0), obs=y)
+
+
+def robust_truth(data: tuple[Tensor]) -> Truth:
+    """On a grid."""
+    mean = torch.linspace(-15, 45, 60_001)
+    log = -((mean - 20) / PRIOR_SD).square() / 2
+    log = log - 1.5 * (1 + (data[0] - mean[:, None]).square() / 2).log().sum(1)
+    return on_grid("mean", mean, log)
+
+
+def wave(time: Tensor, y: Tensor, most: float) -> None:
+    """The frequency of a sine: a row's density is periodic in it."""
+    frequency = pyro.sample("frequency", dist.Uniform(0.0, most))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal((frequency * time).sin(), 0.5), obs=y)
+
+
+def wave_data(seed: int, most: float) -> tuple[Tensor, Tensor]:
+    """30 times within 10 units; the frequency is half of what may be."""
+    source = torch.Generator().manual_seed(seed)
+    time = 10 * torch.rand(30, generator=source)
+    return time, (most / 2 * time).sin() + 0.5 * torch.randn(30, generator=source)
+
+
+def wave_truth(data: tuple[Tensor, Tensor], most: float) -> Truth:
+    """On a grid of steps of at most 0.003, where the frequency has an sd of at least 0.01."""
+    time, y = data
+    frequency = torch.linspace(0, most, 1_000_001)
+    log = torch.zeros(len(frequency))
+    for t, row in zip(time, y, strict=True):
+        log = log - 2 * (row - (frequency * t).sin()).square()
+    return on_grid("frequency", frequency, log)
+
+
+def by_wave(name: str, most: float) -> Case:
+    """A case of that."""
+    truth, data = partial(wave_truth, most=most), partial(wave_data, most=most)
+    return Case(name, partial(wave, most=most), truth, ("frequency",), data=data)
+
+
+CASES += [
+    Case("a random scale", random_scale, random_scale_truth, ("s", "x")),
+    Case("log-normals", log_normal, log_normal_truth, ("x",)),
+    Case("a centered hierarchy", schools, schools_truth, ("mu", "tau")),
+    Case("a steep ramp", ramp, ramp_truth, ("x",)),
+    Case("a stair", stair, stair_truth, ("x",)),
+    Case("a change point", change_point, change_truth, ("time",), data=change_data),
+    Case("a cusp", cusp, cusp_truth, ("x",)),
+    Case("half of a gradient cut off", half_cut, half_cut_truth, ("x",), data=one_column),
+    Case("two ridges", product, product_truth, ("factors",)),
+    by_labels("two labels that can be exchanged", 2),
+    by_labels("three labels that can be exchanged", 3),
+    Case("a ring", ring, ring_truth, ("x",)),
+    Case(
+        "a prior far from the data",
+        robust,
+        robust_truth,
+        ("mean",),
+        data=partial(one_column, rows=5, mean=0.0),
+    ),
+    by_wave("a frequency", 6.0),
+]
+#: Unseen: a mode with mass to which, in a hundred starts from the prior, no search leads.
 UNSEEN = [
     by_mixture("a narrow mode beside a wide one", (0.8, 0.2), (-1.5, 1.5), (0.3, 0.1)),
     by_mixture("a needle beside the bulk", (0.7, 0.3), (0.0, 3.0), (1.0, 0.02), size=3),
+    by_mixture("a small ball in ten dimensions", (0.6, 0.4), (0.0, 2.0), (1.0, 0.1), size=10),
+    by_wave("a frequency of 1,500", 3000.0),
 ]

@@ -4,11 +4,13 @@
     --only NAME            bad settings whose name starts so
     --seeds 200            of the Gaussian; bad settings have a fortieth of them
     --from 0               the first of them
+    --again                runs that are stored, too: their outcomes are replaced
 
 A Gaussian posterior (a regression on ten correlated columns, other data at each seed) is sampled
 with nothing set, on all 500 rows and in batches of 50: a run that is right should have a yes.  A
 run of `bad_settings.py` should be right, or not have one.  Right is as in `judge.py`.  Writes
-`results/verdicts.md`, with exact (Clopper-Pearson) 95% intervals, and `results/verdicts.json`.
+`results/verdicts.md`, with exact (Clopper-Pearson) 95% intervals, and `results/verdicts.json`, from
+which a later call goes on.
 """
 
 from __future__ import annotations
@@ -136,13 +138,18 @@ def page(outcomes: list[Outcome]) -> str:
     return "\n".join([*lines, ""])
 
 
+def stored() -> dict[tuple[str, str, int], Outcome]:
+    """Outcomes so far, by part, case and seed."""
+    path = RESULTS / "verdicts.json"
+    kept = [Outcome(**o) for o in json.loads(path.read_text())] if path.exists() else []
+    return {(o.part, o.case, o.seed): o for o in kept}
+
+
 def save(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """All outcomes so far, with these in the place of earlier ones."""
     path = RESULTS / "verdicts.json"
     RESULTS.mkdir(exist_ok=True)
-    kept = json.loads(path.read_text()) if path.exists() else []
-    merged = {(o["part"], o["case"], o["seed"]): Outcome(**o) for o in kept}
-    merged |= {(o.part, o.case, o.seed): o for o in outcomes}
+    merged = stored() | {(o.part, o.case, o.seed): o for o in outcomes}
     names = [case.name for case in (*GAUSSIANS, *CASES, *UNSEEN)]
     known = [o for o in merged.values() if o.case in names]
     known.sort(key=lambda o: (names.index(o.case), o.seed))
@@ -160,6 +167,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="NAME")
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--from", type=int, default=0, dest="first", metavar="SEED")
+    parser.add_argument("--again", action="store_true")
     arguments = parser.parse_args()
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
@@ -171,11 +179,12 @@ def main() -> None:
     }
     # one object for all seeds of a Gaussian: its program is compiled once
     samplers = {case.name: case.method(case.model) for case in GAUSSIANS}
-    known: list[Outcome] = []
+    known = save([])
     for part, runs in parts.items():
         for case, seed in runs:
             chosen = arguments.part in part and case.name.startswith(arguments.only)
-            if chosen and seed >= arguments.first:
+            is_new = arguments.again or (part, case.name, seed) not in stored()
+            if chosen and is_new and seed >= arguments.first:
                 outcome = run(part, case, seed, samplers.get(case.name))
                 known = save([outcome])
                 print(outcome, flush=True)
