@@ -126,11 +126,34 @@ class Weights:
     more_draws: int = 8
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Limits of the check that gradients are those of the log density."""
+
+    #: Gap, in nats (root mean square), between the difference of log densities and the integral of
+    #: the gradient: a normal whose density jumps by a third at its median has a gap of 0.2, and a
+    #: mean that is off by 0.1 sds.
+    gap: float = 0.2
+    #: Errors of the integral, as two rules of quadrature differ, that the gap must exceed as well.
+    errors: float = 5.0
+    #: Pairs of draws: at most, and at least.
+    pairs: int = 16
+    fewest_pairs: int = 4
+    #: Fraction of the gradients of the run's draws that the check may take.
+    fraction: float = 0.1
+    #: Rows of which the log density consists, at most.
+    rows: int = 1_000
+    #: Nodes in each panel of the two rules, and how often panels are halved towards both ends.
+    nodes: tuple[int, int] = 2, 4
+    halvings: int = 6
+
+
 MIXING = Mixing()
 TEMPERATURE = Temperature()
 EXPLOSION = Explosion()
 STRAY = Stray()
 WEIGHTS = Weights()
+GRADIENTS = Gradients()
 
 
 def errors_by_chance(probability: float, count: int) -> float:

@@ -22,6 +22,7 @@ from pyro_scale.diagnostics.convergence import (
     select_elements,
 )
 from pyro_scale.diagnostics.divergence import explosion
+from pyro_scale.diagnostics.gradients import check_gradients
 from pyro_scale.diagnostics.policy import MIXING, TEMPERATURE, errors_by_chance
 from pyro_scale.diagnostics.report import Finding, Report, Verdict
 from pyro_scale.diagnostics.resolution import resolution
@@ -67,7 +68,7 @@ def report(
         stray, mixing = check_stray_draws(result), _check_mixing(result, longer)
         if any(finding.verdict == "no" for finding in stray):  # which look like heavy tails
             mixing = [finding for finding in mixing if finding.check != "tails"]
-        findings = [*stray, *mixing, *resolution(result)]
+        findings = [*stray, *mixing, *resolution(result), *check_gradients(result)]
     else:
         findings = _check_predictions(result)
     findings = [
