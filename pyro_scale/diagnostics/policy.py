@@ -134,7 +134,7 @@ class Gradients:
     #: the gradient: a normal whose density jumps by a third at its median has a gap of 0.2, and a
     #: mean that is off by 0.1 sds.
     gap: float = 0.2
-    #: Errors of the integral, as two rules of quadrature differ, that the gap must exceed as well.
+    #: Errors of the integral that the gap must exceed as well.
     errors: float = 5.0
     #: Pairs of draws: at most, and at least.
     pairs: int = 16
@@ -143,9 +143,9 @@ class Gradients:
     fraction: float = 0.1
     #: Rows of which the log density consists, at most.
     rows: int = 1_000
-    #: Nodes in each panel of the two rules, and how often panels are halved towards both ends.
-    nodes: tuple[int, int] = 2, 4
-    halvings: int = 6
+    #: Panels of the line between two draws, and how often one of them is halved.
+    panels: int = 4
+    halvings: int = 12
 
 
 MIXING = Mixing()
