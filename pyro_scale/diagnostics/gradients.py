@@ -57,8 +57,9 @@ def gap_between(density: FullDataDensity, begin: Tensor, end: Tensor) -> tuple[f
     of the gradient along the line between them, over pairs of positions whose log densities are
     finite.
 
-    The panel of a line whose gap is largest is halved again and again. Gaps that are errors of
-    quadrature, at kinks and narrow places, become small; those of jumps and cut gradients stay.
+    If some pair's gap is above the limit, the panel of each line whose gap is largest is halved,
+    and so on. Gaps that are errors of quadrature, at kinks and narrow places, become small; those
+    of jumps and cut gradients stay.
 
     Args:
         density: log density, and its gradient.
@@ -74,7 +75,8 @@ def gap_between(density: FullDataDensity, begin: Tensor, end: Tensor) -> tuple[f
     left, right = edges[:, :-1], edges[:, 1:]
     gaps, largest = _gaps_of_panels(density, begin, end, left, right)
     totals = [gaps.sum(1)]
-    for _ in range(GRADIENTS.halvings):
+    is_suspect = not bool((totals[0].abs() <= GRADIENTS.gap).all())
+    for _ in range(GRADIENTS.halvings if is_suspect else 0):
         worst = gaps.abs().argmax(1, keepdim=True)
         low, high = left.gather(1, worst), right.gather(1, worst)
         middle = (low + high) / 2
@@ -86,7 +88,7 @@ def gap_between(density: FullDataDensity, begin: Tensor, end: Tensor) -> tuple[f
         )
         totals.append(gaps.sum(1))
     rounding = torch.finfo(begin.dtype).eps * largest
-    errors = (totals[-1] - totals[GRADIENTS.halvings // 2]).abs() + rounding
+    errors = (totals[-1] - totals[len(totals) // 2]).abs() + rounding
     is_finite = totals[-1].isfinite() & errors.isfinite()
     if int(is_finite.sum()) < GRADIENTS.fewest_pairs:
         return math.nan, math.nan
@@ -96,14 +98,14 @@ def gap_between(density: FullDataDensity, begin: Tensor, end: Tensor) -> tuple[f
 
 def _affordable_pairs(result: PosteriorDraws) -> int:
     """The number of pairs of draws between which gradients are integrated: at most so many that
-    these gradients are a small fraction of the run's. 0 where they are not checked."""
+    these gradients, if no line has to be refined, are a small fraction of the run's. 0 where they
+    are not checked."""
     attrs, num_data = result.attrs, result.log_posterior.num_data
     if "acceptance_rate" in attrs or result.read_together:
         return 0
     chains, draws = result.positions.shape[:2]
     taken = chains * draws * int(attrs["thinning"]) * int(attrs.get("batch_size", num_data))
-    panels = GRADIENTS.panels + 2 * GRADIENTS.halvings
-    each = panels * len(_NODES) * min(num_data, GRADIENTS.rows)
+    each = GRADIENTS.panels * len(_NODES) * min(num_data, GRADIENTS.rows)
     return min(GRADIENTS.pairs, chains * draws // 2, int(GRADIENTS.fraction * taken / each))
 
 

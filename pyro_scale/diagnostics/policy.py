@@ -137,9 +137,10 @@ class Gradients:
     #: Errors of the integral that the gap must exceed as well.
     errors: float = 5.0
     #: Pairs of draws: at most, and at least.
-    pairs: int = 16
+    pairs: int = 32
     fewest_pairs: int = 4
-    #: Fraction of the gradients of the run's draws that the check may take.
+    #: Fraction of the gradients of the run's draws that the check may take; seven times as many
+    #: where a gap has to be told from an error of the integral.
     fraction: float = 0.1
     #: Rows of which the log density consists, at most.
     rows: int = 1_000

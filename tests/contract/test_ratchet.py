@@ -23,7 +23,7 @@ CODE_LINES = {
     "core": 1453,
     "curvature": 3133,
     "data": 932,
-    "diagnostics": 2892,
+    "diagnostics": 2985,
     "distributed": 560,
     "engine": 1689,
     "exact": 535,
@@ -40,14 +40,14 @@ CODE_LINES = {
 }
 #: Of the whole package.
 MOST = {
-    "files": 290,
+    "files": 291,
     "files of more than 300 code lines": 4,
     "functions of more than 8 parameters": 4,
     "functions of more than 50 code lines": 1,
     "most imports of a file": 32,
-    "numeric constants of modules": 289,
-    "numeric defaults of fields": 233,
-    "isinstance, hasattr and case": 493,
+    "numeric constants of modules": 291,
+    "numeric defaults of fields": 241,
+    "isinstance, hasattr and case": 494,
     "Any and object": 1030,
 }
 _NO_CODE = {

@@ -55,6 +55,12 @@ Up to {STRAY.checked} draws that are beyond the limit
 the run takes {WEIGHTS.more_draws} times as many
 above {WEIGHTS.spread} is a NO
 above {WEIGHTS.error}: k is NaN
+a gap above {GRADIENTS.gap} nats, and more than {GRADIENTS.errors:word} errors of the integral
+over up to {GRADIENTS.pairs} pairs of draws
+in {GRADIENTS.panels} panels
+is halved {GRADIENTS.halvings} times
+for each of at least {GRADIENTS.fewest_pairs} pairs
+the density is that of {GRADIENTS.rows:,} of them
 means within {TOLERANCE.mean} sds and sds within {TOLERANCE.sd:.0%}
 surely above {TOLERANCE.mean} sds, or {TOLERANCE.sd:.0%} of an sd (NO)
 The pilots aim at {PILOTS.mean_bias} sds and {PILOTS.sd_bias:.0%}
@@ -78,6 +84,7 @@ NOT_ON_THE_PAGE = {
     "TEMPERATURE.one_sided",
     "EXPLOSION.fallen",
     "EXPLOSION.fewest_draws",
+    "GRADIENTS.fraction",
     "WEIGHTS.fewest_draws",
 }
 
