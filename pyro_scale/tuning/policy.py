@@ -31,7 +31,7 @@ class Search:
     #: A search without a mode is repeated from nearer to 0: factors on the start.
     shrinkages: tuple[float, ...] = 1.0, 0.25, 0.0625
     #: Fraction of a run's rows that searches may take.
-    fraction: float = 0.25
+    fraction: float = 0.10
     #: Modes closer than this are one: in sds, and in nats of evidence.
     same_sds: float = 3.0
     same_nats: float = 2.0

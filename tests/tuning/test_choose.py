@@ -265,8 +265,8 @@ def test_searches_without_end_are_bounded_too():
     with pytest.raises(ArgumentError, match=r"after [\d,]+ for the search for modes") as raised:
         ps.BAOA(endless, compile=False).run(None, max_rows=13_000, **QUIET)
     spent = re.search(r"after ([\d,]+) for", str(raised.value))[1].replace(",", "")
-    hessians = 24 + 8 * 3  # of places on the way, and those with which searches begin
-    assert int(spent) <= 13_000 / 4 + 20 * hessians
+    hessians = 56 + 8 * 3  # of places on the way, and those with which searches begin
+    assert int(spent) <= 13_000 / 10 + 20 * hessians
     enough = re.search(r"pass max_rows=([\d,]+)", str(raised.value))[1].replace(",", "")
     with pytest.warns(BiasWarning, match=r"the chains have exploded"):
         run = ps.BAOA(endless, compile=False).run(None, max_rows=int(enough), **QUIET)
