@@ -224,7 +224,7 @@ def test_a_search_ends_where_it_has_spent_its_share(most):
         pyro.factor("no data", torch.zeros(()))
 
     found = searched(falling, limits=SearchLimits(most))
-    each_step, at_places = 10, 24 * 10
+    each_step, at_places = 10, 48 * 10
     assert not found.are_modes
     assert found.evaluations <= 4 * (most + 3 * each_step) + at_places
     assert math.isfinite(found.best.log_evidence)
