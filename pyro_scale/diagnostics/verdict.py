@@ -40,6 +40,8 @@ from pyro_scale.tuning.policy import TOLERANCE
 Longer: TypeAlias = Callable[[float], str]
 #: Factor on the steps that are advised, as effective draws are estimates.
 _MORE = 1.25
+#: Factor on the steps from which more of them are no advice.
+_MOST_MORE = 1000.0
 
 
 def report(
@@ -178,7 +180,9 @@ def _check_mixing(result: PosteriorDraws, longer: Longer | None = None) -> list[
         if not ess >= MIXING.many_draws:
             verdict, severity = "unknown", MIXING.many_draws / ess
             advice = _more_steps(result, _MORE * severity, longer)
-            if ess < MIXING.few_effective:
+            if not severity < _MOST_MORE:
+                advice = "lr='auto', or another parametrization (poutine.reparam)"
+            elif ess < MIXING.few_effective:
                 advice += "; or another parametrization (poutine.reparam)"
         if chains < 2:
             verdict, advice = "unknown", "num_chains=4: a single chain cannot show it"

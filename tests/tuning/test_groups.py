@@ -143,6 +143,17 @@ def test_steps_are_shortened_where_they_are_biased():
     assert tried.steps > 3 * tried.number * 512
 
 
+@pytest.mark.parametrize("limit", [1600, 20_000, math.inf])
+def test_the_bias_is_that_of_the_last_step_even_if_no_pilot_tried_it(limit):
+    """The bias of the mean is three steps, whatever the step is."""
+    groups = Walks(double(0.4), double(0), breaks=False)
+    moved, tried = pilot(groups, 1.0, 1, Limit(limit, lambda: False), SINGLE_PILOTS)
+    assert float(moved.lr) < 0.4
+    count = tried.length // max(1, tried.length // SINGLE_PILOTS.draws)
+    sd = normals(1, count, 1, seed=tried.number - 1).std()
+    close(tried.bias.mean * sd, 3 * moved.lr)
+
+
 def test_lengths_that_are_known_are_kept():
     groups = Walks(double(0.4, 0.4), double(9, 0.3), breaks=False)
     lengths = Lengths(pilots=2, pilot=600)
