@@ -65,7 +65,7 @@ means within {TOLERANCE.mean} sds and sds within {TOLERANCE.sd:.0%}
 surely above {TOLERANCE.mean} sds, or {TOLERANCE.sd:.0%} of an sd (NO)
 The pilots aim at {PILOTS.mean_bias} sds and {PILOTS.sd_bias:.0%}
 GHMC aims at {ACCEPTANCE.target}; its tuning stops between 0.85 and 0.93
-R-hat of {WARM_UP.most_r_hat} or more, a change of {WARM_UP.most_change} or more (NOT KNOWN)
+R-hat of {WARM_UP.most_r_hat} or more or a change of {WARM_UP.most_change} or more
 a predicted error above {STEP_SIZE.large_error:g} sd (a warning)
 changes by less than ${TRAINING.small_change} \\sqrt{{D}}$ nats from the third quarter to the last
 under {SIMULATIONS.least_ess} effective draws
