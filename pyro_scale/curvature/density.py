@@ -138,7 +138,7 @@ class FullDataDensity:
                 with torch.no_grad():
                     parts = [of_chunk(block) for block in positions.split(at_once)]
             except (RuntimeError, NotImplementedError):  # vmap does not support the model
-                each = [_or_nan(self.hessian, place) for place in positions]
+                each = [_or_nan(partial(FullDataDensity.hessian, self), p) for p in positions]
                 return torch.stack([matrix.expand(size, size) for matrix in each])
             total += torch.cat(parts)
         return (total + total.mT) / 2

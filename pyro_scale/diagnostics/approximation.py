@@ -103,6 +103,8 @@ def _make_report(fit: Fit, findings: list[Finding]) -> Report:
     if "mean_offset" in attrs:
         means, sds = max(attrs["mean_offset"]), 100 * max(attrs["sd_offset"])
         choices["optimum"] = f"means are within {means:.2g} sds of it, sds within {sds:.2g}%"
+        if not (math.isfinite(means) and math.isfinite(sds)):
+            choices["optimum"] = "it is not known how far it is, after so few steps"
     return Report.from_findings(findings, choices)
 
 
@@ -198,7 +200,8 @@ def _judge_weights(fit: Fit, drawn: PosteriorDraws, table: Psis) -> list[Finding
     severity = pareto_k / WEIGHTS.pareto_k
     findings = [Finding("", "weights", verdict, text, advice, severity)]
     if table.spread > WEIGHTS.spread:
-        text = f"it is too narrow, by the log joint at its draws {table.spread:.2g} times"
+        times = f"{table.spread:.2g} times" if math.isfinite(table.spread) else "beyond measure"
+        text = f"it is too narrow, by the log joint at its draws {times}"
         severity = table.spread / WEIGHTS.spread
         findings.append(Finding("", "width", "no", text, advice, severity))
     if pareto_k >= 1:  # the weights have no mean

@@ -79,6 +79,9 @@ def check_stray_draws(result: PosteriorDraws) -> list[Finding]:
         f"of {STRAY.upper:.0%} of draws"
     )
     advice = "a smaller lr (lr=), or another parametrization"
+    too_low = -log_joint.double().cpu() - base > most
+    if bool(too_low[:, 0].any()) and not bool(too_low[:, log_joint.shape[1] // 10 :].any()):
+        advice = "more warmup_steps=, as only chains' first draws are"
     return [Finding(site, "stray draws", verdict, text, advice, float(below[worst]) / most)]
 
 

@@ -191,6 +191,20 @@ def test_thrown_draws_are_counted(hierarchy, thrown_draws, told):
     assert finding.told.startswith(f"{told} 4,000 draws are stray:")
 
 
+@pytest.mark.parametrize(
+    ("places", "advice"),
+    [
+        ([(0, 0), (0, 3), (2, 1)], "more warmup_steps="),  # chains on their way from far starts
+        ([(0, 0), (0, 3), (2, 500)], "a smaller lr"),
+        ([(0, 1), (0, 3), (2, 1)], "a smaller lr"),
+    ],
+)
+def test_first_draws_ask_for_warm_up(hierarchy, places, advice):
+    (finding,) = check_stray_draws(thrown(hierarchy, 40.0, places))
+    assert finding.verdict == "no"
+    assert finding.advice.startswith(advice)
+
+
 def test_a_report_calls_it_no_tail(hierarchy):
     result = thrown(hierarchy, 40.0, [(0, 3)])
     made = report(dataclasses.replace(result, measurements=Measurements()), None, DRAWS)

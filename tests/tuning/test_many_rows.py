@@ -480,6 +480,24 @@ def test_an_anchored_density_has_the_curvature_of_all_rows_at_its_anchor():
     close(density.hessian_diagonal(other), expected.diagonal(), 1e-11)
 
 
+def branching(x, group, y):
+    """Its Python asks for a latent's value, which `torch.vmap` does not support."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+    rate = 0.7 if w.sum().item() < 100 else 7.0
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Poisson((x @ w).exp() * rate), obs=y)
+
+
+@pytest.mark.parametrize("model", [grouped_logistic, branching])
+def test_anchored_hessians_are_those_one_by_one(model):
+    """Also where `torch.vmap` does not support the model, so that they are computed one by one."""
+    whole = density_of_all_rows(problem_of(model))
+    places = normals(2, whole.layout.size, seed=5) / 3
+    density = anchored(whole.of_some_rows(60, 1), places[0], -N * whole.hessian(places[0]))
+    one_by_one = torch.stack([density.hessian(place) for place in places])
+    close(density.hessians(places), one_by_one, 1e-12)
+
+
 # ------------------------------------------------------------------ modes
 
 
