@@ -25,11 +25,16 @@ from pyro_scale.diagnostics.report import Finding, Verdict
 from pyro_scale.errors import DataError
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.storage.lazy_draws import spread
+from pyro_scale.tuning.policy import TOLERANCE
+
+#: Sd over median absolute deviation, of a normal.
+_SD_OVER_MAD = 1.4826
 
 
 def check_stray_draws(result: PosteriorDraws) -> list[Finding]:
     """A list with one finding for the report if draws have a log joint that is too low for the
-    posterior: "no" if it falls towards one of them, otherwise "unknown". Empty if there are none.
+    posterior: "no" if it falls towards one of them, and they change a mean or an sd by more than is
+    tolerated, otherwise "unknown". Empty if there are none.
 
     Candidates are the lowest draws by recorded log joint, which is within the step before a draw,
     and an estimate if batches are part of the rows. All rows are read only if there are candidates.
@@ -70,11 +75,12 @@ def check_stray_draws(result: PosteriorDraws) -> list[Finding]:
     site = result.layout.site_at(column)
     value = result.samples_at(chains[worst], places[worst])[site].flatten()
     element = min(column - result.layout.slices()[site].start, len(value) - 1)
-    verdict: Verdict = "no" if bool(is_steep.any()) else "unknown"
+    harms = bool(is_steep.any()) and _change_moments(result, chains[is_low], places[is_low])
+    verdict: Verdict = "no" if harms else "unknown"
+    which = "" if bool(is_steep.any()) else ", or of a wide mode of little mass"
     text = (
         f"{'at least ' if count == STRAY.checked else ''}{count} of {len(falls):,} draws "
-        f"{'is' if count == 1 else 'are'} stray"
-        f"{', or of a wide mode of little mass' if verdict == 'unknown' else ''}: the lowest, at "
+        f"{'is' if count == 1 else 'are'} stray{which}: the lowest, at "
         f"{float(value[element]):.4g}, has a log joint {float(below[worst]):.0f} nats below that "
         f"of {STRAY.upper:.0%} of draws"
     )
@@ -83,6 +89,29 @@ def check_stray_draws(result: PosteriorDraws) -> list[Finding]:
     if bool(too_low[:, 0].any()) and not bool(too_low[:, log_joint.shape[1] // 10 :].any()):
         advice = "more warmup_steps=, as only chains' first draws are"
     return [Finding(site, "stray draws", verdict, text, advice, float(below[worst]) / most)]
+
+
+def _change_moments(result: PosteriorDraws, chains: Tensor, places: Tensor) -> bool:
+    """Whether some draws change a mean or an sd by more than is tolerated, at some element of a
+    latent site.
+
+    Args:
+        result: draws of a run.
+        chains: indices of the draws' chains.
+        places: indices of the draws in their chains.
+    """
+    count = result.positions.shape[0] * result.positions.shape[1]
+    usual, stray = _at_some(result), result.samples_at(chains, places)
+    for name in result.log_posterior.latents:
+        center = usual[name].median(0).values
+        sd = _SD_OVER_MAD * (usual[name] - center).abs().median(0).values
+        away = (stray[name].double() - center).abs() / sd
+        within = (away.sum(0) / count <= TOLERANCE.mean) & (
+            away.square().sum(0) / (2 * count) <= TOLERANCE.sd
+        )
+        if not bool((within | away.isnan().all(0)).all()):  # NaN at elements that are constant
+            return True
+    return False
 
 
 def usual_fall(falls: Tensor) -> tuple[float, float]:
@@ -101,3 +130,10 @@ def _sample(result: PosteriorDraws) -> Tensor:
     """Unconstrained params at up to 500 draws of every chain, `[draws, D]`."""
     places = spread(result.positions, MIXING.draws_at_modes)
     return result.positions[torch.arange(result.num_chains)[:, None], places].flatten(0, 1)
+
+
+def _at_some(result: PosteriorDraws) -> dict[str, Tensor]:
+    """Constrained values of the same draws, by site, in float64, `[draws, ...]`."""
+    places = spread(result.positions, MIXING.draws_at_modes)
+    values = result.samples_at(torch.arange(result.num_chains)[:, None], places)
+    return {name: value.flatten(0, 1).double() for name, value in values.items()}

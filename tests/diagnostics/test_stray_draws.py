@@ -184,6 +184,18 @@ def test_a_thrown_draw_is_named(hierarchy):
     assert finding.severity == pytest.approx((float(falls[0]) - base) / most)
 
 
+@pytest.mark.parametrize("places", [1, 19])
+def test_stray_draws_that_change_no_moment_are_not_known(hierarchy, places):
+    """Where tau is e^-8, three effects of about 1 are millions of nats off; but 1 - e^-8 is three
+    sds of tau."""
+    result = thrown(hierarchy, -8.0, [(2, 100 + each) for each in range(places)])
+    (finding,) = check_stray_draws(result)
+    assert finding.verdict == "unknown"
+    assert f"{places} of 4,000 draws" in finding.told
+    assert "wide mode" not in finding.told
+    assert finding.severity > 1e4
+
+
 @pytest.mark.parametrize(("thrown_draws", "told"), [(3, "3 of"), (50, "at least 20 of")])
 def test_thrown_draws_are_counted(hierarchy, thrown_draws, told):
     places = [(1, 7 * each) for each in range(thrown_draws)]
