@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
 from pyro_scale.core.mixing import FAMILY_WISE
 from pyro_scale.diagnostics.policy import errors_by_chance
 from pyro_scale.diagnostics.report import Finding, Verdict
@@ -14,9 +11,6 @@ from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.tuning.choice import Choice
 from pyro_scale.tuning.pilot import Bias
 from pyro_scale.tuning.policy import TOLERANCE
-
-#: Temperatures between which sds are within tolerance.
-LOWEST, HIGHEST = (1 - TOLERANCE.sd) ** 2, (1 + TOLERANCE.sd) ** 2
 
 
 def check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
@@ -36,44 +30,17 @@ def check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
     if (bias := choice.pilot.bias) is None:
         text = "every coupled run became NaN or infinite"
         return [Finding("", "step size", "unknown", text, advice, math.inf)]
-    count, slices, tempered = len(bias.mean), result.layout.slices(), _are_tempered(result)
+    slices = result.layout.slices()
     return [
-        judge_bias(
-            name,
-            Bias(*(values[slices[name]] for values in bias)),
-            count,
-            advice,
-            tempered=tempered[slices[name]],
-        )
+        judge_bias(name, Bias(*(values[slices[name]] for values in bias)), len(bias.mean), advice)
         for name in result.log_posterior.latents
     ]
 
 
-def _are_tempered(result: PosteriorDraws) -> Tensor:
-    """Whether the virial temperature of each element surely is one at which its sd is within
-    tolerance, `[D]`, at a family-wise error of 1%; False if temperatures were not measured."""
-    virial = result.measurements.virial
-    if virial is None or virial.elements is None:
-        return torch.zeros(result.layout.size, dtype=torch.bool)
-    mean, mcse = virial.elements / result.sample_stats["temperature"].mean()
-    width = errors_by_chance(FAMILY_WISE / 2, result.layout.size) * mcse
-    return (mean - width > LOWEST) & (mean + width < HIGHEST)
-
-
-def judge_bias(
-    site: str,
-    bias: Bias,
-    count: int,
-    advice: str,
-    how: str = "",
-    tempered: Tensor | bool = False,
-) -> Finding:
+def judge_bias(site: str, bias: Bias, count: int, advice: str, how: str = "") -> Finding:
     """The finding for the report on the bias that the step size causes in a site's means and sds:
     "no" if it is surely beyond the tolerance at some element, "yes" if it is surely within it at
     all elements, otherwise "unknown".
-
-    The bias of an sd is also within the tolerance if it is so by its estimate, and the temperature
-    of the draws, which is measured in another way, surely says so.
 
     Args:
         site: name of the site.
@@ -81,8 +48,6 @@ def judge_bias(
         count: number of elements of all sites, one of which may be off by chance.
         advice: what to try.
         how: how the bias was measured, to follow the figures.
-        tempered: whether an element's temperature surely is one at which its sd is within
-            tolerance; False if it was not measured.
     """
     mean, mean_mcse, log_sd, log_sd_mcse = bias
     errors = errors_by_chance(FAMILY_WISE / 2, count)
@@ -94,11 +59,7 @@ def judge_bias(
         f"bias of means up to {float(mean.abs().max()):.2g} sds, of sds "
         f"{100 * float(log_sd[of_sd].abs()):.2g} +- {100 * float(log_sd_mcse[of_sd]):.2g}%{how}"
     )
-    likely = bias.are_means_known & (torch.maximum(log_sd.abs(), log_sd_mcse) < TOLERANCE.sd)
-    by_temperature = ~bias.is_known & likely & tempered
-    if bool(by_temperature.any()):
-        text += ", and temperatures within tolerance"
-    verdict: Verdict = "yes" if bool((bias.is_known | by_temperature).all()) else "unknown"
+    verdict: Verdict = "yes" if bool(bias.is_known.all()) else "unknown"
     verdict = "no" if bool(is_biased.any()) else verdict
     severity = max(
         float(mean.abs().max()) / TOLERANCE.mean, float(log_sd.abs().max()) / TOLERANCE.sd

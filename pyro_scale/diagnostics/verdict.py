@@ -14,7 +14,7 @@ from pyro_scale.core import rows
 from pyro_scale.core.mixing import FAMILY_WISE, autocorrelation_time, mixing_and_chance
 from pyro_scale.core.validation import evenly
 from pyro_scale.data.sources import TensorData
-from pyro_scale.diagnostics.bias import HIGHEST, LOWEST, check_bias
+from pyro_scale.diagnostics.bias import check_bias
 from pyro_scale.diagnostics.convergence import (
     APART,
     are_apart,
@@ -40,6 +40,8 @@ from pyro_scale.tuning.policy import TOLERANCE
 Longer: TypeAlias = Callable[[float], str]
 #: Factor on the steps that are advised, as effective draws are estimates.
 _MORE = 1.25
+#: Temperatures between which sds are within tolerance.
+_LOWEST, _HIGHEST = (1 - TOLERANCE.sd) ** 2, (1 + TOLERANCE.sd) ** 2
 #: Factor on the steps from which more of them are no advice.
 _MOST_MORE = 1000.0
 
@@ -297,9 +299,9 @@ def _check_temperatures(result: PosteriorDraws, longer: Longer | None) -> list[F
     for name in latents:
         mean, mcse = means[slices[name]], mcses[slices[name]]
         surely_off = (mean - 1).abs() - errors * mcse
-        is_outside = (mean - errors * mcse > HIGHEST) | (mean + errors * mcse < LOWEST)
+        is_outside = (mean - errors * mcse > _HIGHEST) | (mean + errors * mcse < _LOWEST)
         place = int(surely_off.argmax())
-        severity = float(surely_off[place]) / (HIGHEST - 1)
+        severity = float(surely_off[place]) / (_HIGHEST - 1)
         text = (
             f"virial temperature {float(mean[place]):.3f} +- {float(mcse[place]):.2g} at its "
             "element that is furthest off (1 is right)"

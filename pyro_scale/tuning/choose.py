@@ -182,7 +182,8 @@ class _Tuning:
             group, window = warm_up(group, limit, WARM_UP)
         except NoStableStep as broken:
             last, draws = broken.args
-            raise _no_warm_up(last.problem, density, chooses_lr, draws) from None
+            is_over = limit.is_over()
+            raise _no_warm_up(last.problem, density, chooses_lr, draws, is_over) from None
         self.passes["windows"] = passes_of(group.problem, window.steps)
         if density is not None:
             num_data = problem.log_posterior.num_data
@@ -303,7 +304,11 @@ def _check_budget(budget: Budget, problem: Problem, num_samples: int, chooses_lr
 
 
 def _no_warm_up(
-    problem: Problem, density: FullDataDensity | None, chooses_lr: bool, draws: Draws
+    problem: Problem,
+    density: FullDataDensity | None,
+    chooses_lr: bool,
+    draws: Draws,
+    is_over: bool,
 ) -> ArgumentError:
     """The error to raise if all chains break at every step size that warm-up tried. It names the
     site that breaks, or says what to try.
@@ -314,6 +319,7 @@ def _no_warm_up(
         density: log density whose curvature warm-up evaluates; None if the user set lr.
         chooses_lr: whether the step size is chosen.
         draws: draws of the last window of warm-up.
+        is_over: whether the time for warm-up is over.
     """
     for chain, broken in broken_sites(problem, draws).items():
         if broken.is_far:
@@ -337,6 +343,8 @@ def _no_warm_up(
     centered = centered_latents(problem.log_posterior, params, problem.data.first())
     for site, parents in list(centered.items())[:1]:
         advice = f": try {how_to_non_center(site, parents)}"
+    if is_over:
+        advice += "; or more max_seconds=, as the time for warm-up is over"
     return ArgumentError(
         "in warm-up every chain becomes NaN or infinite, or falls to where the posterior is not, "
         f"at any step size that was tried{advice}",

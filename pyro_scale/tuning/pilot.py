@@ -70,13 +70,8 @@ class Bias(NamedTuple):
         """Whether each element's bias is surely within tolerance, `[d]`: the absolute bias of the
         mean (in posterior sds) and of the log sd, plus 2 standard errors, are below
         `TOLERANCE`."""
-        sds = self.log_sd.abs() + PILOTS.errors * self.log_sd_mcse < TOLERANCE.sd
-        return self.are_means_known & sds
-
-    @property
-    def are_means_known(self) -> Tensor:
-        """The same for the mean alone, `[d]`."""
-        return self.mean.abs() + PILOTS.errors * self.mean_mcse < TOLERANCE.mean
+        means = self.mean.abs() + PILOTS.errors * self.mean_mcse < TOLERANCE.mean
+        return means & (self.log_sd.abs() + PILOTS.errors * self.log_sd_mcse < TOLERANCE.sd)
 
 
 class Pilot(NamedTuple):
@@ -154,7 +149,7 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
             dtype=torch.float64,
         )
         settled = fixed is None and are_most(factor == 1)
-        may_lengthen = settled and lengthened < policy.lengthenings
+        may_lengthen = settled and lengthened < policy.lengthenings and number < most
         if may_lengthen and not all(bias is None or bias.is_known.all() for bias in biases):
             lengthened, length = lengthened + 1, min(policy.longest, 2 * length)
             if not limit.is_passed(total + 3 * length):

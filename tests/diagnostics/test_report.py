@@ -74,23 +74,3 @@ def test_a_bias_is_judged_by_its_bounds(mean, log_sd, mcse, verdict):
     within it; the second element is right."""
     bias = Bias(*torch.tensor([[mean, 0.0], [mcse, 1e-4], [log_sd, 0.0], [mcse, 1e-4]]))
     assert judge_bias("w", bias, 10, "").verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("mean", "log_sd", "mcse", "tempered", "verdict"),
-    [
-        (0.0, 0.02, 0.02, False, "unknown"),
-        (0.0, 0.02, 0.02, True, "yes"),
-        (0.0, -0.02, 0.02, True, "yes"),
-        (0.09, 0.02, 0.02, True, "unknown"),  # of means, temperatures say nothing
-        (0.0, 0.051, 0.02, True, "unknown"),
-        (0.0, 0.02, 0.051, True, "unknown"),
-        (0.0, 0.0, math.nan, True, "unknown"),
-        (0.0, 0.2, 0.02, True, "no"),
-    ],
-)
-def test_temperatures_are_a_second_witness_of_a_likely_sd(mean, log_sd, mcse, tempered, verdict):
-    bias = Bias(*torch.tensor([[mean, 0.0], [mcse, 1e-4], [log_sd, 0.0], [mcse, 1e-4]]))
-    finding = judge_bias("w", bias, 10, "", tempered=torch.tensor([tempered, False]))
-    assert finding.verdict == verdict
-    assert ("temperatures" in finding.told) == (verdict == "yes")
