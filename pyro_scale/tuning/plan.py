@@ -28,6 +28,9 @@ from pyro_scale.tuning.policy import STEP_SIZE
 from pyro_scale.tuning.step_size import tune
 from pyro_scale.tuning.training import is_network, train
 
+#: Seconds that a new model takes to compile: shorter runs that tune themselves are not compiled.
+_COMPILING = 10.0
+
 
 def plan_run(
     problem: Problem, config: RunConfig, settings: Settings, earlier: Earlier, budget: Budget
@@ -60,8 +63,9 @@ def plan_run(
     if not whitens and not (trains and settings.chooses_lr):
         nominal = steps or Steps(config.num_samples, config.num_samples, STEP_SIZE.thinning)
         problem, facts = tune(problem, settings, anchor, nominal, config.sampling)
-    # a run with a warm-up is long enough to repay compilation
-    compiles = settings.compile if isinstance(settings.compile, bool) else True
+    # a run with a warm-up is long enough to repay compilation, if it has the time
+    has_time = budget.max_seconds is None or budget.max_seconds >= _COMPILING
+    compiles = settings.compile if isinstance(settings.compile, bool) else has_time
     if steps is None or whitens or trains:
         title = f"{settings.name}, warm-up"
         with Progress(None, title, config.progress) as bar:

@@ -36,7 +36,7 @@ CODE_LINES = {
     "rng": 643,
     "run": 2147,
     "storage": 567,
-    "tuning": 2828,
+    "tuning": 2830,
 }
 #: Of the whole package.
 MOST = {
@@ -45,7 +45,7 @@ MOST = {
     "functions of more than 8 parameters": 4,
     "functions of more than 50 code lines": 1,
     "most imports of a file": 32,
-    "numeric constants of modules": 293,
+    "numeric constants of modules": 294,
     "numeric defaults of fields": 241,
     "isinstance, hasattr and case": 494,
     "Any and object": 1030,

@@ -184,6 +184,14 @@ def test_work_is_bounded(monkeypatch):
     assert begun.report().verdict != "yes"
 
 
+def test_a_run_of_few_seconds_does_not_compile():
+    how = {"num_samples": 100, "num_chains": 2, **QUIET}
+    short = ps.BAOA(line).run((X, Y), max_seconds=9, **how)
+    assert short.posterior.attrs["program"] == "eager"
+    asked = ps.BAOA(line, compile=True).run((X, Y), max_seconds=9, **how)
+    assert asked.posterior.attrs["program"] == "compiled loop"
+
+
 def test_a_run_is_told_before_it_starts_that_its_seconds_cannot_do(monkeypatch):
     monkeypatch.setattr(plan, "share_of_calls", lambda step: -1e9)
     assert 4 * choice.FEWEST_STEPS + extend.FEWEST_DRAWS == 356
