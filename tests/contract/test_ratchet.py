@@ -23,7 +23,7 @@ CODE_LINES = {
     "core": 1453,
     "curvature": 3151,
     "data": 932,
-    "diagnostics": 2988,
+    "diagnostics": 2992,
     "distributed": 560,
     "engine": 1689,
     "exact": 535,

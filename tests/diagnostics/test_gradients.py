@@ -183,3 +183,18 @@ def test_a_run_through_a_jump_is_a_no_and_ghmc_is_right():
 def test_a_right_run_is_checked_without_a_finding():
     run = ps.BAOA(of(lambda w: -w.abs().sum() - w.square().sum() / 2, 3)).run(None, **QUIET)
     assert "gradients" not in run.report().to_frame()["check"].tolist()
+
+
+def test_of_rows_that_are_not_all_nothing_is_said():
+    """As where the data do not say how many rows there are, and the user does."""
+
+    def model(y):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+
+    sampler = ps.BAOA(model, lr=1e-3, num_data=10**6, compile=False)
+    steps = {"num_samples": 10, "warmup_steps": 0, "thinning": 1}
+    result = sampler.run((Y,), **steps, **QUIET).posterior.draws
+    many = dataclasses.replace(result, positions=torch.randn(4, 20_000, 1))
+    assert check_gradients(many) == []
