@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import torch
@@ -22,7 +21,6 @@ from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.gaussians import Fit
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.pilot import Bias
-from pyro_scale.tuning.policy import TOLERANCE
 
 #: Dimensions up to which weights are computed: beyond, their tail is heavy however well a network's
 #: fit predicts.
@@ -114,8 +112,9 @@ def _not_known(reason: str) -> Finding:
 
 
 def _check_weights(fit: Fit, budget: int, sums: Sums) -> list[Finding]:
-    """Findings for the report on a fit's importance weights, whose tail is written into the fit's
-    facts; a single one, "unknown", if they cannot be computed.
+    """Findings for the report on a fit's importance weights: their tail, the fit's width, and the
+    bias of each site. If the weights cannot be computed, one finding says why ("unknown"). Also
+    writes Pareto k, or why there is none, into the fit's facts (`pareto_k`, `psis`).
 
     Args:
         fit: fit of a run that is about to end.
@@ -236,14 +235,8 @@ def _judge_sites(fit: Fit, drawn: PosteriorDraws, table: Psis, advice: str) -> l
             bias.log_sd,
             bias.log_sd_mcse.hypot(torch.tensor(table.error / 2**0.5)),
         )
-        finding = dataclasses.replace(judge_bias(name, bias, count, advice), check="bias")
         errors = errors_by_chance(FAMILY_WISE / 2, count)  # a yes is as sure as a no
-        is_within = (bias.mean.abs() + errors * bias.mean_mcse < TOLERANCE.mean) & (
-            bias.log_sd.abs() + errors * bias.log_sd_mcse < TOLERANCE.sd
-        )
-        if finding.verdict == "yes" and not bool(is_within.all()):
-            return dataclasses.replace(finding, verdict="unknown")
-        return finding
+        return judge_bias(name, bias, count, advice, check="bias", errors_of_yes=errors)
 
     return [judge(name) for name, elements in draws.items() if elements.shape[1]]
 

@@ -10,7 +10,7 @@ from pyro_scale.diagnostics.report import Finding, Verdict
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.tuning.choice import Choice
 from pyro_scale.tuning.pilot import Bias
-from pyro_scale.tuning.policy import TOLERANCE
+from pyro_scale.tuning.policy import PILOTS, TOLERANCE
 
 
 def check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
@@ -37,8 +37,16 @@ def check_bias(result: PosteriorDraws, choice: Choice | None) -> list[Finding]:
     ]
 
 
-def judge_bias(site: str, bias: Bias, count: int, advice: str, how: str = "") -> Finding:
-    """The finding for the report on the bias that the step size causes in a site's means and sds:
+def judge_bias(
+    site: str,
+    bias: Bias,
+    count: int,
+    advice: str,
+    how: str = "",
+    check: str = "step size",
+    errors_of_yes: float = PILOTS.errors,
+) -> Finding:
+    """The finding for the report on the bias of a site's means and sds, as of the step size:
     "no" if it is surely beyond the tolerance at some element, "yes" if it is surely within it at
     all elements, otherwise "unknown".
 
@@ -48,6 +56,8 @@ def judge_bias(site: str, bias: Bias, count: int, advice: str, how: str = "") ->
         count: number of elements of all sites, one of which may be off by chance.
         advice: what to try.
         how: how the bias was measured, to follow the figures.
+        check: name of the check.
+        errors_of_yes: standard errors by which a bias must be within the tolerance for a "yes".
     """
     mean, mean_mcse, log_sd, log_sd_mcse = bias
     errors = errors_by_chance(FAMILY_WISE / 2, count)
@@ -59,9 +69,9 @@ def judge_bias(site: str, bias: Bias, count: int, advice: str, how: str = "") ->
         f"bias of means up to {float(mean.abs().max()):.2g} sds, of sds "
         f"{100 * float(log_sd[of_sd].abs()):.2g} +- {100 * float(log_sd_mcse[of_sd]):.2g}%{how}"
     )
-    verdict: Verdict = "yes" if bool(bias.is_known.all()) else "unknown"
+    verdict: Verdict = "yes" if bool(bias.is_within(errors_of_yes).all()) else "unknown"
     verdict = "no" if bool(is_biased.any()) else verdict
     severity = max(
         float(mean.abs().max()) / TOLERANCE.mean, float(log_sd.abs().max()) / TOLERANCE.sd
     )
-    return Finding(site, "step size", verdict, text, advice, severity)
+    return Finding(site, check, verdict, text, advice, severity)

@@ -14,7 +14,7 @@ from pyro_scale.diagnostics.policy import GRADIENTS
 from pyro_scale.diagnostics.report import Finding
 from pyro_scale.errors import DataError
 from pyro_scale.posterior.draws import PosteriorDraws
-from pyro_scale.storage.lazy_draws import spread
+from pyro_scale.storage.lazy_draws import some_draws
 
 #: Gauss-Lobatto quadrature on (-1, 1), exact up to the fifth degree.
 _NODES = -1.0, -(0.2**0.5), 0.2**0.5, 1.0
@@ -37,9 +37,10 @@ def check_gradients(result: PosteriorDraws) -> list[Finding]:
         return []
     density = FullDataDensity(result.log_posterior, result.data, result.layout)
     density = density.of_some_rows(GRADIENTS.rows, int(result.attrs["seed"]))
-    draws = _some_draws(result, 2 * count)
+    each = math.ceil(2 * count / result.num_chains)
+    draws = some_draws(result.positions, each).flatten(0, 1)
     try:
-        gap, error = gap_between(density, draws[:count], draws[count:])
+        gap, error = gap_between(density, draws[:count], draws[count : 2 * count])
     except DataError:  # the data are only some of the N rows
         return []
     limit = GRADIENTS.gap + GRADIENTS.errors * error
@@ -111,13 +112,6 @@ def _affordable_pairs(result: PosteriorDraws) -> int:
     taken = chains * draws * int(attrs["thinning"]) * int(attrs.get("batch_size", num_data))
     each = GRADIENTS.panels * len(_NODES) * min(num_data, GRADIENTS.rows)
     return min(GRADIENTS.pairs, chains * draws // 2, int(GRADIENTS.fraction * taken / each))
-
-
-def _some_draws(result: PosteriorDraws, count: int) -> Tensor:
-    """Evenly spread draws of all chains, one chain after another, `[count, D]`."""
-    places = spread(result.positions, math.ceil(count / result.num_chains))
-    chains = torch.arange(result.num_chains)[:, None]
-    return result.positions[chains, places].flatten(0, 1)[:count]
 
 
 def _gaps_of_panels(

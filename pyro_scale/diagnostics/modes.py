@@ -9,7 +9,7 @@ import torch
 from pyro_scale.diagnostics.policy import MIXING
 from pyro_scale.diagnostics.report import Finding, Verdict
 from pyro_scale.posterior.draws import PosteriorDraws
-from pyro_scale.storage.lazy_draws import spread
+from pyro_scale.storage.lazy_draws import some_draws
 from pyro_scale.tuning.modes import Mode, Modes
 
 #: Modes whose positions a finding lists.
@@ -32,9 +32,7 @@ def check_modes(result: PosteriorDraws, modes: Modes) -> list[Finding]:
     if len(visited) < 2:
         return []
     gaussians = [mode.gaussian for mode in visited]
-    places = spread(result.positions, MIXING.draws_at_modes)
-    chains = torch.arange(result.positions.shape[0])[:, None]
-    draws = result.positions[chains, places].flatten(0, 1).double().cpu()
+    draws = some_draws(result.positions, MIXING.draws_at_modes).flatten(0, 1).double().cpu()
     evidence = torch.tensor([mode.log_evidence for mode in visited], dtype=torch.float64)
     size = len(gaussians[0].mean)
     densities = torch.stack(

@@ -24,7 +24,7 @@ from pyro_scale.diagnostics.policy import MIXING, STRAY
 from pyro_scale.diagnostics.report import Finding, Verdict
 from pyro_scale.errors import DataError
 from pyro_scale.posterior.draws import PosteriorDraws
-from pyro_scale.storage.lazy_draws import spread
+from pyro_scale.storage.lazy_draws import some_draws, spread
 from pyro_scale.tuning.policy import TOLERANCE
 
 #: Sd over median absolute deviation, of a normal.
@@ -53,8 +53,10 @@ def check_stray_draws(result: PosteriorDraws) -> list[Finding]:
         return []
     chains, places = candidates // log_joint.shape[1], candidates % log_joint.shape[1]
     columns = result.layout.places(result.log_posterior.latents)
-    draws, sample = result.positions[chains, places], _sample(result)
-    away = (draws - sample.median(0).values)[:, columns].double()
+    draws = result.positions[chains, places]
+    sample = some_draws(result.positions, MIXING.draws_at_modes).flatten(0, 1)
+    center = sample.median(0).values
+    away = (draws - center)[:, columns].double()
     density = FullDataDensity(result.log_posterior, result.data, result.layout)
     try:
         values, slopes = density.grads(draws)
@@ -70,7 +72,7 @@ def check_stray_draws(result: PosteriorDraws) -> list[Finding]:
     if not bool(is_low.any()):
         return []
     worst, count = int(is_low.int().argmax()), int(is_low.sum())
-    spreads = (sample - sample.median(0).values)[:, columns].abs().median(0).values
+    spreads = (sample - center)[:, columns].abs().median(0).values
     column = int(columns[int((away[worst].abs() / spreads).nan_to_num(0).argmax())])
     site = result.layout.site_at(column)
     value = result.samples_at(chains[worst], places[worst])[site].flatten()
@@ -126,14 +128,8 @@ def usual_fall(falls: Tensor) -> tuple[float, float]:
     return upper, STRAY.margin * math.log(len(falls)) * scale
 
 
-def _sample(result: PosteriorDraws) -> Tensor:
-    """Unconstrained params at up to 500 draws of every chain, `[draws, D]`."""
-    places = spread(result.positions, MIXING.draws_at_modes)
-    return result.positions[torch.arange(result.num_chains)[:, None], places].flatten(0, 1)
-
-
 def _at_some(result: PosteriorDraws) -> dict[str, Tensor]:
-    """Constrained values of the same draws, by site, in float64, `[draws, ...]`."""
+    """Constrained values at up to 500 draws of every chain, by site, in float64, `[draws, ...]`."""
     places = spread(result.positions, MIXING.draws_at_modes)
     values = result.samples_at(torch.arange(result.num_chains)[:, None], places)
     return {name: value.flatten(0, 1).double() for name, value in values.items()}

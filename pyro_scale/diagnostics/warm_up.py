@@ -7,11 +7,11 @@ import math
 import torch
 
 from pyro_scale.core.mixing import split_r_hat
-from pyro_scale.core.validation import evenly
 from pyro_scale.core.whitening import Whitening
 from pyro_scale.diagnostics.modes import check_modes
 from pyro_scale.diagnostics.report import Finding
 from pyro_scale.posterior.draws import PosteriorDraws
+from pyro_scale.storage.lazy_draws import some_draws
 from pyro_scale.tuning.choice import Choice
 from pyro_scale.tuning.policy import WARM_UP
 
@@ -52,10 +52,8 @@ def check_warm_up(result: PosteriorDraws, choice: Choice | None) -> list[Finding
 def _r_hat(result: PosteriorDraws, whitening: Whitening) -> float:
     """The largest R-hat of the draws in whitened coordinates, of elements and of their squares, in
     which slow means and slow spreads show; NaN if there are fewer than four draws a chain."""
-    chains, draws, _ = result.positions.shape
-    if draws < 4:
+    params = some_draws(result.positions, _MOST_DRAWS)
+    if params.shape[1] < 4:
         return math.nan
-    places = evenly(draws, _MOST_DRAWS)
-    params = result.positions[torch.arange(chains)[:, None], places]
     z = whitening.double().to_whitened(params[..., : len(whitening.tensors[0])].double())
     return float(split_r_hat(torch.cat([z, z.square()], -1)).max())

@@ -21,7 +21,7 @@ from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.moment_sink import ToMoments
 from pyro_scale.posterior.sinks import ToDisk
 from pyro_scale.run.problem import Problem
-from pyro_scale.storage.lazy_draws import Positions, spread
+from pyro_scale.storage.lazy_draws import Positions, some_draws
 
 #: Draws of a chain that are needed to estimate the posterior's variance.
 _MIN_DRAWS = 20
@@ -141,8 +141,8 @@ def warn_of_short_warmup(
     """
     engine, theory = problem.engine, problem.engine.kernel.theory
     chains, _, size = result.positions.shape
-    chosen = spread(result.positions, max(_MIN_DRAWS, _MAX_NUMBERS // (chains * size)))
-    draws = result.positions[torch.arange(chains)[:, None], chosen].flatten(0, 1)
+    most = max(_MIN_DRAWS, _MAX_NUMBERS // (chains * size))
+    draws = some_draws(result.positions, most).flatten(0, 1)
     latents = draws[..., : engine.num_latents]
     is_cyclical = isinstance(engine.kernel.lr, Cyclical)
     if len(latents) < _MIN_DRAWS or values["temperature"] == 0 or is_cyclical or theory is None:

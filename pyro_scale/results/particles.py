@@ -103,8 +103,10 @@ class ParticlePosterior(Posterior):
 
     @check_calls
     def report(self) -> Report:
-        """The report of particles: not known, as they have no density whose bias importance weights
-        could show, or of an ensemble, at temperature 0."""
+        """How far to trust the particles: not known, as they have no density, and so no importance
+        weights that could show a bias; an ensemble at temperature 0.
+
+        `.verdict` is `"unknown"` or `"ensemble"`, `str(report)` is the text."""
         text = f"{self.attrs['num_particles']} particles at temperature 0"
         finding = Finding("", "temperature", "ensemble", text)
         if self.attrs["temperature"] > 0:

@@ -84,9 +84,9 @@ class Budget:
         return max(0.0, self.deadline - time.monotonic())
 
     def until(self, stage: Stage, compile_seconds: float = 0.0) -> Budget:
-        """The budget at whose end a stage of the run ends: a part of the run's seconds, which
-        includes those of earlier stages. What a stage leaves goes to the next ones, and to draws in
-        the end. Rows are not limited by stage.
+        """A copy of the budget whose deadline is that of a stage: a fixed part of the run's seconds
+        after its start. So seconds that a stage leaves go to the next ones, and to draws in the
+        end. The limit on rows is that of the whole run.
 
         Args:
             stage: the stage.

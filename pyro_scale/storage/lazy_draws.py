@@ -166,6 +166,17 @@ def spread(positions: Positions, most: int) -> Tensor:
     return draws[evenly(len(draws), most)]
 
 
+def some_draws(positions: Positions, most: int) -> Tensor:
+    """At most `most` unconstrained draws of every chain, evenly spaced over a run, `[chains, n,
+    D]`; those that `spread` picks.
+
+    Args:
+        positions: unconstrained draws, `[chains, draws, D]`.
+        most: largest number of draws of a chain.
+    """
+    return positions[torch.arange(positions.shape[0])[:, None], spread(positions, most)]
+
+
 def _at_places(
     read: Callable[[Tensor, Tensor], Tensor],
     shape: torch.Size,

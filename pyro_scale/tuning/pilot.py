@@ -67,11 +67,14 @@ class Bias(NamedTuple):
 
     @property
     def is_known(self) -> Tensor:
-        """Whether each element's bias is surely within tolerance, `[d]`: the absolute bias of the
-        mean (in posterior sds) and of the log sd, plus 2 standard errors, are below
-        `TOLERANCE`."""
-        means = self.mean.abs() + PILOTS.errors * self.mean_mcse < TOLERANCE.mean
-        return means & (self.log_sd.abs() + PILOTS.errors * self.log_sd_mcse < TOLERANCE.sd)
+        """Whether each element's bias is surely within tolerance, by 2 standard errors, `[d]`."""
+        return self.is_within(PILOTS.errors)
+
+    def is_within(self, errors: float) -> Tensor:
+        """Whether each element's bias is within tolerance, `[d]`: the absolute bias of the mean (in
+        posterior sds) and of the log sd, plus so many standard errors, are below `TOLERANCE`."""
+        means = self.mean.abs() + errors * self.mean_mcse < TOLERANCE.mean
+        return means & (self.log_sd.abs() + errors * self.log_sd_mcse < TOLERANCE.sd)
 
 
 class Pilot(NamedTuple):
@@ -162,7 +165,10 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
             length = min(policy.longest, math.ceil(length / typical))
         if number == most or (fixed is None and limit.is_passed(total + 3 * length)):
             scales = (factor**order).tolist()
-            biases = [b and b.scaled(by) for b, by in zip(biases, scales, strict=True)]
+            biases = [
+                None if bias is None else bias.scaled(by)
+                for bias, by in zip(biases, scales, strict=True)
+            ]
             break
     return groups, Pilot(number, ran, total, slow_time(times), biases)
 

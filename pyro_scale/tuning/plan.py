@@ -97,9 +97,9 @@ def _check_seconds(problem: Problem, config: RunConfig, earlier: Earlier, budget
     steps, columns = Steps(1), problem.engine.kernel.columns(1)
     options = config.sampling, config.share_batches, False, False
     plan = RunPlan(problem, columns, steps, *options, earlier)
-    for _ in range(2):  # the first calls of a model are slow
-        with Arithmetic() as counted:
-            draws = gather(plan.execute("", bar=Progress(None, "", False)).draws, problem)
+    with Arithmetic() as counted:  # not timed: counting, and a model's first calls, are slow
+        plan.execute("", bar=Progress(None, "", False))
+    draws = gather(plan.execute("", bar=Progress(None, "", False)).draws, problem)
     seconds = draws.seconds * (1 - share_of_calls(counted))
     needed = problem.broadcast((4 * FEWEST_STEPS + FEWEST_DRAWS) * seconds, "the clock")
     if draws.error is None and needed > (budget.max_seconds or math.inf):

@@ -23,7 +23,7 @@ CODE_LINES = {
     "core": 1453,
     "curvature": 3151,
     "data": 932,
-    "diagnostics": 2992,
+    "diagnostics": 2984,
     "distributed": 560,
     "engine": 1689,
     "exact": 535,
@@ -35,8 +35,8 @@ CODE_LINES = {
     "results": 907,
     "rng": 643,
     "run": 2147,
-    "storage": 567,
-    "tuning": 2830,
+    "storage": 569,
+    "tuning": 2835,
 }
 #: Of the whole package.
 MOST = {
