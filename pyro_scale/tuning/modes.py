@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Gaussian, triangular
 from pyro_scale.curvature.density import FullDataDensity
-from pyro_scale.curvature.newton import MOST_STEPS, Ascent, ascend
+from pyro_scale.curvature.newton import Ascent, ascend
 from pyro_scale.errors import ArgumentError
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.no_start import what_to_try
@@ -225,18 +225,16 @@ def _search(density: FullDataDensity, start: Tensor, limits: SearchLimits) -> tu
         start: unconstrained params `[D]`.
         limits: limits of the search.
     """
-    ascents, passes = list[Ascent](), 0
+    ascents, steps = list[Ascent](), int(min(SEARCH.steps, limits.passes / density.passes))
     for shrinkage in SEARCH.shrinkages:
-        steps = min(MOST_STEPS, (limits.passes - passes) / density.passes)
         if ascents and (steps < 1 or limits.is_over()):
             break
-        ascents.append(
-            ascend(density, start * shrinkage, most_steps=int(steps), is_over=limits.is_over)
-        )
-        passes += len(ascents[-1].path) * density.passes
+        ascents.append(ascend(density, start * shrinkage, most_steps=steps, is_over=limits.is_over))
+        steps -= len(ascents[-1].path)
         if ascents[-1].is_mode:
-            return ascents[-1], passes
-    return max(ascents, key=lambda ascent: ascent.value), passes
+            break
+    passes = density.passes * sum(len(ascent.path) for ascent in ascents)
+    return max(ascents, key=lambda ascent: (ascent.is_mode, ascent.value)), passes
 
 
 def mode_at(ascent: Ascent, temperature: float, searches: tuple[int, ...]) -> Mode:

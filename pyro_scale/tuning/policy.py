@@ -30,6 +30,10 @@ class Search:
     furthest: float = 16.0
     #: A search without a mode is repeated from nearer to 0: factors on the start.
     shrinkages: tuple[float, ...] = 1.0, 0.25, 0.0625
+    #: Newton steps of a search and its repetitions, at most: modes of the posteriors on which this
+    #: was measured are at most 60 steps away; where the log joint rises without end, the first steps
+    #: lead past the posterior.
+    steps: int = 64
     #: Fraction of a run's rows that searches may take.
     fraction: float = 0.10
     #: Modes closer than this are one: in sds, and in nats of evidence.
@@ -288,7 +292,7 @@ class Training:
     #: Epochs between two checks of the loss, and the least steps between them; training takes at
     #: least four of these intervals.
     epochs: int = 5
-    steps: int = 50
+    steps: int = 64
     #: Checks after which training ends even if the loss still falls.
     most_looks: int = 60
     #: Standard errors beyond which a change of the loss is significant.
