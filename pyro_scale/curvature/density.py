@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.rng.seeds import Purpose, generator
 
 T = TypeVar("T")
+_Pair: TypeAlias = tuple[Tensor, Tensor]
 
 #: Rows times positions (vectors of params) whose gradients are computed together.
 _VMAP_ROWS = 2**19
@@ -122,26 +123,59 @@ class FullDataDensity:
         minus the precision of the Laplace approximation, divided by N."""
         return self.derivatives(position)[2]
 
-    def hessians(self, positions: Tensor) -> Tensor:
-        """The Hessians of the log joint divided by N at each of P positions `[P, D]`: `[P, D, D]`.
-        They are computed together, which takes much less time than one by one where a Hessian
-        takes mostly calls, and is the same up to rounding.
+    @property
+    def at_once(self) -> int:
+        """The number of positions whose Hessians are computed together, at least 1: as many as the
+        rows and D allow."""
+        return max(1, _VMAP_ROWS // (self.layout.size * self.rows_in_all))
+
+    def derivatives_at(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(The log joint `[P]`, its gradients `[P, D]`, its Hessians `[P, D, D]`) at each of P
+        positions `[P, D]`, all divided by N. They are computed together, which takes much less time
+        than one by one where a Hessian takes mostly calls, and is the same up to rounding.
 
         NaN where a matrix of the model cannot be factorized.
         """
-        size = self.layout.size
-        total = positions.new_zeros(len(positions), size, size)
-        for chunk in self.chunks():
-            of_chunk = torch.vmap(torch.func.jacrev(torch.func.grad(partial(self._part, chunk))))
-            at_once = max(1, _VMAP_ROWS // (size * max(1, chunk.num_new)))
+        if len(positions) > 1:
             try:
                 with torch.no_grad():
-                    parts = [of_chunk(block) for block in positions.split(at_once)]
+                    blocks = [self._derivatives_at(p) for p in positions.split(self.at_once)]
             except (RuntimeError, NotImplementedError):  # vmap does not support the model
-                each = [_or_nan(partial(FullDataDensity.hessian, self), p) for p in positions]
-                return torch.stack([matrix.expand(size, size) for matrix in each])
-            total += torch.cat(parts)
-        return (total + total.mT) / 2
+                pass
+            else:
+                values, slopes, matrices = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+                return values, slopes, (matrices + matrices.mT) / 2
+        each = [self._derivatives_or_nan(position) for position in positions]
+        values, slopes, matrices = (torch.stack(parts) for parts in zip(*each, strict=True))
+        return values, slopes, matrices
+
+    def _derivatives_at(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The result of `derivatives_at`, by vmap; the Hessians are not quite symmetric."""
+        values, slopes = zero_nats(positions).repeat(len(positions)), torch.zeros_like(positions)
+        matrices = positions.new_zeros(*positions.shape, self.layout.size)
+        for chunk in self.chunks():
+
+            def slope_of(position: Tensor, chunk: Chunk = chunk) -> tuple[Tensor, _Pair]:
+                part = partial(self._part, chunk)
+                slope, value = torch.func.grad_and_value(part)(position)
+                return slope, (value, slope)
+
+            expand = torch.vmap(torch.func.jacrev(slope_of, has_aux=True))
+            matrix, (value, slope) = expand(positions)
+            values, slopes, matrices = values + value, slopes + slope, matrices + matrix
+        return values, slopes, matrices
+
+    def _derivatives_or_nan(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        try:
+            return self.derivatives(position)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            nan = position + torch.nan
+            return nan.sum().double(), nan, nan.outer(nan)
+
+    def hessians(self, positions: Tensor) -> Tensor:
+        """The Hessians of the log joint divided by N at each of P positions `[P, D]`: `[P, D, D]`,
+        as those of `derivatives_at`."""
+        return self.derivatives_at(positions)[2]
 
     def hessian_times(self, position: Tensor, vector: Tensor) -> Tensor:
         """The Hessian of the log joint at a position, divided by N, times a vector [D]: a vector

@@ -31,10 +31,10 @@ class GaussNewtonDensity(FullDataDensity):
         value, slope, precision = expand(self, spec, dense=True)
         return value, slope, -precision / self.log_posterior.num_data
 
-    def hessians(self, positions: Tensor) -> Tensor:
-        """Minus the Gauss-Newton precision divided by N at each of P positions `[P, D]`: `[P, D,
-        D]`."""
-        return torch.stack([self.hessian(position) for position in positions])
+    @property
+    def at_once(self) -> int:
+        """1: each position takes a pass of its own."""
+        return 1
 
     @property
     def passes(self) -> int:

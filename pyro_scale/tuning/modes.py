@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_scale.core.gaussian import Dense, Gaussian, triangular
 from pyro_scale.curvature.density import FullDataDensity
-from pyro_scale.curvature.newton import Ascent, ascend
+from pyro_scale.curvature.newton import Ascent, Search, ascent, run_together
 from pyro_scale.errors import ArgumentError
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.no_start import what_to_try
@@ -163,8 +163,9 @@ def find_modes(
     Raises:
         ArgumentError: there is neither a mode nor a Gaussian.
     """
-    ascents, passes = run_searches(partial(_search, density), list(starts), limits)
-    evaluations = int(passes)
+    groups = starts.split(density.at_once)
+    found, passes = run_searches(partial(_search_together, density), groups, limits)
+    ascents, evaluations = [ascent for group in found for ascent in group], int(passes)
     modes = merge([mode_at(end, temperature, (i,)) for i, end in enumerate(ascents) if end.is_mode])
     gap, stand_in = math.inf, None
     if modes:
@@ -212,29 +213,41 @@ def run_searches(
     return [result for result, _ in done], sum(cost for _, cost in done)
 
 
-def _search(density: FullDataDensity, start: Tensor, limits: SearchLimits) -> tuple[Ascent, int]:
-    """Runs Newton's method from a start, and returns the search path and the passes through the
-    data that it took.
+def _search_together(
+    density: FullDataDensity, starts: Tensor, limits: SearchLimits
+) -> tuple[list[Ascent], int]:
+    """Searches from the unconstrained params `starts` `[searches, D]`, at the same time; returns
+    the search paths, and the passes through the data that they took."""
+    steps = int(min(SEARCH.steps, limits.passes / density.passes))
+    found = run_together(density, [_search(start, steps, limits.is_over) for start in starts])
+    return [path for path, _ in found], density.passes * sum(steps for _, steps in found)
+
+
+def _search(
+    start: Tensor, most_steps: int, is_over: Callable[[], bool]
+) -> Search[tuple[Ascent, int]]:
+    """A search by Newton's method, which returns its path and the number of Hessians.
 
     If there is no mode at the path's end, the search is repeated from closer to 0: far from 0,
     rounding hides the derivatives of a steep log density. Without a mode, the path to the largest
     log joint is returned.
 
     Args:
-        density: log density of all rows, or of rows that represent them.
         start: unconstrained params `[D]`.
-        limits: limits of the search.
+        most_steps: most steps of the search, its repetitions included.
+        is_over: function that says whether the searches' time is over.
     """
-    ascents, steps = list[Ascent](), int(min(SEARCH.steps, limits.passes / density.passes))
+    paths, steps = list[Ascent](), 0
     for shrinkage in SEARCH.shrinkages:
-        if ascents and (steps < 1 or limits.is_over()):
+        if paths and (steps >= most_steps or is_over()):
             break
-        ascents.append(ascend(density, start * shrinkage, most_steps=steps, is_over=limits.is_over))
-        steps -= len(ascents[-1].path)
-        if ascents[-1].is_mode:
+        paths.append(
+            (yield from ascent(start * shrinkage, most_steps=most_steps - steps, is_over=is_over))
+        )
+        steps += len(paths[-1].path)
+        if paths[-1].is_mode:
             break
-    passes = density.passes * sum(len(ascent.path) for ascent in ascents)
-    return max(ascents, key=lambda ascent: (ascent.is_mode, ascent.value)), passes
+    return max(paths, key=lambda path: (path.is_mode, path.value)), steps
 
 
 def mode_at(ascent: Ascent, temperature: float, searches: tuple[int, ...]) -> Mode:
@@ -342,6 +355,16 @@ class StandIn(NamedTuple):
         return Mode(Dense(self.mean, self.scale_tril), self.bound, searches)
 
 
+def _stand_in(
+    density: FullDataDensity, place: Tensor, precision: Tensor, temperature: float, seed: int
+) -> StandIn:
+    """The Gaussian at a place with the curvature there, and its evidence lower bound. Arguments as
+    for `gaussian_at` and `_bound`."""
+    gaussian = gaussian_at(place, precision, temperature)
+    bound, evidence = _bound(density, gaussian, temperature, seed)
+    return StandIn(bound, gaussian.mean, gaussian.scale_tril, evidence)
+
+
 def _bound(
     density: FullDataDensity, gaussian: Dense, temperature: float, seed: int
 ) -> tuple[float, float]:
@@ -399,14 +422,12 @@ def best_on_the_way(
         map: function that computes the Gaussians, in this process or shared out among several.
     """
 
-    def fit(place: Tensor, limits: SearchLimits) -> tuple[StandIn | None, float]:
-        hessian = density.hessian(place).double()
-        if not bool(torch.isfinite(hessian).all()):
-            return None, 0
-        gaussian = gaussian_at(place, -hessian * density.log_posterior.num_data, temperature)
-        bound, evidence = _bound(density, gaussian, temperature, seed)
-        return StandIn(bound, gaussian.mean, gaussian.scale_tril, evidence), 0
+    def fit(places: Tensor, limits: SearchLimits) -> tuple[list[StandIn], float]:
+        precisions = -density.log_posterior.num_data * density.hessians(places).double()
+        pairs = zip(places, precisions, strict=True)
+        usable = [pair for pair in pairs if bool(torch.isfinite(pair[1]).all())]
+        return [_stand_in(density, *pair, temperature, seed) for pair in usable], 0
 
-    fits, _ = run_searches(fit, list(places), SearchLimits(map=map))
-    finite = [one for one in fits if one is not None and math.isfinite(one.bound)]
+    groups, _ = run_searches(fit, places.split(density.at_once), SearchLimits(map=map))
+    finite = [one for group in groups for one in group if math.isfinite(one.bound)]
     return max(finite, key=lambda one: one.bound, default=None)
