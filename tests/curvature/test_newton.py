@@ -9,7 +9,7 @@ import torch
 from densities import density_of_all_rows, prepare_run
 from reference import close, double, normals
 
-from pyro_scale.curvature.newton import ascend
+from pyro_scale.curvature.newton import ascend, ascent, run_together
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -100,3 +100,23 @@ def test_a_wall_is_no_mode():
         pyro.factor("wall", torch.where(x < 1, 30 * x, torch.nan))
 
     assert not ascend(density_of_all_rows(prepare_run(model)), double(0.0)).is_mode
+
+
+def test_searches_that_run_together_end_as_alone():
+    """From near and far, at two modes and where the log joint is not finite, in their order."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), 3.0).to_event(1))
+        pyro.factor("two", -((x[0] ** 2 - 4.0) ** 2) + 0 * (x[1] + 5.0).log())
+
+    density = density_of_all_rows(prepare_run(model))
+    starts = double([2.1, 0.0], [-30.0, 9.0], [1.0, -6.0], [1e-3, 0.5], [-2.0, 0.1])
+    together = run_together(density, [ascent(start) for start in starts])
+    for start, found in zip(starts, together, strict=True):
+        alone = ascend(density, start)
+        assert found.is_mode == alone.is_mode
+        assert len(found.path) == len(alone.path)
+        close(found.path, alone.path, 1e-10)
+        close(found.precision, alone.precision, 1e-10)
+    assert [found.is_mode for found in together] == [True, True, False, True, True]
+    assert [float(found.position[0].sign()) for found in together[:2]] == [1, -1]

@@ -496,6 +496,9 @@ def test_anchored_hessians_are_those_one_by_one(model):
     density = anchored(whole.of_some_rows(60, 1), places[0], -N * whole.hessian(places[0]))
     one_by_one = torch.stack([density.hessian(place) for place in places])
     close(density.hessians(places), one_by_one, 1e-12)
+    each = [density.derivatives(place) for place in places]
+    for together, alone in zip(density.derivatives_at(places), zip(*each, strict=True), strict=True):
+        close(together, torch.stack(alone), 1e-12)
 
 
 # ------------------------------------------------------------------ modes
