@@ -21,7 +21,7 @@ CODE_LINES = {
     "calibration": 1724,
     "compile": 1246,
     "core": 1453,
-    "curvature": 3151,
+    "curvature": 3195,
     "data": 932,
     "diagnostics": 2984,
     "distributed": 560,
@@ -36,7 +36,7 @@ CODE_LINES = {
     "rng": 643,
     "run": 2147,
     "storage": 569,
-    "tuning": 2835,
+    "tuning": 2848,
 }
 #: Of the whole package.
 MOST = {
@@ -46,7 +46,7 @@ MOST = {
     "functions of more than 50 code lines": 1,
     "most imports of a file": 32,
     "numeric constants of modules": 294,
-    "numeric defaults of fields": 241,
+    "numeric defaults of fields": 242,
     "isinstance, hasattr and case": 494,
     "Any and object": 1030,
 }
