@@ -103,7 +103,7 @@ def _make_report(fit: Fit, findings: list[Finding]) -> Report:
         choices["optimum"] = f"means are within {means:.2g} sds of it, sds within {sds:.2g}%"
         if not (math.isfinite(means) and math.isfinite(sds)):
             choices["optimum"] = "it is not known how far it is, after so few steps"
-    return Report.from_findings(findings, choices)
+    return Report.from_findings(findings, choices, (fit.temperature, fit.temperature))
 
 
 def _not_known(reason: str) -> Finding:

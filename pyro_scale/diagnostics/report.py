@@ -72,14 +72,22 @@ class Report:
         findings: results of all checks: those that decide the verdict first, the worst of them
             before others.
         choices: reasons of the settings that tuning chose, in words, by setting.
+        temperatures: lowest and highest temperature that the draws were to have; they are draws of
+            the posterior if both are 1.
     """
 
     verdict: Verdict
     findings: tuple[Finding, ...]
     choices: Mapping[str, str] = field(default_factory=dict)
+    temperatures: tuple[float, float] = 1.0, 1.0
 
     @classmethod
-    def from_findings(cls, findings: Sequence[Finding], choices: Mapping[str, str]) -> Report:
+    def from_findings(
+        cls,
+        findings: Sequence[Finding],
+        choices: Mapping[str, str],
+        temperatures: tuple[float, float] = (1.0, 1.0),
+    ) -> Report:
         """The report made of these findings, sorted so that those which decide the verdict come
         first, the worst of them before others. The verdict is "ensemble" if any finding says so,
         otherwise "no", "unknown" or "yes".
@@ -87,6 +95,7 @@ class Report:
         Args:
             findings: results of all checks, in any order.
             choices: reasons of the settings that tuning chose, by setting.
+            temperatures: lowest and highest temperature that the draws were to have.
         """
         verdicts = list(_TITLES)
 
@@ -96,20 +105,25 @@ class Report:
             return verdicts.index(finding.verdict), 0.0 if passed else -severity
 
         ranked = sorted(findings, key=rank)
-        return cls(_decide(ranked), tuple(ranked), choices)
+        return cls(_decide(ranked), tuple(ranked), choices, temperatures)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
         """The report from the JSON text that `to_json` returned, as a saved run's facts have it."""
         fields = json.loads(text)
-        findings = tuple(Finding(**finding) for finding in fields["findings"])
-        return cls(fields["verdict"], findings, fields["choices"])
+        findings = tuple(Finding(**finding) for finding in fields.pop("findings"))
+        low, high = fields.pop("temperatures", (1.0, 1.0))
+        return cls(findings=findings, temperatures=(low, high), **fields)
 
     def to_json(self) -> str:
         """The report as JSON text, for `from_json`; severities are left out."""
-        findings = [finding.to_dict() for finding in self.findings]
         return json.dumps(
-            {"verdict": self.verdict, "findings": findings, "choices": dict(self.choices)}
+            {
+                "verdict": self.verdict,
+                "findings": [finding.to_dict() for finding in self.findings],
+                "choices": dict(self.choices),
+                "temperatures": self.temperatures,
+            }
         )
 
     def to_frame(self) -> pandas.DataFrame:
@@ -127,13 +141,11 @@ class Report:
     @property
     def headline(self) -> str:
         """The report's first line: the verdict, the worst finding and what to try; for "yes", what
-        that means."""
+        that means, and at which temperature draws are if they are not of the posterior."""
         title, _ = _TITLES[self.verdict]
         if self.verdict == "yes":
-            return (
-                f"{title}: every check puts posterior means within 0.1 sds and sds within 5% of "
-                "the posterior's"
-            )
+            text = f"{title}: every check puts posterior means within 0.1 sds and sds within 5% of "
+            return text + _target(*self.temperatures)
         worst = self.findings[0]
         advice = f"; try: {worst.advice}" if worst.advice else ""
         return f"{title}: {worst}{advice}"
@@ -147,6 +159,17 @@ class Report:
             _, mark = _TITLES[finding.verdict]
             lines.append(f"[{mark}] {finding.check}: {site}{finding.told}")
         return "\n".join(lines)
+
+
+def _target(low: float, high: float) -> str:
+    """Whose means and sds a YES is about, as a phrase: the posterior's, or, where temperatures of
+    draws are others than 1, those at these temperatures, and how to sample the posterior."""
+    if low == high == 1:
+        return "the posterior's"
+    if low != high:
+        return f"those at temperatures of {low:.4g} to {high:.4g}; for the posterior: temperature=1"
+    width = "wider" if low > 1 else "narrower"
+    return f"those at temperature {low:.4g}, {width} than the posterior; for that: temperature=1"
 
 
 def _decide(findings: Sequence[Finding]) -> Verdict:

@@ -136,7 +136,7 @@ def judged_by_bias(result: PosteriorDraws, table: pandas.DataFrame) -> Posterior
         if finding.verdict == "no":
             finding = dataclasses.replace(finding, advice="a smaller lr, or lr='auto'")
         findings.append(finding)
-    report = Report.from_findings(findings, before.choices)
+    report = Report.from_findings(findings, before.choices, before.temperatures)
     return dataclasses.replace(result, attrs=result.attrs | {"report": report.to_json()})
 
 

@@ -83,7 +83,9 @@ def report(
         *check_bias(result, choice),
         *check_warm_up(result, choice),
     ]
-    return Report.from_findings(_with_advice(result, findings), choices)
+    column = result.sample_stats["temperature"]
+    temperatures = float(column.min()), float(column.max())
+    return Report.from_findings(_with_advice(result, findings), choices, temperatures)
 
 
 def report_on_exact(result: PosteriorDraws, num_samples: int) -> Report:
@@ -100,7 +102,8 @@ def report_on_exact(result: PosteriorDraws, num_samples: int) -> Report:
         *_check_divergences(result),
     ]
     method = f"{result.attrs['method']}, exact on all rows, up to Monte Carlo error"
-    return Report.from_findings(_with_advice(result, findings), {"method": method})
+    choices, temperature = {"method": method}, float(result.attrs["temperature"])
+    return Report.from_findings(_with_advice(result, findings), choices, (temperature, temperature))
 
 
 def _with_advice(result: PosteriorDraws, findings: list[Finding]) -> list[Finding]:

@@ -46,9 +46,25 @@ def test_the_verdict_is_that_of_the_worst_finding(verdict):
     assert report.of_site("b") == "yes"
 
 
+@pytest.mark.parametrize(
+    ("temperatures", "of"),
+    [
+        ((1.0, 1.0), "the posterior's"),
+        ((1.5, 1.5), "those at temperature 1.5, wider than the posterior; for that: temperature=1"),
+        ((0.5, 0.5), "those at temperature 0.5, narrower than"),
+        ((0.5, 1.5), "those at temperatures of 0.5 to 1.5; for the posterior: temperature=1"),
+    ],
+)
+def test_a_yes_names_the_temperature(temperatures, of):
+    """Draws at another temperature than 1 are not the posterior's, however good they are."""
+    report = Report.from_findings([finding("a", "yes", 0.3)], {}, temperatures)
+    assert report.verdict == "yes"
+    assert f"within 5% of {of}" in report.headline
+
+
 def test_it_comes_back_from_text():
     """In the order that it had; the severity, by which it was found, is not kept."""
-    report = Report.from_findings(FINDINGS, {"lr": "0.1, as it was set"})
+    report = Report.from_findings(FINDINGS, {"lr": "0.1, as it was set"}, (0.5, 1.5))
     again = Report.from_json(report.to_json())
     assert again == report
     assert str(again) == str(report)

@@ -73,6 +73,19 @@ def test_few_draws_and_one_chain_tell_nothing(sampled):
     assert "a single chain cannot show it" in changed(sampled, **alone).headline
 
 
+@pytest.mark.parametrize("method", [ps.NUTS, ps.BAOA, ps.Laplace])
+def test_a_yes_names_the_temperature_that_was_asked_for(method, tmp_path):
+    """Also read from a file. Draws at temperature 1.5 are right for what was asked for, and have
+    sds 1.5^0.5 times too large for the posterior."""
+    fit = method(regression(variance=2.0), temperature=1.5).run(DATA, seed=1, progress=False)
+    fit.save(tmp_path / "run")
+    for one in (fit, method.load(tmp_path / "run", fit.model)):
+        assert re.fullmatch(
+            "YES: .* at temperature 1.5, wider than the posterior; for that: temperature=1",
+            one.report().headline,
+        )
+
+
 def test_it_is_kept_in_a_file(sampled, tmp_path):
     sampled.save(tmp_path / "run")
     assert str(ps.NUTS.load(tmp_path / "run", sampled.model).report()) == str(sampled.report())
