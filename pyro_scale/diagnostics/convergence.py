@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 #: Advice where chains stay in different modes.
 APART = (
     "each chain agrees with itself, so chains are most likely in different modes, which no warm-up "
-    "leaves: give the model one mode (an order, a sign), or start all chains in it "
-    "(init_strategy=)"
+    "leaves: give the model one mode (an order, a sign)"
 )
 
 

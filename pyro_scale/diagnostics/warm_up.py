@@ -46,7 +46,14 @@ def check_warm_up(result: PosteriorDraws, choice: Choice | None) -> list[Finding
     )
     advice = "another parametrization"
     finding = Finding("", "warm-up", "yes" if settled else "unknown", text, advice, severity)
-    return [finding] if choice.modes is None else [finding, *check_modes(result, choice.modes)]
+    if (modes := choice.modes) is None:
+        return [finding]
+    without_start = modes.unvisited(result.num_chains)
+    if not modes.elsewhere:
+        return [finding, *check_modes(result, modes.worth_visiting, without_start)]
+    every, restart = (*modes.modes, *modes.elsewhere), "init_strategy='auto'"
+    without_start += modes.elsewhere
+    return [finding, *check_modes(result, every, without_start, restart)]
 
 
 def _r_hat(result: PosteriorDraws, whitening: Whitening) -> float:

@@ -58,7 +58,7 @@ def find_diagonal_modes(
         gaussian = Diagonal.from_precision(end.position.double(), end.precision / temperature)
         evidence = end.value / temperature + float(gaussian.log_det) / 2
         modes.append(Mode(gaussian, evidence, (number,)))
-    are_same = partial(_are_connected, density, temperature, starts)
+    are_same = partial(are_connected, density, temperature, starts)
     distinct = tuple(merge_by(modes, are_same))
     return Modes(distinct, bool(at_modes), len(starts), math.nan, math.ceil(passes))
 
@@ -116,7 +116,7 @@ def _search(
     return best, passes
 
 
-def _are_connected(
+def are_connected(
     density: FullDataDensity, temperature: float, like: Tensor, one: Mode, other: Mode
 ) -> bool:
     """Whether two modes count as the same: the log density does not fall by more than a tolerance

@@ -22,10 +22,10 @@ from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.run.budget import Budget
 from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.choice import Precondition, Settings
-from pyro_scale.tuning.diagonal_modes import find_diagonal_modes
+from pyro_scale.tuning.diagonal_modes import are_connected, find_diagonal_modes
 from pyro_scale.tuning.low_rank import with_axes
 from pyro_scale.tuning.many_rows import find_modes_of_many_rows
-from pyro_scale.tuning.modes import Mode, Modes, SearchLimits, find_modes
+from pyro_scale.tuning.modes import Mode, Modes, SearchLimits, find_modes, merge, merge_by
 from pyro_scale.tuning.policy import GEOMETRY, SEARCH
 from pyro_scale.tuning.search_starts import search_starts
 
@@ -60,7 +60,11 @@ def with_geometry(
     form = _form(gaussian, problem.positions.shape[1])
     temperature = float(problem.engine.kernel.values(0)["temperature"])
     if isinstance(gaussian, str):
-        modes = _find_modes(problem, settings.starts, form, full_data, density, budget)
+        find = partial(_find_modes, problem, form, full_data, density, budget)
+        if settings.starts:
+            modes = find(search_starts(problem, density))
+        else:
+            modes = _with_elsewhere(find(problem.positions[: SEARCH.most]), problem, density, find)
         gaussian = modes.best.gaussian
     assert gaussian is not None
     if form == "kron":
@@ -81,31 +85,70 @@ def with_geometry(
     return problem, modes, density
 
 
+def _with_elsewhere(
+    modes: Modes,
+    problem: Problem,
+    density: FullDataDensity,
+    find: Callable[..., Modes],
+) -> Modes:
+    """The modes that searches from the user's starts found, with those that searches from elsewhere
+    find (`Modes.elsewhere`). These change nothing in how chains move; the report judges by them
+    whether draws are in all modes.
+
+    Args:
+        modes: modes that searches from the user's starts found.
+        problem: chains at the user's starts.
+        density: log density of all rows, or of rows that represent them.
+        find: function that searches from starts `[searches, D]`, after `spent` passes.
+    """
+    if not modes.are_modes:
+        return modes
+    starts = search_starts(problem, density, elsewhere=True)
+    try:
+        others = find(starts, spent=modes.evaluations)
+    except ArgumentError:  # they lead nowhere
+        return modes
+    modes = dataclasses.replace(modes, evaluations=modes.evaluations + others.evaluations)
+    if not others.are_modes:
+        return modes
+    first = modes.searches
+    later = [m._replace(searches=tuple(first + i for i in m.searches)) for m in others.modes]
+    every, are_near = [*modes.modes, *later], None
+    if isinstance(modes.best.gaussian, Diagonal):
+        temperature = float(problem.engine.kernel.values(0)["temperature"])
+        are_near = partial(are_connected, density, temperature, starts)
+    distinct = merge(every) if are_near is None else merge_by(every, are_near)
+    elsewhere = [mode for mode in distinct if min(mode.searches) >= first]
+    return dataclasses.replace(modes, elsewhere=tuple(elsewhere))
+
+
 def _find_modes(
     problem: Problem,
-    chooses_starts: bool,
     form: _Form,
     full_data: FullDataDensity,
     density: FullDataDensity,
     budget: Budget,
+    starts: Tensor,
+    spent: float = 0.0,
 ) -> Modes:
     """Searches for the modes of the posterior given all rows; searches through many rows begin with
     a sample of them.
 
     Args:
         problem: chains at their starts.
-        chooses_starts: whether searches also begin at other points than the chains' starts.
         form: how the coordinates are whitened; "dense" searches by Newton's method, others by
             L-BFGS.
         full_data: log density of all rows.
         density: log density of all rows, or of rows that represent them.
         budget: gradients of rows and seconds that tuning may take.
+        starts: where searches begin, `[searches, D]`.
+        spent: passes through the data that earlier searches took.
     """
     like, num_data = problem.positions, problem.log_posterior.num_data
     temperature = float(problem.engine.kernel.values(0)["temperature"])
-    starts = search_starts(problem, density) if chooses_starts else like[: SEARCH.most]
     budget = budget.until("searches")
-    passes = SEARCH.fraction * budget.most_rows(problem) / num_data / len(starts)
+    most = SEARCH.fraction * budget.most_rows(problem) / num_data
+    passes = max(0.0, most - spent) / len(starts)
     map = partial(problem.map, what="searches for modes")
     limits = SearchLimits(passes, lambda: budget.is_over, map)
     if form == "dense":

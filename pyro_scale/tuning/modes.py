@@ -95,6 +95,8 @@ class Modes:
         gap: Kullback-Leibler divergence of the best mode's Gaussian from the posterior, in nats,
             estimated from the Gaussian's draws; NaN if it was not estimated.
         evaluations: passes through the data; a Hessian counts as one for each dimension.
+        elsewhere: further modes, which only searches from other places than the user's starts
+            found. No chain starts there.
     """
 
     modes: tuple[Mode, ...]
@@ -102,6 +104,7 @@ class Modes:
     searches: int
     gap: float
     evaluations: int
+    elsewhere: tuple[Mode, ...] = ()
 
     @property
     def best(self) -> Mode:
@@ -112,8 +115,7 @@ class Modes:
     def worth_visiting(self) -> tuple[Mode, ...]:
         """The modes that chains should visit, largest evidence first: those whose log evidence is
         less than `SEARCH.negligible_nats` nats below the best mode's."""
-        least = self.best.log_evidence - SEARCH.negligible_nats
-        return tuple(mode for mode in self.modes if mode.log_evidence > least)
+        return tuple(worth_visiting(self.modes))
 
     def starting_points(self, num_chains: int) -> list[Gaussian]:
         """The Gaussian that each chain starts from, one for each of `num_chains` chains: that of
@@ -138,6 +140,13 @@ class Modes:
             for mode in self.worth_visiting
             if not any(mode.gaussian is start for start in starts)
         ]
+
+
+def worth_visiting(modes: Sequence[Mode]) -> list[Mode]:
+    """The modes that have more than a negligible part of the posterior, in their order: those whose
+    log evidence is less than `SEARCH.negligible_nats` nats below the largest."""
+    least = max(mode.log_evidence for mode in modes) - SEARCH.negligible_nats
+    return [mode for mode in modes if mode.log_evidence > least]
 
 
 def find_modes(

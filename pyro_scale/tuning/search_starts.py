@@ -16,7 +16,7 @@ from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.policy import SEARCH
 
 
-def search_starts(problem: Problem, density: FullDataDensity) -> Tensor:
+def search_starts(problem: Problem, density: FullDataDensity, elsewhere: bool = False) -> Tensor:
     """Unconstrained params at which the searches for modes start, `[searches, D]`: half of them
     close to zero, half at the best of many random points.
 
@@ -27,20 +27,23 @@ def search_starts(problem: Problem, density: FullDataDensity) -> Tensor:
     Args:
         problem: chains at their starts.
         density: log density of all rows, or of rows that represent them.
+        elsewhere: whether to leave out the chains' own starts, from which there are searches
+            already.
     """
-    searches = min(SEARCH.most, max(SEARCH.fewest, len(problem.positions)))
-    near = _near_zero(problem, searches)
+    own = [] if elsewhere else list(problem.positions)
+    searches = min(SEARCH.most, max(SEARCH.fewest, len(own)))
+    near = _near_zero(problem, own[:searches], searches)
     best = _best_places(problem, density.of_some_rows(SEARCH.rows, problem.seed), searches // 2)
     return torch.cat([near[: searches - len(best)], best])
 
 
-def _near_zero(problem: Problem, searches: int) -> Tensor:
-    """Unconstrained params `[searches, D]` at which the first searches start: the chains' own
+def _near_zero(problem: Problem, own: list[Tensor], searches: int) -> Tensor:
+    """Unconstrained params `[searches, D]` at which the first searches start: the chains' `own`
     starts, and random ones if there are fewer chains than searches. Every second one is replaced by
     the negative of the one before."""
-    starts, log_posterior = list(problem.positions[:searches]), problem.log_posterior
+    starts, log_posterior = list(own), problem.log_posterior
     first = problem.data.first()
-    for chain in range(len(starts), searches):
+    for chain in range(len(own), searches):
         init = log_posterior.default_init(chain)
         params = log_posterior.start(first, problem.seed, chain, init)
         starts.append(problem.engine.layout.flatten(params))

@@ -14,7 +14,7 @@ from reference import close, double, normals
 from pyro_scale.core.gaussian import Dense
 from pyro_scale.curvature.modes import lbfgs
 from pyro_scale.errors import ArgumentError
-from pyro_scale.tuning.diagonal_modes import _are_connected, find_diagonal_modes
+from pyro_scale.tuning.diagonal_modes import are_connected, find_diagonal_modes
 from pyro_scale.tuning.modes import Mode, SearchLimits, find_modes, merge
 from pyro_scale.tuning.no_start import what_to_try
 
@@ -164,12 +164,12 @@ def test_places_with_no_dip_between_them_are_one_mode():
         return Mode(Dense(double(*mean), torch.eye(len(mean), dtype=torch.float64)), 0.0, ())
 
     like = double(0.0)
-    assert _are_connected(
+    assert are_connected(
         density_of_all_rows(prepare_run(ridge)), 1.0, like, mode(-0.5, -0.5), mode(0.5, 0.5)
     )
     bimodal = density_of_all_rows(prepare_run(two_peaks(1.0, 3.0)))
-    assert not _are_connected(bimodal, 1.0, like, mode(-1.0), mode(1.0))
-    assert _are_connected(bimodal, 100.0, like, mode(-1.0), mode(1.0))  # a dip of half a nat
+    assert not are_connected(bimodal, 1.0, like, mode(-1.0), mode(1.0))
+    assert are_connected(bimodal, 100.0, like, mode(-1.0), mode(1.0))  # a dip of half a nat
     assert len(searched(two_peaks(1.0, 3.0), search=find_diagonal_modes).modes) == 2
 
 

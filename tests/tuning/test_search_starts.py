@@ -1,5 +1,7 @@
 """Where searches for modes begin."""
 
+import dataclasses
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -39,6 +41,12 @@ def test_half_are_near_zero_and_half_where_the_prior_is(chains, searches):
     assert len(starts) == searches
     assert int(near.sum()) == int(away.sum()) == searches // 2
     assert torch.equal(starts[1], -starts[0])
+
+
+def test_elsewhere_does_not_depend_on_where_chains_start():
+    problem, density, starts = starts_of(far_prior)
+    moved = dataclasses.replace(problem, positions=problem.positions + 7)
+    assert torch.equal(search_starts(moved, density, elsewhere=True), starts)
 
 
 def test_places_further_out_stand_for_a_prior_that_there_is_none_of():
