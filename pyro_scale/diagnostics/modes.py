@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from pyro_scale.curvature.newton import ascend
 from pyro_scale.diagnostics.policy import MIXING
 from pyro_scale.diagnostics.report import Finding, Verdict
+from pyro_scale.exact.log_density import LogDensity, TemperedDensity
 from pyro_scale.posterior.draws import PosteriorDraws
+from pyro_scale.run.problem import Problem
 from pyro_scale.storage.lazy_draws import some_draws
-from pyro_scale.tuning.modes import Mode, worth_visiting
+from pyro_scale.tuning.modes import Mode, has_dip, merge, mode_at, worth_visiting
+from pyro_scale.tuning.policy import GEOMETRY, SEARCH
+from pyro_scale.tuning.search_starts import search_starts
 
 #: Modes whose positions a finding lists.
 _MODES_SHOWN = 4
+#: Newton steps with which a search by L-BFGS ends.
+_NEWTON_STEPS = 5
+#: Most gradients of a search by L-BFGS.
+_MOST_GRADIENTS = 200
+#: Such a search ends where the gradient, in nats per sd of the draws, or the relative gain is this
+#: small.
+_SLOPE, _GAIN = 1e-2, 1e-9
+#: The gradient beyond which its end is no mode.
+_FLAT = 0.1
+#: Nats by which the log density counts as below its lowest where it is not finite.
+_WALL = 1e6
+#: Differences of latents, in sds of the draws, from whose gradients a Hessian is computed.
+_DIFFERENCE = 1e-4
 
 
 def check_modes(
@@ -66,6 +86,83 @@ def check_modes(
     if len(empty) == worth:  # draws are at modes without mass
         advice = restart
     return [Finding(site, "modes", verdict, text, advice, share / MIXING.missed)]
+
+
+def check_modes_of_nuts(
+    result: PosteriorDraws, problem: Problem, log_density: LogDensity, gradients: float
+) -> list[Finding]:
+    """A list with one finding for the report of NUTS: whether draws are in every mode that searches
+    find, from the draw of the largest density and from the library's own starts; empty if these
+    lead to a single mode, or to none.
+
+    Searches by L-BFGS take the compiled gradients of NUTS, a small fraction of its own. Ends count
+    as different modes if the log density dips between them; only then are there Hessians.
+
+    Args:
+        result: draws of the run.
+        problem: model, data and chains of the run.
+        log_density: log density of the run.
+        gradients: number of gradients that the run took.
+    """
+    size = log_density.layout.size
+    num_searches = int(SEARCH.fraction_of_nuts * gradients / _MOST_GRADIENTS)
+    if num_searches < 2 or size > GEOMETRY.dense:
+        return []
+    draws = result.positions[..., :size].double().cpu().flatten(0, 1)
+    densest, sd = draws[result.sample_stats["lp"].flatten().argmax()], draws.std(0)
+    sd = torch.where(sd > 0, sd, 1.0)
+    density = TemperedDensity(
+        log_posterior=problem.log_posterior,
+        data=problem.data,
+        layout=log_density.layout,
+        function=log_density.function,
+        differences=_DIFFERENCE * sd,
+    )
+    starts = search_starts(problem, density, True, SEARCH.places_one_by_one)
+    starts = starts[: num_searches - 1, :size].double().cpu()
+    ends: list[Tensor] = []
+    for start in (densest, *starts):
+        end = _climb(density, start, sd)
+        if end is None and not ends:  # no mode where draws are
+            return []
+        if end is not None and all(has_dip(density, other, end, 1.0) for other in ends):
+            ends.append(end)
+    if len(ends) < 2:
+        return []
+    ascents = [ascend(density, end, most_steps=_NEWTON_STEPS) for end in ends]
+    modes = [mode_at(ascent, 1.0, (i,)) for i, ascent in enumerate(ascents) if ascent.is_mode]
+    if not ascents[0].is_mode or len(modes) < 2:
+        return []
+    return check_modes(result, merge(modes), (), "BAOA(model), whose chains start at all modes")
+
+
+def _climb(density: TemperedDensity, start: Tensor, sd: Tensor) -> Tensor | None:
+    """The latents `[D]` at the end of a search by L-BFGS in units of `sd`; None if the gradient has
+    not vanished there.
+
+    Args:
+        density: log density of the run.
+        start: latents at which the search begins, `[D]`.
+        sd: standard deviations of latents, `[D]`.
+    """
+    from scipy.optimize import minimize  # slow to import
+
+    num_data, highest = density.log_posterior.num_data, 0.0
+
+    def descend(z: Any) -> tuple[float, Any]:
+        nonlocal highest
+        nats, slope = density.grad(start + sd * torch.from_numpy(z))
+        value, downhill = -num_data * float(nats), (-num_data * sd * slope).numpy()
+        if not (math.isfinite(value) and math.isfinite(downhill.sum())):
+            return highest + _WALL, 0 * z
+        highest = max(highest, value)
+        return value, downhill
+
+    zero = torch.zeros_like(start).numpy()
+    options = {"maxfun": _MOST_GRADIENTS, "ftol": _GAIN, "gtol": _SLOPE, "maxcor": 20}
+    end = minimize(descend, zero, jac=True, method="L-BFGS-B", options=options)
+    is_flat = math.isfinite(end.fun) and bool(abs(end.jac).max() < _FLAT)
+    return start + sd * torch.from_numpy(end.x) if is_flat else None
 
 
 def _where_they_differ(result: PosteriorDraws, modes: Sequence[Mode]) -> tuple[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from typing import TypeAlias
@@ -101,6 +102,8 @@ def report_on_exact(result: PosteriorDraws, num_samples: int) -> Report:
         *resolution(result),
         *_check_divergences(result),
     ]
+    if "modes" in result.attrs:
+        findings.append(Finding(**json.loads(result.attrs["modes"])))
     method = f"{result.attrs['method']}, exact on all rows, up to Monte Carlo error"
     choices, temperature = {"method": method}, float(result.attrs["temperature"])
     return Report.from_findings(_with_advice(result, findings), choices, (temperature, temperature))

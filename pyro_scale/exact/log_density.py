@@ -21,6 +21,7 @@ from pyro_scale.core.exclusive import exclusive, raise_if_from_handler
 from pyro_scale.core.layout import Layout
 from pyro_scale.core.rows import Arguments
 from pyro_scale.core.warn import warn
+from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.engine.reuse import mark
 from pyro_scale.errors import CompileWarning, PyroScaleWarning
 from pyro_scale.model.log_posterior import LogPosterior, Params
@@ -131,6 +132,44 @@ class EagerFunction:
             torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
             for ours, theirs in zip(native(at), expected, strict=True)
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemperedDensity(FullDataDensity):
+    """The log joint of all rows of data, divided by a temperature, by the compiled function of
+    NUTS: for searches that take the gradients of NUTS, and no others. Positions are latents, in
+    float64; further params are ignored.
+
+    Attributes:
+        function: function from latents `[D]` to (log joint divided by the temperature; gradient).
+        differences: differences of latents from whose gradients a Hessian is computed, `[D]`.
+    """
+
+    function: NativeFunction | EagerFunction
+    differences: Tensor
+
+    def of_some_rows(self, most: int, seed: int) -> TemperedDensity:
+        """The density itself: compiled code takes all rows."""
+        return self
+
+    def grad(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """(The tempered log joint at latents `[D]`; its gradient `[D]`), both divided by N."""
+        value, slope = self.function(position[: len(self.differences)].double().cpu())
+        return value / self.log_posterior.num_data, slope / self.log_posterior.num_data
+
+    def derivatives(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(The tempered log joint at latents `[D]`; its gradient; its Hessian, by differences of
+        gradients), all divided by N."""
+        slopes = [
+            self.grad(position + step)[1] - self.grad(position - step)[1]
+            for step in self.differences.diag()
+        ]
+        hessian = torch.stack(slopes) / (2 * self.differences[:, None])
+        return *self.grad(position), (hessian + hessian.mT) / 2
+
+    def values(self, positions: Tensor) -> Tensor:
+        """The tempered log joint divided by N at each of P positions: `[P]`."""
+        return torch.stack([self.grad(position)[0] for position in positions])
 
 
 class EarlierFunction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
+from pyro_scale.core.exclusive import raise_if_from_handler
 from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.sources import TensorData
+from pyro_scale.diagnostics.modes import check_modes_of_nuts
 from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.engine.compile_step import check_compile
 from pyro_scale.engine.progress import Progress
@@ -195,6 +198,8 @@ class NUTS(Method):
         result = self._result(problem, draws, settings, times)
         if draws.is_broken:
             result.attrs["diverged_where"] = _what_broke(problem, density)
+        if draws.ended_by is None:
+            result.attrs.update(_modes_of(result, problem, density, settings))
         self._last = Finished(Posterior(_with_enough_digits(result, problem)))
         self._warn(self.posterior.draws, draws.ended_by)
         return self
@@ -311,6 +316,31 @@ def _program_of(density: LogDensity) -> str:
     return (
         f"{density.program}, called from Python (nutpie {version()} is not known to take pointers)"
     )
+
+
+def _modes_of(
+    result: PosteriorDraws, problem: Problem, density: LogDensity, settings: Settings
+) -> dict[str, str]:
+    """Facts about the modes of the posterior, for `attrs` and the report: the finding whether draws
+    are in all of them, as JSON text; empty if searches find one mode, or none.
+
+    Args:
+        result: draws of the run.
+        problem: the analyzed model.
+        density: log density of the run.
+        settings: settings of the run.
+    """
+    steps = float(result.sample_stats["n_steps"].double().mean())
+    gradients = steps * settings.length * result.num_chains
+    try:
+        findings = check_modes_of_nuts(result, problem, density, gradients)
+    except KeyboardInterrupt:  # ends the searches, and keeps the draws
+        return {}
+    except Exception as error:  # of the model, far from where draws are
+        raise_if_from_handler(error)
+        return {}
+    texts = [json.dumps(finding.to_dict()) for finding in findings]
+    return {"modes": texts[0]} if texts else {}
 
 
 def _with_enough_digits(result: PosteriorDraws, problem: Problem) -> PosteriorDraws:

@@ -7,21 +7,26 @@ import math
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from pyro_scale.core.gaussian import Diagonal
 from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.curvature.modes import lbfgs
 from pyro_scale.errors import ArgumentError, DataError
-from pyro_scale.tuning.modes import NO_LIMITS, Mode, Modes, SearchLimits, merge_by, run_searches
+from pyro_scale.tuning.modes import (
+    NO_LIMITS,
+    Mode,
+    Modes,
+    SearchLimits,
+    has_dip,
+    merge_by,
+    run_searches,
+)
 from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.policy import SEARCH
 
 #: Passes of a search by L-BFGS, roughly.
 _LBFGS_PASSES = 100
-#: Places between two modes at which the log density is evaluated.
-_PLACES_BETWEEN = 9
 
 
 def find_diagonal_modes(
@@ -129,8 +134,5 @@ def are_connected(
         one: the first mode.
         other: the second mode.
     """
-    way = other.gaussian.mean - one.gaussian.mean
-    parts = torch.linspace(0, 1, _PLACES_BETWEEN, dtype=way.dtype)[:, None].to(way.device)
-    places = (one.gaussian.mean + parts * way).to(like)
-    values = density.values(places).double() * density.log_posterior.num_data / temperature
-    return float(values.min()) > min(float(values[0]), float(values[-1])) - SEARCH.same_nats
+    means = one.gaussian.mean.to(like), other.gaussian.mean.to(like)
+    return not has_dip(density, *means, temperature)

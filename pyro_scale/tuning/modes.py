@@ -19,6 +19,8 @@ from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.no_start import what_to_try
 from pyro_scale.tuning.policy import SEARCH
 
+#: Places between two modes at which the log density is evaluated.
+_PLACES_BETWEEN = 9
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -338,6 +340,23 @@ def _distance(one: Mode, other: Mode, by: Gaussian) -> float:
     assert isinstance(by, Dense)
     away = (one.gaussian.mean - other.gaussian.mean)[:, None]
     return float(torch.linalg.solve_triangular(by.scale_tril, away, upper=False).norm())
+
+
+def has_dip(density: FullDataDensity, begin: Tensor, end: Tensor, temperature: float) -> bool:
+    """Whether the log density falls by more than a tolerance on the straight line between two
+    places, below both of them, so that they are at different modes.
+
+    Args:
+        density: log density of all rows, or of rows that represent them.
+        begin: unconstrained params `[D]`.
+        end: unconstrained params `[D]`.
+        temperature: temperature of the posterior.
+    """
+    parts = torch.linspace(0, 1, _PLACES_BETWEEN, dtype=end.dtype)[:, None].to(end.device)
+    values = density.values(begin + parts * (end - begin)).double()
+    values = values * density.log_posterior.num_data / temperature
+    lower = min(float(values[0]), float(values[-1]))
+    return not float(values.min()) > lower - SEARCH.same_nats
 
 
 class StandIn(NamedTuple):

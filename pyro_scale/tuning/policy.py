@@ -35,6 +35,8 @@ class Search:
     steps: int = 64
     #: Fraction of a run's rows that searches may take.
     fraction: float = 0.10
+    #: Fraction of the gradients of NUTS that searches after it may take.
+    fraction_of_nuts: float = 0.05
     #: Modes closer than this are one: in sds, and in nats of evidence.
     same_sds: float = 3.0
     same_nats: float = 2.0

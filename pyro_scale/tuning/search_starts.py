@@ -16,7 +16,12 @@ from pyro_scale.run.problem import Problem
 from pyro_scale.tuning.policy import SEARCH
 
 
-def search_starts(problem: Problem, density: FullDataDensity, elsewhere: bool = False) -> Tensor:
+def search_starts(
+    problem: Problem,
+    density: FullDataDensity,
+    elsewhere: bool = False,
+    most_places: int = SEARCH.places,
+) -> Tensor:
     """Unconstrained params at which the searches for modes start, `[searches, D]`: half of them
     close to zero, half at the best of many random points.
 
@@ -29,11 +34,15 @@ def search_starts(problem: Problem, density: FullDataDensity, elsewhere: bool = 
         density: log density of all rows, or of rows that represent them.
         elsewhere: whether to leave out the chains' own starts, from which there are searches
             already.
+        most_places: number of prior draws, and of places further out, that are compared.
     """
     own = [] if elsewhere else list(problem.positions)
     searches = min(SEARCH.most, max(SEARCH.fewest, len(own)))
     near = _near_zero(problem, own[:searches], searches)
-    best = _best_places(problem, density.of_some_rows(SEARCH.rows, problem.seed), searches // 2)
+    if not problem.engine.vectorized:
+        most_places = min(most_places, SEARCH.places_one_by_one)
+    density = density.of_some_rows(SEARCH.rows, problem.seed)
+    best = _best_places(problem, density, most_places, searches // 2)
     return torch.cat([near[: searches - len(best)], best])
 
 
@@ -51,11 +60,10 @@ def _near_zero(problem: Problem, own: list[Tensor], searches: int) -> Tensor:
     return torch.stack([-starts[i - 1] if i % 2 else start for i, start in enumerate(starts)])
 
 
-def _best_places(problem: Problem, density: FullDataDensity, count: int) -> Tensor:
-    """The `count` points with the largest log joint among draws of the prior and random points
-    further out, as unconstrained params `[count, D]`; fewer if the log joint is finite at fewer of
-    them."""
-    size = SEARCH.places if problem.engine.vectorized else SEARCH.places_one_by_one
+def _best_places(problem: Problem, density: FullDataDensity, size: int, count: int) -> Tensor:
+    """The `count` points with the largest log joint among `size` draws of the prior and as many
+    random points further out, as unconstrained params `[count, D]`; fewer if the log joint is
+    finite at fewer of them."""
     places = torch.cat([_further_out(problem, size), _prior_draws(problem, size)])
     values = torch.cat([density.values(block) for block in places.split(SEARCH.at_once)])
     values = values.nan_to_num(-math.inf, -math.inf, -math.inf)

@@ -8,8 +8,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 from linear import linear_data, regression
+from reference import double, normals
 
 import pyro_scale as ps
+from pyro_scale.diagnostics import modes
+from pyro_scale.infer import nuts as nuts_module
 
 pytest.importorskip("nutpie")
 pytestmark = [
@@ -123,3 +126,79 @@ def test_few_draws_get_the_number_that_is_enough(sampled):
     ).groups()
     assert 90 * 1.25 * 400 / effective == pytest.approx(int(needed), rel=0.1)
     assert float(factor) == pytest.approx(1.25 * 400 / effective, rel=0.05)
+
+
+def two_modes(share):
+    """Of which the one at 5 has this share of the posterior."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), 50.0).to_event(1))
+        parts = dist.Normal(double(-5.0, 5.0)[:, None], 0.5).log_prob(x).sum(-1)
+        pyro.factor("modes", (parts + double(1 - share, share).log()).logsumexp(0))
+
+    return model
+
+
+def started_at(place, model, **how):
+    init = {"x": place + normals(4, 2, seed=3) / 2}
+    return ps.NUTS(model, init_strategy=init, **how).run(None, **HOW)
+
+
+def test_a_mode_without_draws_is_told(tmp_path):
+    """Also from a file, which has no data and no compiled density."""
+    nuts = started_at(5.0, two_modes(0.5))
+    assert nuts.report().headline.startswith("NO: site 'x': 2 modes, at ")
+    assert nuts.report().headline.endswith(
+        "; the others have 0.0 nats less evidence; there is no draw at 1 of them; try: a model "
+        "without the other modes (an order, a sign)"
+    )
+    nuts.save(tmp_path / "run")
+    assert str(ps.NUTS.load(tmp_path / "run", nuts.model).report()) == str(nuts.report())
+
+
+@pytest.mark.parametrize(("place", "verdict"), [(5.0, "no"), (-5.0, "yes")])
+def test_a_mode_without_mass_needs_no_draws(place, verdict):
+    """All draws at it are wrong; the advice is BAOA, which is right."""
+    report = started_at(place, two_modes(1e-7)).report()
+    assert report.verdict == verdict
+    if verdict == "no":
+        assert report.headline.endswith("try: BAOA(model), whose chains start at all modes")
+        baoa = ps.BAOA(two_modes(1e-7)).run(None, seed=0, progress=False)
+        assert baoa.report().verdict == "yes"
+
+
+def test_evidence_of_modes_is_that_at_the_temperature():
+    """At temperature 3, the mode of 1e-7 has 1e-7^(1/3) times the density of the other, 0.5%: not
+    negligible any more."""
+    report = started_at(-5.0, two_modes(1e-7), temperature=3.0).report()
+    assert "5.4 nats less evidence" in next(f.told for f in report.findings if f.check == "modes")
+
+
+def test_a_funnel_has_no_modes_to_miss():
+    """The log joint rises without end where v falls, so that there is no mode."""
+
+    def funnel():
+        pyro.factor("no data", torch.zeros(()))
+        v = pyro.sample("v", dist.Normal(0.0, 3.0))
+        pyro.sample("x", dist.Normal(torch.zeros(9), (v / 2).exp()).to_event(1))
+
+    assert "modes" not in ps.NUTS(funnel).run(None, **HOW).posterior.attrs
+
+
+def test_errors_of_searches_are_no_errors_of_the_run(monkeypatch):
+    def fail(*arguments):
+        raise ValueError("the model, far out")
+
+    monkeypatch.setattr(modes, "search_starts", fail)
+    assert "modes" not in started_at(5.0, two_modes(0.5)).posterior.attrs
+
+
+def test_searches_leave_torchs_random_numbers(monkeypatch):
+    def state_after():
+        torch.manual_seed(7)
+        started_at(5.0, two_modes(0.5))
+        return torch.get_rng_state()
+
+    with_searches = state_after()
+    monkeypatch.setattr(nuts_module, "_modes_of", lambda *arguments: {})
+    assert torch.equal(with_searches, state_after())
