@@ -8,7 +8,8 @@
 
 A Gaussian posterior (a regression on ten correlated columns, other data at each seed) is sampled
 with nothing set, on all 500 rows and in batches of 50: a run that is right should have a yes.  A
-run of `bad_settings.py` should be right, or not have one.  Right is as in `judge.py`.  Writes
+run of `bad_settings.py` should be right, or not have one, or say that it is of another density
+than the posterior, as the user asked.  Right is as in `judge.py`.  Writes
 `results/verdicts.md`, with exact (Clopper-Pearson) 95% intervals, and `results/verdicts.json`, from
 which a later call goes on.
 """
@@ -68,6 +69,16 @@ class Outcome:
     told: str
     seconds: float
 
+    @property
+    def is_as_asked(self) -> bool:
+        """Whether the report says that draws are of another density than the posterior."""
+        return self.verdict == "yes" and " at temperature " in self.told
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it is wrong, and passed with a yes."""
+        return self.verdict == "yes" and not (self.is_right or self.is_as_asked)
+
 
 def run(part: str, case: Case, seed: int, sampler: Any = None) -> Outcome:
     """One run."""
@@ -99,8 +110,9 @@ def row(name: str, found: list[Outcome]) -> str:
     """A case's counts."""
     right = [o for o in found if o.is_right]
     verdicts = [sum(o.verdict == kind for o in found) for kind in ("yes", "unknown", "no")]
-    silent = sum(not o.is_right and o.verdict == "yes" for o in found)
-    cells = [len(right), *verdicts, sum(o.verdict == "raised" for o in found), silent]
+    raised = sum(o.verdict == "raised" for o in found)
+    as_asked, silent = sum(o.is_as_asked for o in found), sum(o.is_silent for o in found)
+    cells = [len(right), *verdicts, raised, as_asked, silent]
     return f"| {name} | {len(found)} | " + " | ".join(map(str, cells)) + " |"
 
 
@@ -108,18 +120,18 @@ def page(outcomes: list[Outcome]) -> str:
     """Both tables."""
     gaussian, bad = ([o for o in outcomes if o.part == part] for part in ("gaussian", "bad"))
     lines = ["# Verdicts", "", "## A Gaussian", ""]
-    head = "runs | right | yes | not known | no | raised | wrong with a yes |"
+    head = "runs | right | yes | not known | no | raised | as asked | wrong with a yes |"
     for case in dict.fromkeys(o.case for o in gaussian):
         found = [o for o in gaussian if o.case == case]
         right = [o for o in found if o.is_right]
         refused = sum(o.verdict != "yes" for o in right)
-        passed = sum(o.verdict == "yes" for o in found if not o.is_right)
+        passed = sum(o.is_silent for o in found)
         lines += [
             f"{case}: right {share(len(right), len(found))}; of these refused "
             f"{share(refused, len(right))}; wrong with a yes {share(passed, len(found))}.",
             "",
         ]
-    lines += [f"| | {head}", "|---|---|---|---|---|---|---|---|"]
+    lines += [f"| | {head}", "|---|---|---|---|---|---|---|---|---|"]
     for case in dict.fromkeys(o.case for o in gaussian):
         lines.append(row(case, [o for o in gaussian if o.case == case]))
     unseen = [case.name for case in UNSEEN]
@@ -127,12 +139,12 @@ def page(outcomes: list[Outcome]) -> str:
         "Bad settings": [o for o in bad if o.case not in unseen],
         "Beyond what can be seen": [o for o in bad if o.case in unseen],
     }.items():
-        wrong = [o for o in found if not o.is_right]
-        passed = sum(o.verdict == "yes" for o in wrong)
+        wrong = [o for o in found if not (o.is_right or o.is_as_asked)]
+        passed = sum(o.is_silent for o in wrong)
         lines += ["", f"## {title}", ""]
         if wrong:
             lines += [f"Wrong, and passed with a yes: {share(passed, len(wrong))}.", ""]
-        lines += [f"| | {head}", "|---|---|---|---|---|---|---|---|"]
+        lines += [f"| | {head}", "|---|---|---|---|---|---|---|---|---|"]
         for case in dict.fromkeys(o.case for o in found):
             lines.append(row(case, [o for o in found if o.case == case]))
     return "\n".join([*lines, ""])

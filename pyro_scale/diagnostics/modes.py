@@ -22,8 +22,8 @@ from pyro_scale.tuning.search_starts import search_starts
 
 #: Modes whose positions a finding lists.
 _MODES_SHOWN = 4
-#: Newton steps with which a search by L-BFGS ends.
-_NEWTON_STEPS = 5
+#: Newton steps with which a search by L-BFGS ends, and nats that they may leave to gain.
+_NEWTON_STEPS, _NEAR = 3, 0.05
 #: Most gradients of a search by L-BFGS.
 _MOST_GRADIENTS = 200
 #: Such a search ends where the gradient, in nats per sd of the draws, or the relative gain is this
@@ -89,7 +89,11 @@ def check_modes(
 
 
 def check_modes_of_nuts(
-    result: PosteriorDraws, problem: Problem, log_density: LogDensity, gradients: float
+    result: PosteriorDraws,
+    latents: Tensor,
+    problem: Problem,
+    log_density: LogDensity,
+    gradients: float,
 ) -> list[Finding]:
     """A list with one finding for the report of NUTS: whether draws are in every mode that searches
     find, from the draw of the largest density and from the library's own starts; empty if these
@@ -100,6 +104,7 @@ def check_modes_of_nuts(
 
     Args:
         result: draws of the run.
+        latents: draws of the unconstrained latents, `[chains, draws, D]` in float64.
         problem: model, data and chains of the run.
         log_density: log density of the run.
         gradients: number of gradients that the run took.
@@ -108,7 +113,7 @@ def check_modes_of_nuts(
     num_searches = int(SEARCH.fraction_of_nuts * gradients / _MOST_GRADIENTS)
     if num_searches < 2 or size > GEOMETRY.dense:
         return []
-    draws = result.positions[..., :size].double().cpu().flatten(0, 1)
+    draws = latents.flatten(0, 1)
     densest, sd = draws[result.sample_stats["lp"].flatten().argmax()], draws.std(0)
     sd = torch.where(sd > 0, sd, 1.0)
     density = TemperedDensity(
@@ -129,9 +134,14 @@ def check_modes_of_nuts(
             ends.append(end)
     if len(ends) < 2:
         return []
-    ascents = [ascend(density, end, most_steps=_NEWTON_STEPS) for end in ends]
-    modes = [mode_at(ascent, 1.0, (i,)) for i, ascent in enumerate(ascents) if ascent.is_mode]
-    if not ascents[0].is_mode or len(modes) < 2:
+    modes = list[Mode]()
+    for number, end in enumerate(ends):
+        ascent = ascend(density, end, _NEAR, _NEWTON_STEPS)
+        if ascent.is_mode:
+            modes.append(mode_at(ascent, 1.0, (number,)))
+        elif not modes:
+            return []
+    if len(modes) < 2:
         return []
     return check_modes(result, merge(modes), (), "BAOA(model), whose chains start at all modes")
 

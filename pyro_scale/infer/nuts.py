@@ -199,7 +199,7 @@ class NUTS(Method):
         if draws.is_broken:
             result.attrs["diverged_where"] = _what_broke(problem, density)
         if draws.ended_by is None:
-            result.attrs.update(_modes_of(result, problem, density, settings))
+            result.attrs.update(_modes_of(result, draws, problem, density, settings))
         self._last = Finished(Posterior(_with_enough_digits(result, problem)))
         self._warn(self.posterior.draws, draws.ended_by)
         return self
@@ -319,13 +319,18 @@ def _program_of(density: LogDensity) -> str:
 
 
 def _modes_of(
-    result: PosteriorDraws, problem: Problem, density: LogDensity, settings: Settings
+    result: PosteriorDraws,
+    draws: Draws,
+    problem: Problem,
+    density: LogDensity,
+    settings: Settings,
 ) -> dict[str, str]:
     """Facts about the modes of the posterior, for `attrs` and the report: the finding whether draws
     are in all of them, as JSON text; empty if searches find one mode, or none.
 
     Args:
         result: draws of the run.
+        draws: the same, as NUTS returned them.
         problem: the analyzed model.
         density: log density of the run.
         settings: settings of the run.
@@ -333,7 +338,7 @@ def _modes_of(
     steps = float(result.sample_stats["n_steps"].double().mean())
     gradients = steps * settings.length * result.num_chains
     try:
-        findings = check_modes_of_nuts(result, problem, density, gradients)
+        findings = check_modes_of_nuts(result, draws.positions, problem, density, gradients)
     except KeyboardInterrupt:  # ends the searches, and keeps the draws
         return {}
     except Exception as error:  # of the model, far from where draws are
