@@ -44,11 +44,14 @@ def judge_bias(
     advice: str,
     how: str = "",
     check: str = "step size",
-    errors_of_yes: float = PILOTS.errors,
+    errors_of_yes: float = PILOTS.errors_of_yes,
 ) -> Finding:
     """The finding for the report on the bias of a site's means and sds, as of the step size:
     "no" if it is surely beyond the tolerance at some element, "yes" if it is surely within it at
     all elements, otherwise "unknown".
+
+    In simulations with standard errors of 16 parts and 10, 100 or 1,000 elements, a bias of one
+    element at the tolerance has a "yes" in 1% of runs, more such elements in fewer.
 
     Args:
         site: name of the site.

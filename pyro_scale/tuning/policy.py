@@ -180,6 +180,10 @@ class Pilots:
     sd_bias: float = 0.02
     #: Standard errors beyond which a bias is significant.
     errors: float = 2.0
+    #: Standard errors by which the bias of every element must be within tolerance for a YES. With
+    #: those of 16 parts (four chains), a bias at the tolerance passes in 1% of runs; with 2, in 3%.
+    #: More elements make that rarer, as all must pass.
+    errors_of_yes: float = 2.6
     #: Parts of a chain whose means give the standard error.
     parts: int = 4
     #: Factors on a step size that is too long: at least, and at most.
