@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pyro_scale.curvature.newton import ascend
@@ -125,25 +126,35 @@ def check_modes_of_nuts(
     )
     starts = search_starts(problem, density, True, SEARCH.places_one_by_one)
     starts = starts[: num_searches - 1, :size].double().cpu()
-    ends: list[Tensor] = []
-    for start in (densest, *starts):
+    modes = _distinct_modes(density, [densest, *starts], sd)
+    if len(modes) < 2:
+        return []
+    return check_modes(result, modes, (), "BAOA(model), whose chains start at all modes")
+
+
+def _distinct_modes(density: TemperedDensity, starts: Sequence[Tensor], sd: Tensor) -> list[Mode]:
+    """The modes that searches lead to, if the first of them leads to one; empty if these are not
+    two or more.
+
+    Args:
+        density: log density of the run.
+        starts: latents at which searches begin, `[D]` each.
+        sd: standard deviations of latents, `[D]`.
+    """
+    ends, modes = list[Tensor](), list[Mode]()
+    for start in starts:
         end = _climb(density, start, sd)
         if end is None and not ends:  # no mode where draws are
             return []
         if end is not None and all(has_dip(density, other, end, 1.0) for other in ends):
             ends.append(end)
-    if len(ends) < 2:
-        return []
-    modes = list[Mode]()
-    for number, end in enumerate(ends):
+    for number, end in enumerate(ends if len(ends) > 1 else ()):
         ascent = ascend(density, end, _NEAR, _NEWTON_STEPS)
         if ascent.is_mode:
             modes.append(mode_at(ascent, 1.0, (number,)))
         elif not modes:
             return []
-    if len(modes) < 2:
-        return []
-    return check_modes(result, merge(modes), (), "BAOA(model), whose chains start at all modes")
+    return merge(modes)
 
 
 def _climb(density: TemperedDensity, start: Tensor, sd: Tensor) -> Tensor | None:
@@ -159,7 +170,7 @@ def _climb(density: TemperedDensity, start: Tensor, sd: Tensor) -> Tensor | None
 
     num_data, highest = density.log_posterior.num_data, 0.0
 
-    def descend(z: Any) -> tuple[float, Any]:
+    def descend(z: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         nonlocal highest
         nats, slope = density.grad(start + sd * torch.from_numpy(z))
         value, downhill = -num_data * float(nats), (-num_data * sd * slope).numpy()

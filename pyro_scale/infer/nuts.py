@@ -198,8 +198,7 @@ class NUTS(Method):
         result = self._result(problem, draws, settings, times)
         if draws.is_broken:
             result.attrs["diverged_where"] = _what_broke(problem, density)
-        if draws.ended_by is None:
-            result.attrs.update(_modes_of(result, draws, problem, density, settings))
+        result.attrs.update(_modes_of(result, draws, problem, density, settings))
         self._last = Finished(Posterior(_with_enough_digits(result, problem)))
         self._warn(self.posterior.draws, draws.ended_by)
         return self
@@ -326,7 +325,8 @@ def _modes_of(
     settings: Settings,
 ) -> dict[str, str]:
     """Facts about the modes of the posterior, for `attrs` and the report: the finding whether draws
-    are in all of them, as JSON text; empty if searches find one mode, or none.
+    are in all of them, as JSON text; empty if searches find one mode, or none, or if the run was
+    ended early.
 
     Args:
         result: draws of the run.
@@ -335,6 +335,8 @@ def _modes_of(
         density: log density of the run.
         settings: settings of the run.
     """
+    if draws.ended_by is not None:
+        return {}
     steps = float(result.sample_stats["n_steps"].double().mean())
     gradients = steps * settings.length * result.num_chains
     try:

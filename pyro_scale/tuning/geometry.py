@@ -64,7 +64,8 @@ def with_geometry(
         if settings.starts:
             modes = find(search_starts(problem, density))
         else:
-            modes = _with_elsewhere(find(problem.positions[: SEARCH.most]), problem, density, find)
+            modes = find(problem.positions[: SEARCH.most])
+            modes = _with_elsewhere(modes, problem, form, density, find)
         gaussian = modes.best.gaussian
     assert gaussian is not None
     if form == "kron":
@@ -88,6 +89,7 @@ def with_geometry(
 def _with_elsewhere(
     modes: Modes,
     problem: Problem,
+    form: _Form,
     density: FullDataDensity,
     find: Callable[..., Modes],
 ) -> Modes:
@@ -98,6 +100,7 @@ def _with_elsewhere(
     Args:
         modes: modes that searches from the user's starts found.
         problem: chains at the user's starts.
+        form: how the coordinates are whitened.
         density: log density of all rows, or of rows that represent them.
         find: function that searches from starts `[searches, D]`, after `spent` passes.
     """
@@ -113,11 +116,12 @@ def _with_elsewhere(
         return modes
     first = modes.searches
     later = [m._replace(searches=tuple(first + i for i in m.searches)) for m in others.modes]
-    every, are_near = [*modes.modes, *later], None
-    if isinstance(modes.best.gaussian, Diagonal):
+    every = [*modes.modes, *later]
+    if form == "dense":
+        distinct = merge(every)
+    else:
         temperature = float(problem.engine.kernel.values(0)["temperature"])
-        are_near = partial(are_connected, density, temperature, starts)
-    distinct = merge(every) if are_near is None else merge_by(every, are_near)
+        distinct = merge_by(every, partial(are_connected, density, temperature, starts))
     elsewhere = [mode for mode in distinct if min(mode.searches) >= first]
     return dataclasses.replace(modes, elsewhere=tuple(elsewhere))
 

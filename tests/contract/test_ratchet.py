@@ -23,11 +23,11 @@ CODE_LINES = {
     "core": 1453,
     "curvature": 3195,
     "data": 932,
-    "diagnostics": 2984,
+    "diagnostics": 3088,
     "distributed": 560,
     "engine": 1689,
-    "exact": 535,
-    "infer": 3995,
+    "exact": 554,
+    "infer": 4019,
     "kernels": 1095,
     "metrics": 529,
     "model": 4116,
@@ -36,7 +36,7 @@ CODE_LINES = {
     "rng": 643,
     "run": 2147,
     "storage": 569,
-    "tuning": 2848,
+    "tuning": 2904,
 }
 #: Of the whole package.
 MOST = {
@@ -45,8 +45,8 @@ MOST = {
     "functions of more than 8 parameters": 4,
     "functions of more than 50 code lines": 1,
     "most imports of a file": 32,
-    "numeric constants of modules": 294,
-    "numeric defaults of fields": 242,
+    "numeric constants of modules": 302,
+    "numeric defaults of fields": 245,
     "isinstance, hasattr and case": 494,
     "Any and object": 1030,
 }
