@@ -157,15 +157,19 @@ class TemperedDensity(FullDataDensity):
         value, slope = self.function(position[: len(self.differences)].double().cpu())
         return value / self.log_posterior.num_data, slope / self.log_posterior.num_data
 
-    def derivatives(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(The tempered log joint at latents `[D]`; its gradient; its Hessian, by differences of
-        gradients), all divided by N."""
-        slopes = [
-            self.grad(position + step)[1] - self.grad(position - step)[1]
-            for step in self.differences.diag()
-        ]
+    def derivatives_at(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(The tempered log joint at each of P positions `[P, D]`, `[P]`; its gradients `[P, D]`;
+        its Hessians, by differences of gradients, `[P, D, D]`), all divided by N."""
+        values, slopes = (
+            torch.stack(each) for each in zip(*map(self.grad, positions), strict=True)
+        )
+        return values, slopes, torch.stack([self._hessian(position) for position in positions])
+
+    def _hessian(self, position: Tensor) -> Tensor:
+        steps = self.differences.diag()
+        slopes = [self.grad(position + h)[1] - self.grad(position - h)[1] for h in steps]
         hessian = torch.stack(slopes) / (2 * self.differences[:, None])
-        return *self.grad(position), (hessian + hessian.mT) / 2
+        return (hessian + hessian.mT) / 2
 
     def values(self, positions: Tensor) -> Tensor:
         """The tempered log joint divided by N at each of P positions: `[P]`."""
