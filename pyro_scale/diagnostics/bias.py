@@ -50,8 +50,8 @@ def judge_bias(
     "no" if it is surely beyond the tolerance at some element, "yes" if it is surely within it at
     all elements, otherwise "unknown".
 
-    In simulations with standard errors of 16 parts and 10, 100 or 1,000 elements, a bias of one
-    element at the tolerance has a "yes" in 1% of runs, more such elements in fewer.
+    With standard errors of 16 parts, a bias of one element exactly at the tolerance has a "yes" in
+    1% of runs; if more elements are biased, in fewer, as all must pass.
 
     Args:
         site: name of the site.

@@ -497,7 +497,9 @@ def test_anchored_hessians_are_those_one_by_one(model):
     one_by_one = torch.stack([density.hessian(place) for place in places])
     close(density.hessians(places), one_by_one, 1e-12)
     each = [density.derivatives(place) for place in places]
-    for together, alone in zip(density.derivatives_at(places), zip(*each, strict=True), strict=True):
+    for together, alone in zip(
+        density.derivatives_at(places), zip(*each, strict=True), strict=True
+    ):
         close(together, torch.stack(alone), 1e-12)
 
 
