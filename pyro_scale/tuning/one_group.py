@@ -116,6 +116,14 @@ class OneGroup:
     def sound_draws(self, draws: Draws, sound: Tensor) -> Tensor:
         return draws.positions[sound[0]][None]
 
+    def to_values(self, latents: Tensor) -> Tensor:
+        problem, layout, values = self.problem, self.problem.engine.layout, latents.clone()
+        slices, params = layout.slices(), layout.unflatten(problem.positions[0])
+        for name, transform in problem.log_posterior.elementwise_bijections(params).items():
+            draws = latents[..., slices[name]].unflatten(-1, params[name].shape or (1,))
+            values[..., slices[name]] = transform(draws).flatten(3)
+        return values
+
     def to_whitened(self, kept: Tensor) -> Tensor:
         params, whitening = kept[..., : self.num_latents].double(), self.problem.engine.whitening
         return params if whitening is None else whitening.double().to_whitened(params)

@@ -4,6 +4,7 @@ coupled run (the same Brownian path) at half the step size."""
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
@@ -51,6 +52,28 @@ class Bias(NamedTuple):
         """
         factor = self.excess ** (-1 / order) if self.excess > 1 else 1.0
         return 1.0 if factor == 1 else min(max(factor, PILOTS.shorter), PILOTS.longer)
+
+    def factor_until_known(self, order: int) -> float:
+        """The factor, at most 1, by which to multiply the step size so that the bias of every
+        element is surely within tolerance (`is_known`).
+
+        Args:
+            order: the power of lr with which the bias and its error fall.
+        """
+        means = (self.mean.abs() + PILOTS.errors * self.mean_mcse) / TOLERANCE.mean
+        sds = (self.log_sd.abs() + PILOTS.errors * self.log_sd_mcse) / TOLERANCE.sd
+        worst = float(torch.maximum(means, sds).max())
+        return 1.0 if worst < 1 else 0.99 * worst ** (-1 / order)
+
+    def or_more_precise(self, other: Bias) -> Bias:
+        """Of each element, this bias or another one, whichever has smaller standard errors
+        (relative to the tolerances)."""
+        errors, of_other = (
+            torch.maximum(bias.mean_mcse / TOLERANCE.mean, bias.log_sd_mcse / TOLERANCE.sd)
+            for bias in (self, other)
+        )
+        pairs = zip(self, other, strict=True)
+        return Bias(*(torch.where(of_other < errors, theirs, own) for own, theirs in pairs))
 
     def scaled(self, by: float) -> Bias:
         """The bias and its standard errors, multiplied by a factor: those of another step size."""
@@ -141,34 +164,37 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
         if fixed is not None or bool(intact.any()):  # set lengths: no group depends on another
             kept = groups.sound_draws(full, sound), groups.sound_draws(half, sound)
             latents, of_half = (draws[..., : groups.num_latents].double() for draws in kept)
+            values, values_of_half = groups.to_values(latents), groups.to_values(of_half)
             for group in torch.nonzero(intact)[:, 0].tolist():
-                biases[group] = bias_between(latents[group], of_half[group], order)
-            groups, times = groups.moved_to(full, sound), times_about_mean(latents) * every
-        factor = torch.tensor(
-            [
-                _factor(bias, order, policy) if bias is not None and is_intact else 0.5
-                for bias, is_intact in zip(biases, intact.tolist(), strict=True)
-            ],
-            dtype=torch.float64,
-        )
-        settled = fixed is None and are_most(factor == 1)
-        may_lengthen = settled and lengthened < policy.lengthenings and number < most
-        if may_lengthen and not all(bias is None or bias.is_known.all() for bias in biases):
+                bias = bias_between(latents[group], of_half[group], order)
+                of_values = bias_between(values[group], values_of_half[group], order)
+                biases[group] = bias.or_more_precise(of_values)
+            groups, times = groups.moved_to(full, sound), times_about_mean(values) * every
+        factors = [
+            _factor(bias, order, policy) if bias is not None and is_intact else 0.5
+            for bias, is_intact in zip(biases, intact.tolist(), strict=True)
+        ]
+        until_known = [
+            _factor_until_known(bias, order, policy, factor)
+            for bias, factor in zip(biases, factors, strict=True)
+        ]
+        settled = fixed is None and are_most(torch.tensor(factors) == 1)
+        if settled and None in until_known and lengthened < policy.lengthenings and number < most:
             lengthened, length = lengthened + 1, min(policy.longest, 2 * length)
             if not limit.is_passed(total + 3 * length):
                 continue
-        typical = float(factor.median())
-        groups, times = groups.with_lr(groups.lr * factor), times / factor
-        if settled:
-            break
         if fixed is None:
-            length = min(policy.longest, math.ceil(length / typical))
-        if number == most or (fixed is None and limit.is_passed(total + 3 * length)):
-            scales = (factor**order).tolist()
-            biases = [
-                None if bias is None else bias.scaled(by)
-                for bias, by in zip(biases, scales, strict=True)
-            ]
+            length = min(policy.longest, math.ceil(length / statistics.median_low(factors)))
+        out_of_steps = fixed is None and limit.is_passed(total + 3 * length)
+        is_last = settled or number == most or out_of_steps
+        if is_last:
+            pairs = zip(factors, until_known, strict=True)
+            factors = [factor if known is None else known for factor, known in pairs]
+        factor = torch.tensor(factors, dtype=torch.float64)
+        groups, times = groups.with_lr(groups.lr * factor), times / factor
+        if is_last:
+            pairs = zip(biases, factors, strict=True)
+            biases = [None if bias is None else bias.scaled(by**order) for bias, by in pairs]
             break
     return groups, Pilot(number, ran, total, slow_time(times), biases)
 
@@ -184,6 +210,24 @@ def _factor(bias: Bias, order: int, policy: Pilots) -> float:
     """
     factor = bias.factor(order)
     return policy.if_vague if factor == 1 and bias.is_vague else factor
+
+
+def _factor_until_known(
+    bias: Bias | None, order: int, policy: Pilots, factor: float
+) -> float | None:
+    """The factor, at most `factor`, by which to multiply a group's step size so that its bias is
+    surely within tolerance. None if that is below `policy.least_to_be_known`, or unknown.
+
+    Args:
+        bias: step-size bias of the group; None if it was not measured.
+        order: power of lr with which the bias falls.
+        policy: thresholds of pilots.
+        factor: the factor that the bias itself calls for.
+    """
+    if bias is None:
+        return None
+    known = min(factor, bias.factor_until_known(order))
+    return known if known >= min(factor, policy.least_to_be_known) else None
 
 
 def bias_between(full: Tensor, half: Tensor, order: int) -> Bias:

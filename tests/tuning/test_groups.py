@@ -57,6 +57,7 @@ class Walks:
         return draws.positions.nan_to_num().unflatten(0, (-1, self.chains))
 
     to_whitened = staticmethod(torch.Tensor.double)
+    to_values = staticmethod(torch.Tensor.double)
 
     def learn(self, draws):
         return self, torch.ones(len(self.lr)), torch.full((len(self.lr), 2), 1e-4)
