@@ -436,10 +436,10 @@ class LogPosterior:
         support depends on another site, as a comparison with the model at `params` shows."""
         values, transforms = self.constrain(params), dict[str, Transform]()
         for name in self.latents:
-            transform = bijection_of_elements(self.model_info.sites[name].fn.support)
-            if transform is None or values[name].shape != params[name].shape:
+            if values[name].shape != params[name].shape:
                 continue
-            if torch.allclose(transform(params[name]), values[name]):
+            transform = bijection_of_elements(self.model_info.sites[name].fn.support)
+            if transform is not None and torch.allclose(transform(params[name]), values[name]):
                 transforms[name] = transform
         return transforms
 

@@ -117,11 +117,13 @@ class OneGroup:
         return draws.positions[sound[0]][None]
 
     def to_values(self, latents: Tensor) -> Tensor:
-        problem, layout, values = self.problem, self.problem.engine.layout, latents.clone()
-        slices, params = layout.slices(), layout.unflatten(problem.positions[0])
-        for name, transform in problem.log_posterior.elementwise_bijections(params).items():
-            draws = latents[..., slices[name]].unflatten(-1, params[name].shape or (1,))
-            values[..., slices[name]] = transform(draws).flatten(3)
+        like, layout, values = self.problem.positions, self.problem.engine.layout, latents.clone()
+        slices, params = layout.slices(), layout.unflatten(like[0])
+        bijections = self.problem.log_posterior.elementwise_bijections(params)
+        for name, bijection in bijections.items():
+            draws = latents[..., slices[name]].to(like.device)
+            of_site = torch.vmap(bijection)(draws.reshape(-1, *params[name].shape))
+            values[..., slices[name]] = of_site.reshape(draws.shape).to(latents)
         return values
 
     def to_whitened(self, kept: Tensor) -> Tensor:
