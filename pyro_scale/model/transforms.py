@@ -152,7 +152,7 @@ def is_real(support: Any) -> bool:
     return _of_elements(support) is constraints.real
 
 
-def bijection_of_elements(support: Any) -> Transform | None:
+def bijection_of_elements(support: constraints.Constraint) -> Transform | None:
     """The bijection from the reals to a support, applied element by element; None for a support
     that is all reals, or whose bijection mixes elements (a simplex, an ordered vector)."""
     transform = bijection(_of_elements(support))

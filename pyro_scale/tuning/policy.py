@@ -192,9 +192,6 @@ class Pilots:
     effective: float = 0.25
     #: Times that a pilot is repeated at twice the length because its bias is not known.
     lengthenings: int = 2
-    #: Factor down to which the step size is multiplied instead, until its bias is surely within
-    #: tolerance: draws at half the step cost less than a pilot of twice the length.
-    least_to_be_known: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +346,7 @@ SINGLE_WARM_UP = WarmUp(looks=2, looks_if_wide=2, steepest=1.0)
 TOLERANCE = Tolerance()
 PILOTS = Pilots()
 #: The standard errors of one chain are too rough to decide whether a bias is known.
-SINGLE_PILOTS = Pilots(most=4, if_vague=1.0, lengthenings=0, least_to_be_known=1.0)
+SINGLE_PILOTS = Pilots(most=4, if_vague=1.0, lengthenings=0)
 ACCEPTANCE = Acceptance()
 SINGLE_ACCEPTANCE = Acceptance(most=6, draws=256, times=30.0, settled=1.3)
 NOISE = Noise()
