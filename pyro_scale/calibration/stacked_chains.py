@@ -188,6 +188,9 @@ class StackedChains:
     def sound_draws(self, draws: Draws, sound: Tensor) -> Tensor:
         return torch.where(sound[..., None, None], draws.positions[:, None], 0.0)
 
+    def to_values(self, latents: Tensor) -> Tensor:
+        return latents
+
     def to_whitened(self, kept: Tensor) -> Tensor:
         return kept.double()
 

@@ -15,6 +15,7 @@ import pyro
 import torch
 from pyro.infer.autoguide.initialization import init_to_sample, init_to_value
 from torch import Tensor
+from torch.distributions import Transform
 
 from pyro_scale.core import rows
 from pyro_scale.core.evaluation import Evaluation
@@ -48,7 +49,7 @@ from pyro_scale.model.recorder import Recorder, Simulator
 from pyro_scale.model.scaling import Prior
 from pyro_scale.model.site_checks import NotFiniteStartError, check_starts
 from pyro_scale.model.sites import Point, Site, points_of_store
-from pyro_scale.model.transforms import is_real
+from pyro_scale.model.transforms import bijection_of_elements, is_real
 from pyro_scale.rng.seeds import Purpose, derived_seed
 
 #: How many starts of a chain are tried. If half of all starts break a model, all 20 break it once
@@ -428,6 +429,19 @@ class LogPosterior:
         latents = {s.name: s.value for s in run.sites.values() if s.kind == "latent"}
         points = {n: p.constrain(params[n]) for n, p in self.points.items() if n in params}
         return latents | points
+
+    def elementwise_bijections(self, params: Params) -> dict[str, Transform]:
+        """The bijections from unconstrained space to supports, by site, of those latents whose
+        elements they map one by one. Latents that are all reals are left out, and those whose
+        support depends on another site, as a comparison with the model at `params` shows."""
+        values, transforms = self.constrain(params), dict[str, Transform]()
+        for name in self.latents:
+            if values[name].shape != params[name].shape:
+                continue
+            transform = bijection_of_elements(self.model_info.sites[name].fn.support)
+            if transform is not None and torch.allclose(transform(params[name]), values[name]):
+                transforms[name] = transform
+        return transforms
 
     def unconstrain(self, values: Params) -> dict[str, Tensor]:
         """The unconstrained params, by site, from constrained values of all latents and, if passed,

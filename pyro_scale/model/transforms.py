@@ -152,6 +152,13 @@ def is_real(support: Any) -> bool:
     return _of_elements(support) is constraints.real
 
 
+def bijection_of_elements(support: constraints.Constraint) -> Transform | None:
+    """The bijection from the reals to a support, applied element by element; None for a support
+    that is all reals, or whose bijection mixes elements (a simplex, an ordered vector)."""
+    transform = bijection(_of_elements(support))
+    return None if is_real(support) or transform.domain.event_dim else transform
+
+
 def _of_elements(support: Any) -> Any:
     while isinstance(support, constraints.independent):
         support = support.base_constraint

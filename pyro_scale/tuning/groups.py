@@ -117,6 +117,14 @@ class Groups(Protocol):
             sound: what `are_sound` returned, booleans `[groups, chains]`.
         """
 
+    def to_values(self, latents: Tensor) -> Tensor:
+        """Draws as users read them, of the same shape: an element is constrained if the bijection
+        of its site maps elements one by one (a scale is exp of its element), otherwise it stays.
+
+        Args:
+            latents: unconstrained draws, `[groups, chains, draws, d]`.
+        """
+
     def to_whitened(self, kept: Tensor) -> Tensor:
         """The latents of some draws in whitened coordinates, `[groups, chains, draws, d]` in
         float64; in unconstrained params if chains are not whitened.

@@ -116,6 +116,16 @@ class OneGroup:
     def sound_draws(self, draws: Draws, sound: Tensor) -> Tensor:
         return draws.positions[sound[0]][None]
 
+    def to_values(self, latents: Tensor) -> Tensor:
+        like, layout, values = self.problem.positions, self.problem.engine.layout, latents.clone()
+        slices, params = layout.slices(), layout.unflatten(like[0])
+        bijections = self.problem.log_posterior.elementwise_bijections(params)
+        for name, bijection in bijections.items():
+            draws = latents[..., slices[name]].to(like.device)
+            of_site = torch.vmap(bijection)(draws.reshape(-1, *params[name].shape))
+            values[..., slices[name]] = of_site.reshape(draws.shape).to(latents)
+        return values
+
     def to_whitened(self, kept: Tensor) -> Tensor:
         params, whitening = kept[..., : self.num_latents].double(), self.problem.engine.whitening
         return params if whitening is None else whitening.double().to_whitened(params)

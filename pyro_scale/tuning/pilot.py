@@ -4,13 +4,14 @@ coupled run (the same Brownian path) at half the step size."""
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from pyro_scale.engine.draws import Steps
+from pyro_scale.engine.draws import Draws, Steps
 from pyro_scale.rng.seeds import Purpose
 from pyro_scale.tuning.groups import Groups, Limit, are_most, slow_time, times_about_mean
 from pyro_scale.tuning.policy import PILOTS, TOLERANCE, Pilots
@@ -52,6 +53,28 @@ class Bias(NamedTuple):
         factor = self.excess ** (-1 / order) if self.excess > 1 else 1.0
         return 1.0 if factor == 1 else min(max(factor, PILOTS.shorter), PILOTS.longer)
 
+    def factor_until_known(self, order: int) -> float:
+        """The factor, at most 1, by which to multiply the step size so that the bias of every
+        element is surely within tolerance (`is_known`).
+
+        Args:
+            order: the power of lr with which the bias and its error fall.
+        """
+        means = (self.mean.abs() + PILOTS.errors_of_yes * self.mean_mcse) / TOLERANCE.mean
+        sds = (self.log_sd.abs() + PILOTS.errors_of_yes * self.log_sd_mcse) / TOLERANCE.sd
+        worst = float(torch.maximum(means, sds).max())
+        return 1.0 if worst < 1 else 0.99 * worst ** (-1 / order)
+
+    def or_more_precise(self, other: Bias) -> Bias:
+        """Of each element, this bias or another one, whichever has smaller standard errors
+        (relative to the tolerances)."""
+        errors, of_other = (
+            torch.maximum(bias.mean_mcse / TOLERANCE.mean, bias.log_sd_mcse / TOLERANCE.sd)
+            for bias in (self, other)
+        )
+        pairs = zip(self, other, strict=True)
+        return Bias(*(torch.where(of_other < errors, theirs, own) for own, theirs in pairs))
+
     def scaled(self, by: float) -> Bias:
         """The bias and its standard errors, multiplied by a factor: those of another step size."""
         return Bias(*(by * values for values in self))
@@ -67,8 +90,8 @@ class Bias(NamedTuple):
 
     @property
     def is_known(self) -> Tensor:
-        """Whether each element's bias is surely within tolerance, by 2 standard errors, `[d]`."""
-        return self.is_within(PILOTS.errors)
+        """Whether each element's bias is surely within tolerance, as a YES asks, `[d]`."""
+        return self.is_within(PILOTS.errors_of_yes)
 
     def is_within(self, errors: float) -> Tensor:
         """Whether each element's bias is within tolerance, `[d]`: the absolute bias of the mean (in
@@ -105,11 +128,12 @@ class Pilot(NamedTuple):
 
 
 def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> tuple[G, Pilot]:
-    """Shortens step sizes until the step-size bias of most groups of chains is small.
+    """Shortens step sizes until the step-size bias of most groups of chains is small and known.
 
-    A pilot is a run and a coupled run at half the step size, whose difference shows the bias. Where
-    no more pilots are allowed, theory says how much smaller than the measured bias that of the last
-    step sizes is.
+    A pilot is a run and a coupled run at half the step size, whose difference shows the bias. If
+    that is small but uncertain, the step is shortened until it is known: theory says how much
+    smaller than the measured bias that of the last step size is. Pilots are made longer only where
+    steps would become too short, and theory is also used where no more pilots are allowed.
 
     Args:
         groups: chains in their stationary distribution.
@@ -139,36 +163,35 @@ def pilot(groups: G, time: float, order: int, limit: Limit, policy: Pilots) -> t
         sound = groups.are_sound(full) & groups.are_sound(half)
         intact = sound.all(1)
         if fixed is not None or bool(intact.any()):  # set lengths: no group depends on another
-            kept = groups.sound_draws(full, sound), groups.sound_draws(half, sound)
-            latents, of_half = (draws[..., : groups.num_latents].double() for draws in kept)
-            for group in torch.nonzero(intact)[:, 0].tolist():
-                biases[group] = bias_between(latents[group], of_half[group], order)
-            groups, times = groups.moved_to(full, sound), times_about_mean(latents) * every
-        factor = torch.tensor(
-            [
-                _factor(bias, order, policy) if bias is not None and is_intact else 0.5
-                for bias, is_intact in zip(biases, intact.tolist(), strict=True)
-            ],
-            dtype=torch.float64,
-        )
-        settled = fixed is None and are_most(factor == 1)
-        may_lengthen = settled and lengthened < policy.lengthenings and number < most
-        if may_lengthen and not all(bias is None or bias.is_known.all() for bias in biases):
+            measured, times = _biases_and_times(groups, full, half, sound, order)
+            pairs = zip(measured, biases, strict=True)
+            biases = [before if bias is None else bias for bias, before in pairs]
+            groups, times = groups.moved_to(full, sound), times * every
+        factors = [
+            _factor(bias, order, policy) if bias is not None and is_intact else 0.5
+            for bias, is_intact in zip(biases, intact.tolist(), strict=True)
+        ]
+        until_known = [
+            None if bias is None else _factor_until_known(bias, order, policy, factor)
+            for bias, factor in zip(biases, factors, strict=True)
+        ]
+        settled = fixed is None and are_most(torch.tensor(factors) == 1)
+        if settled and None in until_known and lengthened < policy.lengthenings and number < most:
             lengthened, length = lengthened + 1, min(policy.longest, 2 * length)
             if not limit.is_passed(total + 3 * length):
                 continue
-        typical = float(factor.median())
-        groups, times = groups.with_lr(groups.lr * factor), times / factor
-        if settled:
-            break
         if fixed is None:
-            length = min(policy.longest, math.ceil(length / typical))
-        if number == most or (fixed is None and limit.is_passed(total + 3 * length)):
-            scales = (factor**order).tolist()
-            biases = [
-                None if bias is None else bias.scaled(by)
-                for bias, by in zip(biases, scales, strict=True)
-            ]
+            length = min(policy.longest, math.ceil(length / statistics.median_low(factors)))
+        out_of_steps = fixed is None and limit.is_passed(total + 3 * length)
+        is_last = settled or number == most or out_of_steps
+        if is_last:
+            known = zip(factors, until_known, strict=True)
+            factors = [own if factor is None else factor for own, factor in known]
+            scales = zip(biases, factors, strict=True)
+            biases = [bias if bias is None else bias.scaled(by**order) for bias, by in scales]
+        factor = torch.tensor(factors, dtype=torch.float64)
+        groups, times = groups.with_lr(groups.lr * factor), times / factor
+        if is_last:
             break
     return groups, Pilot(number, ran, total, slow_time(times), biases)
 
@@ -184,6 +207,51 @@ def _factor(bias: Bias, order: int, policy: Pilots) -> float:
     """
     factor = bias.factor(order)
     return policy.if_vague if factor == 1 and bias.is_vague else factor
+
+
+def _factor_until_known(bias: Bias, order: int, policy: Pilots, factor: float) -> float | None:
+    """The factor, at most `factor`, by which to multiply a group's step size so that its bias is
+    surely within tolerance. None if the step would be too short, or if the policy does not ask
+    whether biases are known.
+
+    Draws at half the step cost less than a pilot of twice the length.
+
+    Args:
+        bias: step-size bias of the group.
+        order: power of lr with which the bias falls.
+        policy: thresholds of pilots.
+        factor: the factor that the bias itself calls for.
+    """
+    known = min(factor, bias.factor_until_known(order))
+    return known if policy.lengthenings and known >= min(factor, policy.shorter) else None
+
+
+def _biases_and_times(
+    groups: G, full: Draws, half: Draws, sound: Tensor, order: int
+) -> tuple[list[Bias | None], Tensor]:
+    """(Step-size bias of each group, None if one of its chains broke; autocorrelation time of the
+    slowest element of each group as users read it, or of its square, in draws, `[groups]`).
+
+    Biases are of unconstrained elements or of the values that users read, whichever are more
+    precise: the logarithm of a scale that data hardly bound from below has a long tail, in which
+    the paths part.
+
+    Args:
+        groups: chains before the pilot.
+        full: draws at the step size.
+        half: draws at half the step size, driven by the same Brownian path.
+        sound: whether the draws of each chain can be used, booleans `[groups, chains]`.
+        order: power of lr with which the bias falls.
+    """
+    kept = groups.sound_draws(full, sound), groups.sound_draws(half, sound)
+    latents, of_half = (draws[..., : groups.num_latents].double() for draws in kept)
+    values, values_of_half = groups.to_values(latents), groups.to_values(of_half)
+    biases = list[Bias | None]([None] * len(sound))
+    for group in torch.nonzero(sound.all(1))[:, 0].tolist():
+        bias = bias_between(latents[group], of_half[group], order)
+        of_values = bias_between(values[group], values_of_half[group], order)
+        biases[group] = bias.or_more_precise(of_values)
+    return biases, times_about_mean(values)
 
 
 def bias_between(full: Tensor, half: Tensor, order: int) -> Bias:

@@ -126,6 +126,8 @@ class WarmUp:
     most_groups: float = 0.75
     #: Factor by which a window may change a direction's sd.
     largest_change: float = 3.0
+    #: Distance from the median, in sds, beyond which draws do not stretch the geometry.
+    far: float = 8.0
     #: Dimensions above which a window has too few draws for a covariance.
     matrix: int = 128
     #: How often broken chains restart at half the step size.

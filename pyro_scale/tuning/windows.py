@@ -174,9 +174,20 @@ def learn(old: Whitening, z: Tensor, num_data: int, count: Tensor) -> tuple[Tens
     Returns:
         The largest factor by which the sd of a direction changes beyond chance; the new geometry.
     """
+    z = _without_far_draws(z)
     change, new = learn_spread(old, z * num_data**0.5, count)
     center = z.flatten(0, 1).mean(0).to(old.tensors[0])
     return change, new.with_tensors([old.to_params(center), *new.tensors[1:]])
+
+
+def _without_far_draws(z: Tensor) -> Tensor:
+    """Draws `[chains, draws, d]` whose elements are moved to the nearest place that is not far from
+    the median: within `WARM_UP.far` sds, by the quantiles of a normal. A step that throws a chain
+    into a long tail would otherwise stretch the coordinates, and longer steps throw it further."""
+    ordered = z.flatten(0, 1).sort(0).values
+    low, median, high = (ordered[int(part * (len(ordered) - 1))] for part in (0.16, 0.5, 0.84))
+    far = WARM_UP.far * (high - low) / 2
+    return torch.maximum(torch.minimum(z, median + far), median - far)
 
 
 def learn_spread(old: Whitening, z: Tensor, count: Tensor) -> tuple[Tensor, Whitening]:

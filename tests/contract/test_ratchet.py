@@ -18,7 +18,7 @@ ROOT = Path(pyro_scale.__file__).parent
 #: Of every package: lines without docstrings, comments and blanks.
 CODE_LINES = {
     ".": 142,
-    "calibration": 1724,
+    "calibration": 1726,
     "compile": 1246,
     "core": 1453,
     "curvature": 3195,
@@ -30,13 +30,13 @@ CODE_LINES = {
     "infer": 4019,
     "kernels": 1095,
     "metrics": 529,
-    "model": 4116,
+    "model": 4129,
     "posterior": 2344,
     "results": 907,
     "rng": 643,
     "run": 2147,
     "storage": 569,
-    "tuning": 2904,
+    "tuning": 2948,
 }
 #: Of the whole package.
 MOST = {
@@ -46,7 +46,7 @@ MOST = {
     "functions of more than 50 code lines": 1,
     "most imports of a file": 32,
     "numeric constants of modules": 302,
-    "numeric defaults of fields": 245,
+    "numeric defaults of fields": 246,
     "isinstance, hasattr and case": 494,
     "Any and object": 1030,
 }

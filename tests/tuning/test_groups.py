@@ -3,16 +3,21 @@
 import dataclasses
 import math
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from reference import close, double, normals
+from warned import quiet
 
+import pyro_scale as ps
 from pyro_scale.core.mixing import autocorrelation_time, by_group, split_r_hat
 from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening
 from pyro_scale.engine.draws import Draws
 from pyro_scale.tuning.groups import Lengths, Limit, are_most, have_left, slow_time
-from pyro_scale.tuning.pilot import pilot
-from pyro_scale.tuning.policy import SINGLE_PILOTS, WARM_UP, WarmUp
+from pyro_scale.tuning.one_group import OneGroup
+from pyro_scale.tuning.pilot import Bias, pilot
+from pyro_scale.tuning.policy import PILOTS, SINGLE_PILOTS, WARM_UP, WarmUp
 from pyro_scale.tuning.windows import NoStableStep, learn, warm_up
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -57,6 +62,7 @@ class Walks:
         return draws.positions.nan_to_num().unflatten(0, (-1, self.chains))
 
     to_whitened = staticmethod(torch.Tensor.double)
+    to_values = staticmethod(torch.Tensor.double)
 
     def learn(self, draws):
         return self, torch.ones(len(self.lr)), torch.full((len(self.lr), 2), 1e-4)
@@ -152,6 +158,76 @@ def test_the_bias_is_that_of_the_last_step_even_if_no_pilot_tried_it(limit):
     count = tried.length // max(1, tried.length // SINGLE_PILOTS.draws)
     sd = normals(1, count, 1, seed=tried.number - 1).std()
     close(tried.bias.mean * sd, 3 * moved.lr)
+
+
+#: A step of `Parted` whose bias is uncertain after one pilot.
+LONG = 0.9
+
+
+def _bias(mean, mean_mcse, log_sd, log_sd_mcse):
+    return Bias(*(double(*numbers) for numbers in (mean, mean_mcse, log_sd, log_sd_mcse)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Parted(Walks):
+    """Draws that the step size makes noisier by its square, with noise of their own at both step
+    sizes: the longer the step, the larger is the error of its bias."""
+
+    def run(self, steps, purpose, number, halved=False):
+        draws = Walks.run(self, steps, purpose, number, halved)
+        noise = normals(*draws.positions.shape, seed=100 + number + 1000 * halved)
+        draws.positions = normals(*noise.shape, seed=number) + self.lr.view(-1, 1, 1) * noise
+        return draws
+
+
+def test_a_step_is_shortened_until_its_bias_is_known():
+    """One pilot of the first length is enough, as its bias is not significant, only uncertain."""
+    groups = Parted(double(LONG), double(9), chains=4)
+    moved, tried = pilot(groups, 1.0, 2, NO_LIMIT, PILOTS)
+    assert (tried.number, tried.length) == (1, PILOTS.least)
+    assert PILOTS.shorter < float(moved.lr) / LONG < 1
+    assert tried.bias.is_known.all()
+    factor = float(moved.lr) / LONG
+    assert not tried.bias.scaled(factor**-2).is_known.all()
+
+
+def test_the_factor_until_a_bias_is_known_makes_it_just_known():
+    bias = _bias([0.05, 0.0], [0.04, 0.01], [0.01, -0.08], [0.001, 0.02])
+    factor = bias.factor_until_known(2)
+    assert factor == pytest.approx(0.99 * (0.05 / 0.12) ** 0.5)
+    assert bias.scaled(factor**2).is_known.all()
+    assert not bias.scaled((1.02 * factor) ** 2).is_known.all()
+    assert _bias([0.01], [0.01], [0.01], [0.01]).factor_until_known(2) == 1
+
+
+def test_of_two_biases_the_one_with_smaller_errors_counts_element_by_element():
+    one = _bias([0.1, 0.2, 0.3], [0.01, 0.01, 0.01], [0.4, 0.5, 0.6], [0.5, 0.01, 0.01])
+    other = _bias([1.0, 2.0, 3.0], [0.02, 0.02, math.nan], [4.0, 5.0, 6.0], [0.02, 0.02, 0.02])
+    assert one.or_more_precise(other).mean.tolist() == [1.0, 0.2, 0.3]
+    assert one.or_more_precise(other).log_sd.tolist() == [4.0, 0.5, 0.6]
+
+
+def _supports(y):
+    low = pyro.sample("low", dist.Normal(0.0, 1.0))
+    pyro.sample("scale", dist.HalfNormal(1.0))
+    pyro.sample("parts", dist.Beta(2.0, 2.0 * torch.ones(2, 3)).to_event(2))
+    pyro.sample("shares", dist.Dirichlet(torch.ones(3)))
+    pyro.sample("above", dist.Uniform(low, low + 1))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(low, 1.0), obs=y)
+
+
+def test_values_are_those_that_users_read_where_elements_are_mapped_one_by_one():
+    sampler = ps.BAOA(_supports, lr=0.1, precondition=None)
+    quiet(sampler.run, (normals(20, seed=6),), num_samples=5, seed=0, progress=False)
+    problem, draws = sampler._last.plan.problem, sampler.posterior.draws
+    group = OneGroup(problem, None, None, None)
+    values = group.to_values(draws.positions[None].double())[0]
+    slices, samples = draws.layout.slices(), sampler.get_samples(group_by_chain=True)
+    for name in ("low", "scale", "parts"):
+        close(values[..., slices[name]], samples[name].double().reshape(4, 5, -1))
+    for name in ("shares", "above"):  # a simplex; a support that depends on another site
+        assert torch.equal(values[..., slices[name]], draws.positions[..., slices[name]].double())
 
 
 def test_lengths_that_are_known_are_kept():

@@ -10,8 +10,8 @@ import torch
 from reference import double, normals
 
 import pyro_scale as ps
-from pyro_scale.core.whitening import DenseWhitening
-from pyro_scale.tuning.windows import learn_spread
+from pyro_scale.core.whitening import DenseWhitening, DiagonalWhitening
+from pyro_scale.tuning.windows import learn, learn_spread
 
 SIZE, DRAWS = 200, 768
 
@@ -41,6 +41,22 @@ def test_draws_teach_a_matrix_the_direction_that_is_longer():
     change, sds = _learned(eye + 5 * axis[:, None] * axis, eye)
     assert change > 3
     assert float(sds.max()) < 2
+
+
+@pytest.mark.parametrize("kind", [DenseWhitening, DiagonalWhitening])
+def test_a_chain_that_was_thrown_does_not_stretch_the_geometry(kind):
+    """A tenth of one chain's draws is 100 sds away, so that the sd is 16 and the mean 2.5."""
+    z = normals(4, 192, 3, seed=6).double()
+    thrown = z.clone()
+    thrown[1, 50:70, 0] -= 100
+    start, count = torch.zeros(3).double(), torch.tensor(400.0).double()
+    old = kind(start, torch.eye(3).double() if kind is DenseWhitening else torch.ones(3).double())
+    (_, new), (_, other) = learn(old, z, 1, count), learn(old, thrown, 1, count)
+    of_first, of_thrown = (float(geometry.variance[0]) ** 0.5 for geometry in (new, other))
+    assert of_thrown < 2 * of_first
+    assert abs(float(other.center[0] - new.center[0])) < 0.3
+    _, plain = learn_spread(old, z, count)
+    assert torch.equal(new.tensors[1], plain.tensors[1])  # draws of a normal are not moved
 
 
 def _groups(num_groups):
