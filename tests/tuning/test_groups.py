@@ -17,7 +17,7 @@ from pyro_scale.engine.draws import Draws
 from pyro_scale.tuning.groups import Lengths, Limit, are_most, have_left, slow_time
 from pyro_scale.tuning.one_group import OneGroup
 from pyro_scale.tuning.pilot import Bias, pilot
-from pyro_scale.tuning.policy import PILOTS, SINGLE_PILOTS, WARM_UP, WarmUp
+from pyro_scale.tuning.policy import PILOTS, SINGLE_PILOTS, TOLERANCE, WARM_UP, WarmUp
 from pyro_scale.tuning.windows import NoStableStep, learn, warm_up
 
 pytestmark = pytest.mark.usefixtures("float64")
