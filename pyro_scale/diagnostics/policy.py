@@ -94,23 +94,6 @@ class Explosion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stray:
-    """Thresholds of the check for draws that are too low in log joint to be of the posterior."""
-
-    #: Quantiles of minus the log joint that give the scale of its tail. Up to 5% of draws may be
-    #: stray; more of them raise the virial temperature.
-    lower: float = 0.75
-    upper: float = 0.95
-    #: How far the lowest draw may be beyond the upper quantile, in scales of the tail and logs of
-    #: the number of draws. An exponential tail exceeds 1 in about 5% of runs. 3 leaves room for
-    #: quantiles of few effective draws: exact draws of heavy tails, 40 or more, exceed it in at
-    #: most 0.4% of simulations.
-    margin: float = 3.0
-    #: Lowest draws at which the log joint of all rows is computed.
-    checked: int = 20
-
-
-@dataclass(frozen=True, kw_only=True)
 class Weights:
     """Thresholds of checks on importance weights, of approximations and of left-out rows."""
 
@@ -152,7 +135,6 @@ class Gradients:
 MIXING = Mixing()
 TEMPERATURE = Temperature()
 EXPLOSION = Explosion()
-STRAY = Stray()
 WEIGHTS = Weights()
 GRADIENTS = Gradients()
 

@@ -1,10 +1,7 @@
 """The check for stray draws: single draws that the integrator threw far out of the posterior.
 
 Under the posterior, few draws have a log joint far below that of most draws, however heavy the
-tails are: a Cauchy's draw at 10,000 scales is 18 nats below its mode.  Where minus the log joint
-of exact draws has an exponential tail or a lighter one, two quantiles give the tail's scale, and
-the scale tells how far the lowest of all draws may be.  `docs/diagnostics.md` has
-the derivation, and the false alarms of simulations.
+tails are: a Cauchy's draw at 10,000 scales is 18 nats below its mode (`core/stray.py`).
 
 A wide mode of little mass is as low, but flat.  At most stray draws the log joint falls along the
 line from the median.  `-(x - median)' gradient` is the virial of all latents, whose mean is D under
@@ -14,13 +11,12 @@ median.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from pyro_scale.core.stray import STRAY, usual_fall
 from pyro_scale.curvature.density import FullDataDensity
-from pyro_scale.diagnostics.policy import MIXING, STRAY
+from pyro_scale.diagnostics.policy import MIXING
 from pyro_scale.diagnostics.report import Finding, Verdict
 from pyro_scale.errors import DataError
 from pyro_scale.posterior.draws import PosteriorDraws
@@ -114,18 +110,6 @@ def _change_moments(result: PosteriorDraws, chains: Tensor, places: Tensor) -> b
         if not bool((within | away.isnan().all(0)).all()):  # NaN at elements that are constant
             return True
     return False
-
-
-def usual_fall(falls: Tensor) -> tuple[float, float]:
-    """(Minus the log joint of the draw at the upper quantile; how much larger it may be at the
-    lowest draw), in nats.
-
-    Args:
-        falls: minus the log joint of every draw, in descending order.
-    """
-    lower, upper = (float(falls[int((1 - p) * len(falls))]) for p in (STRAY.lower, STRAY.upper))
-    scale = max(1.0, (upper - lower) / math.log((1 - STRAY.lower) / (1 - STRAY.upper)))
-    return upper, STRAY.margin * math.log(len(falls)) * scale
 
 
 def _at_some(result: PosteriorDraws) -> dict[str, Tensor]:

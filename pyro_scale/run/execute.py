@@ -1,5 +1,5 @@
-"""Executes the plan of a run: repeats it with half the step size if a chain diverges, and extends
-it if draws are too dependent.
+"""Executes the plan of a run: repeats it with half the step size if a chain diverges or draws are
+thrown out of the posterior, and extends it if draws are too dependent.
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from pyro_scale.core.stray import usual_fall
 from pyro_scale.engine.checkpoint import Checkpoints
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError
-from pyro_scale.run.budget import Budget
+from pyro_scale.run.budget import Budget, passes_of
 from pyro_scale.run.by_rank import align, join_parts
 from pyro_scale.run.extend import FEWEST_DRAWS, cut_short, extended, is_enough
 from pyro_scale.run.parts import Part, Sinks
@@ -21,6 +25,8 @@ from pyro_scale.run.run import RunPlan, Trajectory
 
 #: How often a step size that was chosen is halved, while a chain diverges.
 _MOST_HALVINGS = 8
+#: How often it is halved, at most, where draws were thrown out of the posterior.
+_MOST_THROWS = 2
 #: How often draws are checked, each time after twice as many steps.
 _MOST_CHECKS = 8
 
@@ -36,8 +42,9 @@ def execute(
 ) -> Trajectory:
     """Takes the steps of a plan, and returns the trajectory of this process's chains.
 
-    A step size that tuning chose is halved and the run repeated while a chain diverges. A thinning
-    that tuning is to choose is doubled while draws are too dependent, unless draws go into sinks.
+    A step size that tuning chose is halved and the run repeated while a chain diverges, and up to
+    twice if draws were thrown out of the posterior (`_throws`). A thinning that tuning is to choose
+    is doubled while draws are too dependent, unless draws go into sinks.
 
     Args:
         plan: all decisions about the run.
@@ -55,7 +62,7 @@ def execute(
     problem, parts = plan.problem, journal.parts(plan.problem)
     for halvings in range(journal.halvings):
         plan = plan.halved(halvings + 1)
-    halvings, steps = journal.halvings, plan.steps
+    halvings, throws, steps = journal.halvings, 0, plan.steps
     least = min(FEWEST_DRAWS, steps.num_samples) if may_halve else 0
     while True:
         retries = may_halve and halvings < _MOST_HALVINGS
@@ -63,7 +70,7 @@ def execute(
         num_chains = len(plan.problem.positions)
         title = f"{name}{chosen}, {num_chains} chain{'s' * (num_chains > 1)}"
 
-        def is_over(draws: Draws, retries: bool = retries) -> bool:
+        def is_over(draws: Draws, retries: bool = retries, budget: Budget = budget) -> bool:
             kept = steps.kept_before(draws.num_steps)
             return (budget.is_over and kept >= least) or (retries and bool(draws.failures))
 
@@ -73,24 +80,71 @@ def execute(
         trajectories = _move_parts(move, parts, sinks, writer)
         trajectory = align(join_parts(trajectories, parts))
         diverged = not problem.agree(not trajectory.diverged, "whether chains diverged")
-        if not retries or not diverged or trajectory.draws.error is not None:
+        if plan.extends and sinks is None and not (retries and diverged):
+            trajectory = _extend_while_dependent(cut_short(trajectory), title, budget)
+        if not retries or trajectory.draws.error is not None:
             break
+        taken, why = passes_of(problem, trajectory.draws.num_steps), "a chain diverged"
+        budget = budget.after(taken, problem.log_posterior.num_data)
+        if not diverged:
+            why, throws = "steps threw draws out of the posterior", throws + 1
+            is_affordable = budget.steps(problem) >= steps.total and not budget.is_over_for(problem)
+            if throws > _MOST_THROWS or not is_affordable or not _throws(trajectory):
+                break
         halvings += 1
-        plan = plan.halved(halvings)
+        plan = plan.halved(halvings, why)
     journal.tidy(problem, parts)
-    trajectory = cut_short(trajectory)
-    draws = trajectory.draws
     if sinks is not None:
         error = sinks.end([of_part.draws.finished for of_part in trajectories])
-        draws.error = draws.error or error
-    if budget.is_over_for(problem) and draws.error is None and not draws.log_joint.shape[1]:
+        trajectory.draws.error = trajectory.draws.error or error
+    return _without_stopped_steps(trajectory, budget)
+
+
+def _without_stopped_steps(trajectory: Trajectory, budget: Budget) -> Trajectory:
+    """A trajectory without room for draws of the steps that were not taken.
+
+    Args:
+        trajectory: the steps of a run.
+        budget: rows and seconds of the run.
+
+    Raises:
+        ArgumentError: the time was over before the first draw.
+    """
+    trajectory = cut_short(trajectory)
+    draws, is_over = trajectory.draws, budget.is_over_for(trajectory.problem)
+    if is_over and draws.error is None and not draws.log_joint.shape[1]:
         raise ArgumentError(
             f"max_seconds={budget.max_seconds:g} were over before the first draw was kept: pass "
             "more"
         )
-    if plan.extends and sinks is None:
-        trajectory = _extend_while_dependent(trajectory, title, budget)
     return trajectory
+
+
+def _throws(trajectory: Trajectory) -> bool:
+    """Whether steps threw draws out of the posterior, though no number became NaN: after the first
+    tenth of the draws, the log joint of some is too low for the posterior (`core/stray.py`). False
+    with fewer than 100 draws a chain, on batches, whose log joint is noisy, and for kernels that
+    accept or reject."""
+    plan, problem, _, draws = trajectory
+    is_exact = problem.data.batch_size is None and not plan.kernel.adjusted
+    if not is_exact or draws.log_joint.shape[1] < FEWEST_DRAWS:
+        return False
+    log_joint = draws.log_joint[draws.finished][:, draws.log_joint.shape[1] // 10 :]
+    return problem.reduce(_has_stray, log_joint.double().cpu(), "draws to check")
+
+
+def _has_stray(of_processes: list[Tensor]) -> bool:
+    """Whether the log joint of some draw is too low for the posterior.
+
+    Args:
+        of_processes: log joints `[chains, draws]` of each process, in nats.
+    """
+    falls = -torch.cat([log_joint.flatten() for log_joint in of_processes])
+    if not len(falls):
+        return False
+    falls = falls.sort(descending=True).values
+    base, most = usual_fall(falls)
+    return bool(falls[0] - base > most)
 
 
 def _move_parts(

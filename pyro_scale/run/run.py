@@ -112,14 +112,17 @@ class RunPlan:
         """The sampler's kernel of this plan, with its step size (halved, if a chain diverged)."""
         return self.problem.engine.kernel
 
-    def halved(self, times: int) -> RunPlan:
-        """A plan with half of this plan's step size, after a chain diverged. `times` is the number
-        of halvings so far, for reports."""
+    def halved(self, times: int, because: str = "a chain diverged") -> RunPlan:
+        """A plan with half of this plan's step size.
+
+        Args:
+            times: number of halvings so far, for reports.
+            because: why it is halved, for reports.
+        """
         lr = self.kernel.lr / 2
         kernel = dataclasses.replace(self.kernel, lr=lr)
-        why = (
-            f"lr={lr:.2g}: halved {times} times, as a chain diverged, from what the mode suggested"
-        )
+        how_often = f"{times} time{'s' * (times > 1)}"
+        why = f"lr={lr:.2g}: halved {how_often}, as {because}, from what was chosen first"
         return dataclasses.replace(
             self,
             problem=self.problem.with_engine(kernel=kernel),

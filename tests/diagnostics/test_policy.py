@@ -9,12 +9,13 @@ import pytest
 
 import pyro_scale
 from pyro_scale.calibration import results
+from pyro_scale.core import stray
 from pyro_scale.core.mixing import FAMILY_WISE
 from pyro_scale.diagnostics import policy as judged
 from pyro_scale.tuning import policy as tuned
 
 PAGE = (Path(pyro_scale.__file__).parents[1] / "docs" / "diagnostics.md").read_text()
-NUMBERS = {"FAMILY_WISE": FAMILY_WISE} | vars(results) | vars(tuned) | vars(judged)
+NUMBERS = {"FAMILY_WISE": FAMILY_WISE} | vars(results) | vars(tuned) | vars(judged) | vars(stray)
 WORDS = {0.1: "a tenth", 0.5: "half", 2.0: "twice", 3.0: "three", 5.0: "five"}
 #: What the page says, with the fields that its numbers are.
 SENTENCES = """\

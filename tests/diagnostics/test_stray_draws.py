@@ -12,9 +12,10 @@ import torch
 from reference import normals
 
 import pyro_scale as ps
+from pyro_scale.core.stray import usual_fall
 from pyro_scale.curvature.density import FullDataDensity
 from pyro_scale.data.sources import TensorData
-from pyro_scale.diagnostics.stray_draws import check_stray_draws, usual_fall
+from pyro_scale.diagnostics.stray_draws import check_stray_draws
 from pyro_scale.diagnostics.verdict import report
 from pyro_scale.run.measurements import Measurements
 
