@@ -34,6 +34,22 @@ _SHARED = 2**16
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _PRODUCTS = {"mm", "bmm", "mv", "addmm", "addmv", "addbmm", "baddbmm", "convolution"}
 _FACTORIZATIONS = ("linalg_", "cholesky", "triangular_solve")
+#: Functions that compiled code computes one number at a time.
+_SPECIAL = {
+    "lgamma",
+    "digamma",
+    "erf",
+    "erfc",
+    "special_log_ndtr",
+    "log1p",
+    "expm1",
+    "sigmoid",
+    "log_sigmoid_forward",
+    "softplus",
+    "logsumexp",
+    "_log_softmax",
+    "_softmax",
+}
 
 
 class _Run(threading.local):
@@ -166,13 +182,15 @@ class Arithmetic(TorchDispatchMode):
     Attributes:
         total: the sum so far.
         elements: the part of `total` that is not of products and factorizations.
+        special: the part of `elements` that is of functions such as `lgamma`.
         operations: number of operations so far, those included that only view a tensor.
         numbers: elements of all results so far, which autograd may keep in memory.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.total, self.elements, self.operations, self.numbers = 0.0, 0.0, 0, 0
+        self.total, self.elements, self.special = 0.0, 0.0, 0.0
+        self.operations, self.numbers = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -184,6 +202,7 @@ class Arithmetic(TorchDispatchMode):
             self.total += count
             if name not in _PRODUCTS and not name.startswith(_FACTORIZATIONS):
                 self.elements += count
+                self.special += count if name in _SPECIAL else 0.0
             self.numbers += sum(map(Tensor.numel, results))
         return result
 

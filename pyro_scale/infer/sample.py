@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -21,26 +20,19 @@ from pyro_scale.infer.samplers import BAOA, GHMC
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.rng.seeds import choose_seed
-from pyro_scale.run.problem import Problem, arithmetic, as_log_posterior, module_device, prepare
-from pyro_scale.tuning.policy import TRAINING
+from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
+from pyro_scale.tuning.costs import TYPICAL, Costs
+from pyro_scale.tuning.policy import SEARCH, TRAINING
 from pyro_scale.tuning.training import is_network
 
-#: Elements that compiled code computes in a second, and seconds of a gradient without any.  These
-#: are of one core of a fixed machine, so that the choice depends on the problem alone.
-_ELEMENTS_PER_SECOND, _SECONDS = 4e9, 2e-6
-#: Arithmetic of the log joint and its gradient, in evaluations of the log joint alone.
-_OF_GRADIENT = 2
-#: NUTS: gradients per draw, and warm-up draws.
-_LEAPFROGS, _WARMUP = 10, 1000
 #: NUTS's pilot, of which a draw is timed: warm-up draws, and draws.
 _PILOT_WARMUP, _PILOT_DRAWS = 200, 50
 #: Draws of each chain that are kept at least where time is short.
 _FEWEST = 100
-#: BAOA and GHMC: steps per draw; warm-up steps of both; passes of BAOA's searches for modes.
-_BAOA_STEPS, _GHMC_STEPS, _WARMUP_STEPS, _PASSES = 5, 10, 5000, 300
 #: Seconds that compilation may take in addition.
 _COMPILATION = 20.0
-#: NUTS may take this fraction of the user's seconds, even if BAOA is faster: its draws are exact.
+#: NUTS may take this fraction of the user's seconds even where BAOA has minibatches: its draws are
+#: exact.
 _WORTH_EXACTNESS = 1 / 6
 _without_divergences = Ignored(r"\d+ of \d+ trajectories diverged")
 
@@ -61,14 +53,14 @@ def sample(
 
     A network with a hidden layer, or with more than 500 weights, is trained and sampled as an
     ensemble, by BAOA.  Any other model is sampled exactly, by NUTS on all rows, if that is
-    estimated to take at most `seconds`, and no longer than BAOA or a sixth of `seconds`; otherwise
-    by BAOA, with minibatches of many rows.  If nutpie is not installed, GHMC replaces NUTS for data
+    estimated to take at most `seconds`, or at most a sixth of them where rows are so many that BAOA
+    takes minibatches; otherwise by BAOA.  If nutpie is not installed, GHMC replaces NUTS for data
     that are tensors and models without `pyro.param`.
 
     The choice counts the arithmetic of a gradient, on a fixed reference machine, so that the same
-    problem gets the same method everywhere.  What the chosen method will take is written to stderr
-    before it runs.  For NUTS this is measured: chains of 250 draws are timed first, and if all
-    draws would take longer than `seconds`, there are fewer.
+    problem gets the same method everywhere.  What NUTS will take on this machine is measured by
+    chains of 250 draws, and written to stderr; if all draws would take longer than `seconds`, there
+    are fewer.
 
     Args:
         model: a Pyro model, a `PyroModule` or a `LogPosterior`.
@@ -78,11 +70,11 @@ def sample(
         num_samples: draws to keep, per chain.
         num_chains: number of chains.
         seed: the same seed gives the same draws, unless time runs out.
-        progress: whether to show a progress bar, and how long the method will take.
+        progress: whether to show a progress bar, and how long NUTS will take.
 
     Returns:
         `NUTS`, `GHMC` or `BAOA`, after its run.  `posterior.attrs["sample"]` says which method
-        was chosen and why, with the predicted times of the methods.
+        was chosen and why, with the seconds that NUTS was predicted to take.
 
     Raises:
         ArgumentError: `seconds` is not a number above 0; and what the methods raise.
@@ -104,17 +96,16 @@ def sample(
     opened = open_data(data, None, None, module_device(model))
     log_posterior = as_log_posterior(model, opened.num_data)
     problem = prepare(log_posterior, opened, Hyperparameters(), None, 1, seed)
-    predicted = _predict(problem, num_samples, num_chains)
-    kind, reason = _choose(problem, predicted, seconds)
-    method = kind(model)
+    costs = Costs(problem, num_samples, num_chains)
+    kind, reason = _choose(problem, costs, seconds)
+    method, why = kind(model), f"{kind.__name__}, {reason}"
     arguments: dict[str, Any] = {"num_samples": num_samples, "num_chains": num_chains, "seed": seed}
-    why = f"{kind.__name__}, {reason}; once compiled, about {predicted[kind]:.2g} s"
     if isinstance(method, NUTS):
         needed = _timed(method, data, **arguments)
-        why = f"NUTS, {reason}; about {needed:.2g} s"
+        why += f"; about {needed:.2g} s"
         if needed > seconds:
             part = seconds / needed
-            arguments["warmup_steps"] = max(_PILOT_WARMUP, int(part * _WARMUP))
+            arguments["warmup_steps"] = max(_PILOT_WARMUP, int(part * TYPICAL.nuts_warmup))
             arguments["num_samples"] = min(num_samples, max(_FEWEST, int(part * num_samples)))
             why += f", so chains are cut to {arguments['num_samples']} draws"
     if progress:
@@ -124,53 +115,34 @@ def sample(
     return method
 
 
-def _predict(problem: Problem, num_samples: int, num_chains: int) -> dict[type[Method], float]:
-    """Seconds that each method takes for the problem on one core of the reference machine, by the
-    arithmetic of one gradient of all rows; compilation is not included."""
-    params = problem.engine.layout.unflatten(problem.positions[0])
-    counted = arithmetic(problem.log_posterior, params, problem.data.first())
-    num_data = problem.log_posterior.num_data
-    elements_a_row = _OF_GRADIENT * counted / (problem.data.batch_size or num_data)
-
-    def gradient(num_rows: int) -> float:
-        return _SECONDS + elements_a_row * num_rows / _ELEMENTS_PER_SECOND
-
-    in_batches = num_data > TRAINING.few_rows or problem.data.batch_size is not None
-    step = gradient(2 * TRAINING.batch if in_batches else num_data)  # with control variates
-    steps = _WARMUP_STEPS + _BAOA_STEPS * num_samples
-    return {
-        NUTS: num_chains * (_WARMUP + num_samples) * _LEAPFROGS * gradient(num_data),
-        GHMC: num_chains * (_WARMUP_STEPS + _GHMC_STEPS * num_samples) * gradient(num_data),
-        BAOA: num_chains * steps * step + _PASSES * gradient(num_data),
-    }
-
-
 def _choose(
-    problem: Problem, predicted: Mapping[type[Method], float], seconds: float
+    problem: Problem, costs: Costs, seconds: float
 ) -> tuple[type[NUTS] | type[GHMC] | type[BAOA], str]:
     """(The method for the problem, why in words).
 
     Args:
         problem: the analyzed model and its data.
-        predicted: seconds that each method would take.
+        costs: seconds that each method would take on the reference machine.
         seconds: seconds that the user has.
     """
     if is_network(problem):
         return BAOA, "from trained starts, as the model is a network"
-    affordable = min(seconds, max(predicted[BAOA], _WORTH_EXACTNESS * seconds))
+    has_batches = problem.data.batch_size is not None
+    has_batches |= problem.log_posterior.num_data > TRAINING.few_rows
+    affordable = _WORTH_EXACTNESS * seconds if has_batches else seconds
     if importlib.util.find_spec("nutpie") is not None:
-        if predicted[NUTS] <= affordable:
+        if costs.nuts <= affordable:
             return NUTS, "which is exact, as there is time for it"
-        return BAOA, f"as NUTS would take about {predicted[NUTS]:.2g} s"
+        return BAOA, f"as NUTS would take about {costs.nuts:.2g} s"
     can_adjust = problem.data.batch_size is None and not problem.engine.has_points
-    if can_adjust and predicted[GHMC] <= affordable:
+    if can_adjust and costs.ghmc <= affordable:
         return GHMC, "which is exact, as NUTS needs pyro-scale[nuts]"
     return BAOA, "as NUTS needs pyro-scale[nuts]"
 
 
 def _timed(nuts: NUTS, data: DataLike, num_samples: int, num_chains: int, seed: int) -> float:
-    """Seconds that a run of NUTS takes, from the time of a short one with as many chains; a second
-    run does not compile again."""
+    """Seconds that the draws of NUTS take, with warm-up and the searches for modes after them, from
+    the time of a short run with as many chains; a second run does not compile again."""
     with _without_divergences():  # the run itself warns of its own
         nuts.run(
             data,
@@ -181,4 +153,5 @@ def _timed(nuts: NUTS, data: DataLike, num_samples: int, num_chains: int, seed: 
             progress=False,
         )
     a_draw = nuts.posterior.draws.attrs["sampling_time"] / (_PILOT_WARMUP + _PILOT_DRAWS)
-    return (_WARMUP + num_samples) * float(a_draw)
+    draws = (1 + SEARCH.fraction_of_nuts) * (TYPICAL.nuts_warmup + num_samples)
+    return draws * float(a_draw)

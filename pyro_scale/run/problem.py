@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -371,19 +370,19 @@ def prepare(
         if must_be_usable:
             _warn_of_cut_gradients(log_posterior, params, arguments)
     if positions.device.type == "cpu":
-        choose_threads(partial(arithmetic, log_posterior, params, arguments))
+        choose_threads(lambda: arithmetic(log_posterior, params, arguments).total)
     understood = None if reused is None else earlier
     return Problem(log_posterior, data, engine, positions, seed, understood=understood)
 
 
 def arithmetic(
     log_posterior: LogPosterior, params: Mapping[str, Tensor], arguments: Arguments
-) -> float:
-    """The approximate number of arithmetic operations (additions and multiplications) of one
-    evaluation of the log posterior on a batch, without its gradient."""
+) -> Arithmetic:
+    """The counted arithmetic of one evaluation of the log posterior on a batch, without its
+    gradient."""
     with own_generator(), torch.no_grad(), Arithmetic() as counted:
         log_posterior(params, arguments, log_posterior.first_indices())
-    return counted.total
+    return counted
 
 
 def _warn_of_cut_gradients(

@@ -177,6 +177,15 @@ def test_arithmetic(function, products, elements):
     assert counted.total == pytest.approx(products / 16 + elements)
 
 
+def test_functions_that_are_computed_one_by_one_are_counted_apart():
+    x = torch.ones(2, 3)
+    with thread_count.Arithmetic() as counted:
+        x.lgamma() + x.exp()
+        x.logsumexp(1)
+    assert counted.special == 12
+    assert counted.elements == 24
+
+
 SMALL = textwrap.dedent("""
     import torch, pyro, pyro.distributions as dist, pyro_scale as ps
     def model(x, y):

@@ -1,5 +1,6 @@
 """`ps.sample`: the method is chosen by the work that it is, not by the clock."""
 
+import dataclasses
 import importlib.util
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import pyro_scale as ps
 from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer import sample as infer_sample
-from pyro_scale.infer.sample import _choose, _predict, _timed
+from pyro_scale.infer.sample import _choose, _timed
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.run.problem import as_log_posterior, prepare
 
@@ -46,8 +47,18 @@ def test_small_data_are_sampled_exactly():
     check_moments(run)
 
 
+def find_nutpie(monkeypatch, found):
+    """What is found under its name; torch still looks its own modules up."""
+    find = importlib.util.find_spec
+
+    def find_spec(name, *more):
+        return found if name == "nutpie" else find(name, *more)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+
+
 def without_nutpie(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    find_nutpie(monkeypatch, None)
 
 
 @pytest.mark.slow
@@ -56,7 +67,7 @@ def test_without_nutpie_small_data_are_sampled_exactly(monkeypatch):
     run = ps.sample(line, (X, Y), **QUIET)
     assert isinstance(run, ps.GHMC)
     why = run.diagnostics().attrs["sample"]
-    assert why.startswith("GHMC, which is exact, as NUTS needs pyro-scale[nuts]; once compiled")
+    assert why == "GHMC, which is exact, as NUTS needs pyro-scale[nuts]"
     check_moments(run)
 
 
@@ -68,7 +79,7 @@ def test_what_is_not_for_ghmc_is_for_baoa(monkeypatch, case):
     data = (X, Y)
     if case == "loader":
         data = DataLoader(TensorDataset(X, Y), batch_size=100)
-    seconds = 1.0 if case == "short" else 60.0
+    seconds = 0.05 if case == "short" else 60.0
     run = ps.sample(line, data, seconds=seconds, **QUIET)
     assert isinstance(run, ps.BAOA)
     assert "BAOA, as NUTS needs pyro-scale[nuts]" in run.diagnostics().attrs["sample"]
@@ -79,33 +90,20 @@ def problem_of(data):
     return prepare(as_log_posterior(line, opened.num_data), opened, Hyperparameters(), None, 1, 0)
 
 
-def test_work_is_counted_per_row():
-    """A gradient of all rows takes a constant and a time for each row; NUTS takes 10 gradients for
-    each of its draws, those of warm-up included."""
-    one, two, four = (_predict(problem_of((X[:n], Y[:n])), 500, 3) for n in (100, 200, 400))
-    for kind in (ps.NUTS, ps.GHMC, ps.BAOA):
-        assert four[kind] - two[kind] == pytest.approx(2 * (two[kind] - one[kind]), rel=1e-9)
-    gradients = {ps.NUTS: 3 * 1500 * 10, ps.GHMC: 3 * 10_000}
-    for kind, count in gradients.items():
-        constant = 2 * one[kind] - two[kind]
-        assert constant >= count * 2e-6 * (1 - 1e-9)
-        assert constant < count * 3e-6  # and the prior's arithmetic, which all rows share
-
-
 @pytest.mark.parametrize(
-    ("nuts", "baoa", "seconds", "kind"),
+    ("nuts", "few_rows", "kind"),
     [
-        (5.0, 1.0, 60.0, ps.NUTS),  # a twelfth of the time
-        (40.0, 1.0, 60.0, ps.BAOA),  # over a sixth, and BAOA is faster
-        (40.0, 50.0, 60.0, ps.NUTS),
-        (70.0, 80.0, 60.0, ps.BAOA),  # which ends after 60 s
-        (5.0, 1.0, 2.0, ps.BAOA),
+        (9.0, 0, ps.NUTS),  # under a sixth of the time
+        (40.0, 0, ps.BAOA),  # over it, and BAOA has minibatches
+        (40.0, 400, ps.NUTS),
+        (70.0, 400, ps.BAOA),  # which ends after 60 s
     ],
 )
-def test_exactness_is_worth_a_sixth_of_the_time(monkeypatch, nuts, baoa, seconds, kind):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    predicted = {ps.NUTS: nuts, ps.GHMC: nuts, ps.BAOA: baoa}
-    chosen, why = _choose(problem_of((X, Y)), predicted, seconds)
+def test_exactness_is_worth_a_sixth_of_the_time(monkeypatch, nuts, few_rows, kind):
+    find_nutpie(monkeypatch, object())
+    policy = dataclasses.replace(infer_sample.TRAINING, few_rows=few_rows)
+    monkeypatch.setattr(infer_sample, "TRAINING", policy)
+    chosen, why = _choose(problem_of((X, Y)), SimpleNamespace(nuts=nuts, ghmc=nuts), 60.0)
     assert chosen is kind
     assert "exact" in why if kind is ps.NUTS else f"as NUTS would take about {nuts:.2g} s" in why
 
@@ -132,7 +130,7 @@ def test_what_nuts_takes_is_measured_by_a_short_run():
         def run(self, data, **how):
             calls.append(how)
 
-    assert _timed(Short(), (X, Y), num_samples=3000, num_chains=2, seed=5) == pytest.approx(40.0)
+    assert _timed(Short(), (X, Y), num_samples=3000, num_chains=2, seed=5) == pytest.approx(42.0)
     assert calls[0]["num_samples"] + calls[0]["warmup_steps"] == 250
     assert (calls[0]["num_chains"], calls[0]["seed"]) == (2, 5)
 
