@@ -193,15 +193,29 @@ def test_tails_are_heavy_where_an_sd_has_a_large_error(run, kurtosis, draws, is_
         assert tails["b"].severity == pytest.approx(error / 0.05, rel=0.15)
 
 
-@pytest.mark.parametrize(("diverged", "verdict"), [(0, "yes"), (1, "unknown")])
-def test_one_divergence_leaves_it_unknown(run, diverged, verdict):
+def exact_report(run, diverged=0):
+    """The report as of NUTS, with so many divergences."""
     stats = run.sample_stats | {"diverging": torch.zeros(CHAINS, DRAWS, dtype=torch.bool)}
     stats["diverging"][1, :diverged] = True
-    exact = with_attrs(dataclasses.replace(run, sample_stats=stats), method="NUTS", temperature=1.0)
-    made = report_on_exact(exact, DRAWS)
+    exact = dataclasses.replace(run, sample_stats=stats)
+    return report_on_exact(with_attrs(exact, method="NUTS", temperature=1.0), DRAWS)
+
+
+@pytest.mark.parametrize(("diverged", "verdict"), [(0, "yes"), (1, "unknown")])
+def test_one_divergence_leaves_it_unknown(run, diverged, verdict):
+    made = exact_report(run, diverged)
     assert made.verdict == verdict
     (told,) = (each.told for each in made.findings if each.check == "divergences")
     assert told == f"{diverged} of 2000 trajectories diverged"
+
+
+def test_an_element_that_does_not_move_is_a_no(run):
+    positions = run.positions.clone()
+    positions[2, :, 1] = 0.3
+    frozen = dataclasses.replace(run, positions=positions)
+    for made in (report(frozen, None, DRAWS), exact_report(frozen)):
+        found = {(each.site, each.check): each.verdict for each in made.findings}
+        assert found["a", "resolution"] == "no"
 
 
 # ------------------------------------------------------------------ steps and minibatches
