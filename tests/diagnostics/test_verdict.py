@@ -305,3 +305,22 @@ def test_the_heat_of_minibatches_on_all_rows_decides(run):
         found = findings(batches, "minibatch heat", choice_of(heat=heat))
         assert found[""].verdict == verdict
     assert findings(batches, "minibatch heat")[""].verdict == "unknown"
+
+
+# ------------------------------------------------------------------ networks
+
+
+@pytest.mark.parametrize(("away", "verdict"), [(0.53, "yes"), (0.88, "ensemble")])
+def test_predictions_of_a_network_agree_below_an_r_hat_of_1_05(run, away, verdict):
+    """Where one chain of four is so many sds off, R-hat is about (1 + 3/14 away^2)^0.5, from the
+    means of eight half chains: 1.03, and 1.08. Elements that cancel in predictions do not count."""
+    positions = run.positions.clone()
+    positions[0, :, 0] += away * 2.0  # the sd of the sum of four
+    positions[1, :, 1] += 50
+    positions[1, :, 2] -= 50
+    apart = dataclasses.replace(run, positions=positions)
+    found = findings(apart, "predictions", choice_of(trained=100))
+    assert found[""].verdict == verdict
+    assert findings(apart, "mixing", choice_of(trained=100)) == {}
+    alone = with_draws(run, positions[:1])
+    assert findings(alone, "predictions", choice_of(trained=100))[""].verdict == "ensemble"
