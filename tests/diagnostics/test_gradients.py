@@ -150,7 +150,10 @@ def test_lines_that_leave_the_support_are_left_out():
     assert math.isnan(gap_between(density, same[0], same[1] - 6)[0])
 
 
-def stair(w, height=math.log(3)):
+THREE_QUARTERS = math.log(3)  # of the mass above 0
+
+
+def stair(w, height=THREE_QUARTERS):
     return torch.where(w > 0, height, 0.0).sum() - w.square().sum() / 2
 
 
