@@ -128,15 +128,23 @@ def side_by_side(rho, elements, chains=4, draws=1000, seed=0):
     return paths.view(chains, elements, draws).transpose(1, 2)
 
 
-@pytest.mark.parametrize(("rho", "least"), [(-0.4, 0.1), (0.0, 0.1), (2 / 3, 0.3), (0.9, 0.3)])
+@pytest.mark.parametrize(("rho", "least"), [(-0.4, 0.45), (0.0, 0.45), (2 / 3, 0.5), (0.9, 0.75)])
 def test_chance_is_no_more_frequent_than_it_says(rho, least):
     """Of 2,000 elements, at four standard errors; of two independent tests the less likely counts
     twice. It is less frequent, as the larger of two variances and the fewer degrees count."""
     chance = mixing_and_chance(side_by_side(rho, 2000))[3]
-    for level in (0.05, 0.01):
+    for level in (0.2, 0.05, 0.01):
         share = 1 - (1 - level / 2) ** 2
         error = 4 * (share * (1 - share) / 2000) ** 0.5
         assert least * share - error < float((chance < level).double().mean()) < share + error
+
+
+@pytest.mark.parametrize(("effective", "is_judged"), [(6, False), (15, True)])
+def test_half_chains_of_few_effective_draws_are_not_judged(effective, is_judged):
+    """The limit is 12, by estimates that come out up to half too large in so short halves."""
+    rho = (500 - effective) / (500 + effective)
+    not_judged = mixing_and_chance(side_by_side(rho, 200))[3].isnan().double().mean()
+    assert float(not_judged) < 0.1 if is_judged else float(not_judged) > 0.8
 
 
 def test_chains_of_another_mean_or_scale_are_no_chance():

@@ -1,5 +1,6 @@
 """What `report()` says of approximations, against posteriors that are known exactly."""
 
+import math
 import re
 import warnings
 
@@ -14,6 +15,8 @@ from runs import QUIET
 from test_psis import EFFECTS, ERRORS, eight_schools
 
 import pyro_scale as ps
+from pyro_scale.diagnostics import approximation
+from pyro_scale.diagnostics.psis import psis
 from pyro_scale.errors import ApproximationWarning
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -127,6 +130,60 @@ def test_an_error_of_the_weights_is_one_of_the_bias():
     told = next(each.told for each in fit.report().findings if each.check == "bias")
     of_sd = float(re.search(r"\+- (\S+)%", told)[1])
     assert of_sd > 0.9 * 100 * error / 2**0.5 > 0
+
+
+def judged(monkeypatch, shift=0.0, log_sd=0.0, **facts):
+    """Findings by check on a fit whose weights are those of a posterior of other moments: the first
+    element's mean is `shift` sds away, or its log sd `log_sd` below that of the fit; and of which
+    the given facts are told."""
+
+    def weights(fit, drawn, *rest, **how):
+        gaussian, draws = fit.gaussians[0], torch.cat(list(drawn.blocks()))
+        z = ((draws - gaussian.mean) / gaussian.variance.sqrt())[:, 0]
+        log_ratios = shift * z - math.expm1(2 * log_sd) * z.square() / 2
+        table = psis(fit, drawn, *rest, **how)
+        return table._replace(log_weights=log_ratios.log_softmax(0), **facts)
+
+    monkeypatch.setattr(approximation, "psis", weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ApproximationWarning)
+        report = ps.Laplace(regression()).run((X, Y), **QUIET).report()
+    return {finding.check: finding.verdict for finding in report.findings}
+
+
+@pytest.mark.parametrize(
+    ("facts", "verdicts"),
+    [
+        ({"pareto_k": 0.69}, {"weights": "yes", "bias": "yes"}),
+        ({"pareto_k": 0.71}, {"weights": "unknown"}),
+        ({"pareto_k": 0.69, "shift": 0.5}, {"weights": "yes", "bias": "no"}),
+        ({"pareto_k": 0.99, "shift": 0.5}, {"weights": "unknown", "bias": "no"}),
+        ({"pareto_k": 1.01, "shift": 0.5}, {"weights": "unknown"}),
+        ({"spread": 1.4}, {"weights": "yes", "bias": "yes"}),
+        ({"spread": 1.6}, {"weights": "yes", "bias": "yes", "width": "no"}),
+    ],
+)
+def test_weights_are_judged_by_their_tail_and_width(monkeypatch, facts, verdicts):
+    """Above 1 they have no mean. A heavy tail hides a bias, and does not make one up."""
+    assert judged(monkeypatch, **facts) == verdicts
+
+
+@pytest.mark.parametrize(
+    ("facts", "verdict"),
+    [
+        ({"shift": 0.06}, "yes"),
+        ({"shift": 0.17}, "no"),
+        ({"log_sd": 0.03}, "yes"),
+        ({"log_sd": 0.085}, "no"),
+        ({"error": 0.022}, "yes"),
+        ({"error": 0.026}, "unknown"),
+        ({"error": 0.018, "shift": 0.07}, "unknown"),
+    ],
+)
+def test_a_bias_of_a_fit_is_that_of_the_weights(monkeypatch, facts, verdict):
+    """Exponential tilts of a Gaussian. Of 0, by weights of an error e, it is a yes if z(.005 / 3) e
+    is within .1 for means, and z(.005 / 3) e / 2^0.5 within .05 for sds: the latter up to .024."""
+    assert judged(monkeypatch, **facts)["bias"] == verdict
 
 
 def test_points_are_an_ensemble():

@@ -1,6 +1,7 @@
 """A report's verdict, and the order of its findings."""
 
 import math
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -92,6 +93,16 @@ def test_a_bias_is_judged_by_its_bounds(mean, log_sd, mcse, verdict):
     within it; the second element is right."""
     bias = Bias(*torch.tensor([[mean, 0.0], [mcse, 1e-4], [log_sd, 0.0], [mcse, 1e-4]]))
     assert judge_bias("w", bias, 10, "").verdict == verdict
+
+
+@pytest.mark.parametrize(("errors", "verdict"), [(0.97, "unknown"), (1.03, "no")])
+def test_a_no_of_a_right_run_has_a_probability_of_half_a_percent(errors, verdict):
+    """Of a mean's or an sd's bias at the tolerance, if it is one of ten elements."""
+    away = errors * NormalDist().inv_cdf(1 - 0.005 / 10) * 0.02
+    zero, mcse = torch.tensor([0.0]), torch.tensor([0.02])
+    of_mean = Bias(zero - 0.1 - away, mcse, zero, mcse)
+    of_sd = Bias(zero, mcse, zero + 0.05 + away, mcse)
+    assert [judge_bias("w", bias, 10, "").verdict for bias in (of_mean, of_sd)] == [verdict] * 2
 
 
 def test_a_bias_at_the_tolerance_has_a_yes_in_one_run_of_a_hundred():

@@ -236,6 +236,51 @@ def test_a_wide_mode_is_not_known():
     assert "or of a wide mode" in finding.told
 
 
+def normals_with(draw):
+    """Normal draws, one of which is replaced; where log densities have any constant."""
+    model, size, how = EXACT["normal"]
+    positions = exact_draws(how, size, 0)
+    positions[3, 5] = draw
+    return with_draws(run_of(model), positions)
+
+
+@pytest.mark.parametrize(("factor", "is_stray"), [(0.9, False), (1.1, True)])
+def test_a_draw_is_stray_beyond_the_limit(factor, is_stray):
+    """By the log joint of all rows; these are read only if the recorded one is beyond it too."""
+    usual = normals_with(0.0)
+    log_joint = usual.sample_stats["lp"]
+    falls = (log_joint[3, 5] - log_joint).flatten().sort(descending=True).values
+    base, most = usual_fall(falls)
+    result = normals_with((2 * (base + factor * most)) ** 0.5)
+    assert bool(check_stray_draws(result)) == is_stray
+    unread = dataclasses.replace(result, data=TensorData((Y[:2],), len(Y)))
+    assert bool(check_stray_draws(unread)) == is_stray
+    lp = result.sample_stats["lp"].clone()
+    lp[3, 5] -= 1e4
+    noisy = dataclasses.replace(result, sample_stats=result.sample_stats | {"lp": lp})
+    assert bool(check_stray_draws(noisy)) == is_stray
+
+
+@pytest.mark.parametrize(("sds", "verdict"), [(18.0, "unknown"), (22.0, "no")])
+def test_a_stray_draw_is_a_no_where_it_changes_the_sd(sds, verdict):
+    """It adds sds^2 / n to the variance, and half of that to the log sd, of which 5% is much."""
+    (finding,) = check_stray_draws(normals_with(sds))
+    assert finding.verdict == verdict
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(0.9, "unknown"), (1.1, "no")])
+def test_a_wide_mode_ends_where_the_density_falls_by_the_limit(factor, verdict):
+    """Where x is of sd 100, the virial is |x / 100|^2."""
+    result = run_of(posterior_is_prior(two_widths))
+    positions = exact_draws("standard_normal", 10, 0)
+    falls = (positions.square().sum(-1) / 2).flatten().sort(descending=True).values
+    _, most = usual_fall(falls)
+    positions[3, 5] = 100 * ((10 + factor * most) / 10) ** 0.5
+    (finding,) = check_stray_draws(with_draws(result, positions))
+    assert finding.verdict == verdict
+    assert ("or of a wide mode" in finding.told) == (verdict == "unknown")
+
+
 def test_all_rows_decide(hierarchy):
     """Where a batch's rows make a draw look stray, it is not."""
     stats = hierarchy.sample_stats

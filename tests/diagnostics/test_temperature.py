@@ -356,6 +356,7 @@ def test_a_part_of_the_draws_tells_the_variance_of_all(lr, affordable):
     time = float(autocorrelation_time((draws - draws.mean((0, 1))).square()))
     expected = (2 * time / 4000) ** 0.5 * max(1, spread)
     assert float(found.errors) == pytest.approx(expected, rel=0.25)  # 124 batch means: 7%
+    assert found.num_draws == pytest.approx(4000 / time, rel=0.25)
 
 
 @pytest.mark.slow

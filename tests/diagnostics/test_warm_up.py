@@ -63,6 +63,17 @@ def test_chains_apart_in_a_direction_that_no_element_shows_are_not_enough(run, s
     assert judged(moved, choice).verdict == "yes"  # of a warm-up that settled, draws are not asked
 
 
+@pytest.mark.parametrize(("away", "verdict"), [(0.85, "yes"), (1.2, "unknown")])
+def test_draws_in_the_geometry_agree_below_an_r_hat_of_1_1(run, away, verdict):
+    """Where one chain of four is so many sds off, R-hat is about (1 + 3/14 away^2)^0.5, from the
+    means of eight half chains: 1.07, and 1.14."""
+    result, choice = run
+    positions = result.positions.clone()
+    positions[0] += 1e-3 * away * NARROW
+    moved = dataclasses.replace(result, positions=positions)
+    assert judged(moved, choice, agrees=False).verdict == verdict
+
+
 def test_few_draws_cannot_show_it(run):
     result, choice = run
     few = dataclasses.replace(result, positions=result.positions[:, :3])
