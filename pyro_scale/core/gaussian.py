@@ -44,7 +44,13 @@ class _Gaussian:
 
     def log_prob(self, x: Tensor) -> Tensor:
         """Log density at x `[D]`, in nats, 0-d."""
-        squares = self._squared_distance(x - self.mean)
+        return self._log_density(self._squared_distance(x - self.mean))
+
+    def log_probs(self, x: Tensor) -> Tensor:
+        """Log densities at each of n places x `[n, D]`, in nats, `[n]`."""
+        return self._log_density(self._squared_distances(x - self.mean))
+
+    def _log_density(self, squares: Tensor) -> Tensor:
         return -(squares + self.log_det + len(self.mean) * math.log(2 * math.pi)) / 2
 
     @property
@@ -56,6 +62,10 @@ class _Gaussian:
         """The squared Mahalanobis distance offset' precision offset, 0-d, of an offset `[D]` from
         the mean."""
         raise NotImplementedError
+
+    def _squared_distances(self, offsets: Tensor) -> Tensor:
+        """The same for each of n offsets `[n, D]`, `[n]`."""
+        return torch.vmap(self._squared_distance)(offsets)
 
 
 @dataclass(frozen=True)
@@ -195,6 +205,11 @@ class Dense(_Gaussian):
     def _squared_distance(self, offset: Tensor) -> Tensor:
         column = offset[:, None]
         return torch.linalg.solve_triangular(self.scale_tril, column, upper=False).square().sum()
+
+    def _squared_distances(self, offsets: Tensor) -> Tensor:
+        # vmap would solve with a copy of the matrix for every offset
+        columns = offsets.mT
+        return torch.linalg.solve_triangular(self.scale_tril, columns, upper=False).square().sum(0)
 
 
 class _ByProducts(_Gaussian):

@@ -51,7 +51,8 @@ def judge_bias(
     all elements, otherwise "unknown".
 
     With standard errors of 16 parts, a bias of one element exactly at the tolerance has a "yes" in
-    1% of runs; if more elements are biased, in fewer, as all must pass.
+    1% of runs, and in at most 1.6% where the more precise of two estimates counts (of the value or
+    of the unconstrained element); if more elements are biased, in fewer, as all must pass.
 
     Args:
         site: name of the site.

@@ -60,7 +60,7 @@ def check_modes(
     draws = some_draws(result.positions, MIXING.draws_at_modes).flatten(0, 1).double().cpu()
     size = len(modes[0].gaussian.mean)
     densities = torch.stack(
-        [torch.vmap(m.gaussian.log_prob)(draws[:, :size].to(m.gaussian.mean)).cpu() for m in modes]
+        [m.gaussian.log_probs(draws[:, :size].to(m.gaussian.mean)).cpu() for m in modes]
     )
     counts = torch.softmax(densities + evidence[:, None], 0).sum(1)
     shares = torch.softmax(evidence[:worth], 0)

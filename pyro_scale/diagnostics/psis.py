@@ -171,9 +171,7 @@ def _log_density(fit: Fit, positions: Tensor) -> Tensor:
         positions: draws as unconstrained params, `[draws, D]`.
     """
     elements = positions[:, fit.places].double()
-    parts = torch.stack(
-        [torch.vmap(gaussian.double().log_prob)(elements) for gaussian in fit.gaussians]
-    )
+    parts = torch.stack([gaussian.double().log_probs(elements) for gaussian in fit.gaussians])
     return (torch.logsumexp(parts, 0) - math.log(len(parts))).cpu()
 
 

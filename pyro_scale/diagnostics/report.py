@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 #: ensemble, which is not the posterior.
 Verdict: TypeAlias = Literal["yes", "no", "unknown", "ensemble"]
 
+#: Difference of temperatures that is not told.
+_SAME = 1e-3
 #: Verdicts by precedence, the highest first: (headline, mark of a finding).
 _TITLES: dict[Verdict, tuple[str, str]] = {
     "ensemble": ("ENSEMBLE, not posterior", "ensemble"),
@@ -164,9 +166,9 @@ class Report:
 def _target(low: float, high: float) -> str:
     """Whose means and sds a YES is about, as a phrase: the posterior's, or, where temperatures of
     draws are others than 1, those at these temperatures, and how to sample the posterior."""
-    if low == high == 1:
+    if abs(low - 1) < _SAME and abs(high - 1) < _SAME:
         return "the posterior's"
-    if low != high:
+    if high - low >= _SAME:
         return f"those at temperatures of {low:.4g} to {high:.4g}; for the posterior: temperature=1"
     width = "wider" if low > 1 else "narrower"
     return f"those at temperature {low:.4g}, {width} than the posterior; for that: temperature=1"

@@ -346,7 +346,7 @@ def _modes_of(
     except Exception as error:  # of the model, far from where draws are
         raise_if_from_handler(error)
         return {}
-    texts = [json.dumps(finding.to_dict()) for finding in findings]
+    texts = [json.dumps(f.to_dict() | {"severity": f.severity}) for f in findings]
     return {"modes": texts[0]} if texts else {}
 
 

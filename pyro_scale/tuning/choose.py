@@ -100,7 +100,7 @@ def choose(
         warmup_steps += tried.steps
         time = tried.time if math.isfinite(tried.time) else time
         tuning.passes["pilots"] = passes_of(problem, tried.steps)
-    most = max(1, tuning.most_steps(problem) // num_samples)
+    most = tuning.most_steps_a_draw(problem)
     needed = max(1, math.ceil(PILOTS.effective * time)) if math.isfinite(time) else most
     thinning = config.thinning or min(most, needed)
     return Choice(
@@ -238,11 +238,13 @@ class _Tuning:
         num_data = self.full_data.log_posterior.num_data
         return budget.after(sum(self.passes.values()), num_data)
 
-    def most_steps(self, problem: Problem) -> int:
-        """The steps that each chain may take for the draws: what rows are left for, and, at the
-        pace of the latest steps, the seconds that are left."""
-        left = self.left
-        return min(left.steps(problem), self.simulate.affordable(left, "draws", problem))
+    def most_steps_a_draw(self, problem: Problem) -> int:
+        """The largest thinning, at least 1: the steps of each chain that rows are left for, by
+        draw (the same for any number of draws, unless the user set the rows), and that seconds are
+        left for, at the pace of the latest steps."""
+        left, num_samples = self._after_passes(self.budget.of_tuning), self.budget.num_samples
+        seconds = self.simulate.affordable(self.left, "draws", problem)
+        return int(max(1, min(left.steps(problem) // left.num_samples, seconds // num_samples)))
 
     def _stage(
         self, stage: Stage, problem: Problem, least: int, reserve: int = 0

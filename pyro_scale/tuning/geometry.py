@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from pyro_scale.core.exclusive import raise_if_from_handler
 from pyro_scale.core.gaussian import Dense, Diagonal, Gaussian, as_structure
 from pyro_scale.core.whitening import DiagonalWhitening, whiten
 from pyro_scale.curvature.density import FullDataDensity
@@ -106,10 +107,11 @@ def _with_elsewhere(
     """
     if not modes.are_modes:
         return modes
-    starts = search_starts(problem, density, elsewhere=True)
     try:
+        starts = search_starts(problem, density, elsewhere=True)
         others = find(starts, spent=modes.evaluations)
-    except ArgumentError:  # they lead nowhere
+    except Exception as error:  # of the model, where the user does not start; or no search succeeds
+        raise_if_from_handler(error)
         return modes
     modes = dataclasses.replace(modes, evaluations=modes.evaluations + others.evaluations)
     if not others.are_modes:

@@ -214,7 +214,7 @@ def _factor_until_known(bias: Bias, order: int, policy: Pilots, factor: float) -
     surely within tolerance. None if the step would be too short, or if the policy does not ask
     whether biases are known.
 
-    Draws at half the step cost less than a pilot of twice the length.
+    Shortening the step is preferred to a longer pilot, as it makes the run dearer by less.
 
     Args:
         bias: step-size bias of the group.

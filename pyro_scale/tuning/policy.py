@@ -182,9 +182,10 @@ class Pilots:
     sd_bias: float = 0.02
     #: Standard errors beyond which a bias is significant.
     errors: float = 2.0
-    #: Standard errors by which the bias of every element must be within tolerance for a YES. With
-    #: those of 16 parts (four chains), a bias at the tolerance passes in 1% of runs; with 2, in 3%.
-    #: More elements make that rarer, as all must pass.
+    #: Standard errors by which the bias of every element must be within tolerance for a YES. Four
+    #: chains have 16 parts to estimate them from; a bias at the tolerance then passes in 1% of runs
+    #: (1.6% where the better of two independent estimates counts); with 2, in 3%. More elements
+    #: make that rarer, as all must pass.
     errors_of_yes: float = 2.6
     #: Parts of a chain whose means give the standard error.
     parts: int = 4
@@ -299,7 +300,7 @@ class Training:
     #: Epochs between two checks of the loss, and the least steps between them; training takes at
     #: least four of these intervals.
     epochs: int = 5
-    steps: int = 64
+    steps: int = 50
     #: Checks after which training ends even if the loss still falls.
     most_looks: int = 60
     #: Standard errors beyond which a change of the loss is significant.

@@ -20,10 +20,10 @@ CODE_LINES = {
     ".": 142,
     "calibration": 1726,
     "compile": 1246,
-    "core": 1485,
+    "core": 1493,
     "curvature": 3195,
     "data": 932,
-    "diagnostics": 3079,
+    "diagnostics": 3076,
     "distributed": 560,
     "engine": 1689,
     "exact": 557,
@@ -36,7 +36,7 @@ CODE_LINES = {
     "rng": 643,
     "run": 2172,
     "storage": 569,
-    "tuning": 2991,
+    "tuning": 2994,
 }
 #: Of the whole package.
 MOST = {
@@ -45,7 +45,7 @@ MOST = {
     "functions of more than 8 parameters": 4,
     "functions of more than 50 code lines": 1,
     "most imports of a file": 32,
-    "numeric constants of modules": 294,
+    "numeric constants of modules": 295,
     "numeric defaults of fields": 254,
     "isinstance, hasattr and case": 494,
     "Any and object": 1030,

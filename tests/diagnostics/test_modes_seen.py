@@ -148,3 +148,18 @@ def test_searches_from_elsewhere_change_no_draw(monkeypatch):
     with_searches = draws()
     monkeypatch.setattr(geometry, "_with_elsewhere", lambda modes, *others: modes)
     assert torch.equal(with_searches, draws())
+
+
+def test_a_model_that_fails_elsewhere_is_searched_from_the_users_starts():
+    """Its correlation matrix is no correlation matrix where the library starts."""
+
+    def model(y):
+        r = pyro.sample("r", dist.Normal(0.0, 0.3))
+        one = torch.ones_like(r)
+        matrix = torch.stack([torch.stack([one, r], -1), torch.stack([r, one], -1)], -2)
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.MultivariateNormal(torch.zeros(2), matrix), obs=y)
+
+    fit = ps.BAOA(model, init_strategy={"r": torch.zeros(4)})
+    fit.run(normals(15, 2, seed=1), num_samples=50, seed=0, progress=False)
+    assert bool(fit.get_samples()["r"].abs().max() < 1)

@@ -52,6 +52,7 @@ def test_the_verdict_is_that_of_the_worst_finding(verdict):
     ("temperatures", "of"),
     [
         ((1.0, 1.0), "the posterior's"),
+        ((1.0, 1.00001), "the posterior's"),  # a schedule that has cooled
         ((1.5, 1.5), "those at temperature 1.5, wider than the posterior; for that: temperature=1"),
         ((0.5, 0.5), "those at temperature 0.5, narrower than"),
         ((0.5, 1.5), "those at temperatures of 0.5 to 1.5; for the posterior: temperature=1"),
