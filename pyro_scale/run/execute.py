@@ -121,30 +121,32 @@ def _without_stopped_steps(trajectory: Trajectory, budget: Budget) -> Trajectory
 
 
 def _throws(trajectory: Trajectory) -> bool:
-    """Whether steps threw draws out of the posterior, though no number became NaN: after the first
-    tenth of the draws, the log joint of some is too low for the posterior (`core/stray.py`). False
+    """Whether steps threw draws out of the posterior, though no number became NaN: the log joint of
+    some is too low for the posterior (`core/stray.py`), and their chains had been higher. False
     with fewer than 100 draws a chain, on batches, whose log joint is noisy, and for kernels that
     accept or reject."""
     plan, problem, _, draws = trajectory
     is_exact = problem.data.batch_size is None and not plan.kernel.adjusted
     if not is_exact or draws.log_joint.shape[1] < FEWEST_DRAWS:
         return False
-    log_joint = draws.log_joint[draws.finished][:, draws.log_joint.shape[1] // 10 :]
-    return problem.reduce(_has_stray, log_joint.double().cpu(), "draws to check")
+    log_joint = draws.log_joint[draws.finished].double().cpu()
+    return problem.reduce(_has_stray, log_joint, "draws to check")
 
 
 def _has_stray(of_processes: list[Tensor]) -> bool:
-    """Whether the log joint of some draw is too low for the posterior.
+    """Whether the log joint of some draw is too low for the posterior, after a draw of its chain
+    that was not: a chain on its way in comes from below.
 
     Args:
         of_processes: log joints `[chains, draws]` of each process, in nats.
     """
-    falls = -torch.cat([log_joint.flatten() for log_joint in of_processes])
-    if not len(falls):
+    falls = -torch.cat(of_processes)
+    if not falls.numel():
         return False
-    falls = falls.sort(descending=True).values
-    base, most = usual_fall(falls)
-    return bool(falls[0] - base > most)
+    base, most = usual_fall(falls.flatten().sort(descending=True).values)
+    is_low = falls - base > most
+    has_arrived = (~is_low).cummax(1).values
+    return bool((is_low & has_arrived).any())
 
 
 def _move_parts(

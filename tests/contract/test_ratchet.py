@@ -34,7 +34,7 @@ CODE_LINES = {
     "posterior": 2344,
     "results": 907,
     "rng": 643,
-    "run": 2172,
+    "run": 2173,
     "storage": 569,
     "tuning": 2994,
 }

@@ -224,7 +224,8 @@ def searches():
         counted.append(args)
         return search(*args)
 
-    with mock.patch.object(modes, "_search", count):
+    one_at_a_time = mock.patch.object(FullDataDensity, "at_once", 1)
+    with one_at_a_time, mock.patch.object(modes, "_search", count):
         every = found(seed=0)
     return {
         "count": len(counted),
@@ -233,6 +234,7 @@ def searches():
         "modes": torch.stack([mode.gaussian.mean for mode in every.modes]),
         "factors": torch.stack([mode.gaussian.scale_tril for mode in every.modes]),
         "evidence": [mode.log_evidence for mode in every.modes],
+        "together": [mode.log_evidence for mode in found(seed=0).modes],
         "cut short": found(lambda: True, seed=0).evaluations,
         "diagonal": [
             (mode.gaussian.mean.tolist(), mode.gaussian.sd.tolist(), mode.searches)

@@ -160,7 +160,7 @@ def test_searches_for_modes_are_shared_out(alone, shared):
     for found in shared:
         for name in ("modes", "factors"):
             assert torch.equal(found["searches"][name], one[name])
-        for name in ("passes", "searches", "evidence", "cut short", "diagonal"):
+        for name in ("passes", "searches", "evidence", "together", "cut short", "diagonal"):
             assert found["searches"][name] == one[name]
 
 

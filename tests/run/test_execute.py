@@ -53,7 +53,7 @@ def test_a_budget_that_is_spent_is_kept(monkeypatch):
     ("sampler", "how", "place", "seen"),
     [
         (ps.BAOA, {}, 150, True),
-        (ps.BAOA, {}, 5, False),  # on the way in
+        (ps.BAOA, {}, slice(0, 20), False),  # on the way in
         (ps.BAOA, {"batch_size": 10}, 150, False),  # an estimate of the log joint
         (ps.GHMC, {}, 150, False),
     ],
