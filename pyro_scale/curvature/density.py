@@ -145,9 +145,7 @@ class FullDataDensity:
             else:
                 values, slopes, matrices = (torch.cat(parts) for parts in zip(*blocks, strict=True))
                 return values, slopes, (matrices + matrices.mT) / 2
-        each = [self._derivatives_or_nan(position) for position in positions]
-        values, slopes, matrices = (torch.stack(parts) for parts in zip(*each, strict=True))
-        return values, slopes, matrices
+        return self._derivatives_one_by_one(positions)
 
     def _derivatives_at(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The result of `derivatives_at`, by vmap; the Hessians are not quite symmetric."""
@@ -165,12 +163,12 @@ class FullDataDensity:
             values, slopes, matrices = values + value, slopes + slope, matrices + matrix
         return values, slopes, matrices
 
-    def _derivatives_or_nan(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        try:
-            return self.derivatives(position)
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            nan = position + torch.nan
-            return nan.sum().double(), nan, nan.outer(nan)
+    def _derivatives_one_by_one(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The result of `derivatives_at`, from a call of `derivatives` for each position."""
+        nan = positions[0] + torch.nan
+        failed = zero_nats(nan) + torch.nan, nan, nan.outer(nan)
+        values, slopes, matrices = _one_by_one(self.derivatives, positions, failed)
+        return values, slopes, matrices
 
     def hessians(self, positions: Tensor) -> Tensor:
         """The Hessians of the log joint divided by N at each of P positions `[P, D]`: `[P, D, D]`,
@@ -223,19 +221,12 @@ class FullDataDensity:
                 parts = [of_chunk(block) for block in positions.split(at_once)]
                 slope, value = (torch.cat(both) for both in zip(*parts, strict=True))
             except (RuntimeError, NotImplementedError):  # vmap does not support the model
-                return self._grads_one_by_one(positions)
+                nan = positions[0] + torch.nan
+                failed = zero_nats(nan) + torch.nan, nan
+                values, slopes = _one_by_one(self.grad, positions, failed)
+                return values, slopes
             values, slopes = values + value.detach(), slopes + slope.detach()
         return values, slopes
-
-    def _grads_one_by_one(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        pairs = []
-        for position in positions:
-            try:
-                pairs.append(self.grad(position))
-            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-                pairs.append((zero_nats(position) + torch.nan, position + torch.nan))
-        values, slopes = zip(*pairs, strict=True)
-        return torch.stack(values), torch.stack(slopes)
 
     def _gradients(
         self, position: Tensor, history: bool = True
@@ -385,6 +376,22 @@ def zero_nats(like: Tensor) -> Tensor:
     rows, for which float32 has too few digits.
     """
     return torch.zeros((), dtype=torch.float64, device=like.device)
+
+
+def _one_by_one(
+    function: Callable[[Tensor], tuple[Tensor, ...]],
+    positions: Tensor,
+    failed: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    """The results of a function at each of P positions `[P, D]`, each stacked along a first
+    dimension; `failed`, NaN of their shapes, where a matrix of the model cannot be factorized."""
+    results = []
+    for position in positions:
+        try:
+            results.append(function(position))
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            results.append(failed)
+    return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
 
 
 def _or_nan(function: Callable[[Tensor], Tensor], position: Tensor) -> Tensor:

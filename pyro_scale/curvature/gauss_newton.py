@@ -31,9 +31,14 @@ class GaussNewtonDensity(FullDataDensity):
         value, slope, precision = expand(self, spec, dense=True)
         return value, slope, -precision / self.log_posterior.num_data
 
+    def derivatives_at(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(The log joint `[P]`, its gradients `[P, D]`, minus the Gauss-Newton precisions `[P, D,
+        D]`) at each of P positions `[P, D]`, all divided by N, in a pass for each."""
+        return self._derivatives_one_by_one(positions)
+
     @property
     def at_once(self) -> int:
-        """1: each position takes a pass of its own."""
+        """The number of positions whose matrices are computed together: 1."""
         return 1
 
     @property

@@ -61,9 +61,8 @@ def report(
             None if that is `num_samples`.
     """
     trained = None if choice is None else choice.trained
-    choices = {} if choice is None else choice.reasons_at(result.attrs["thinning"])
-    if "lr_choice" in result.attrs and choice is not None:  # the run may have halved the step
-        choices["step size"] = result.attrs["lr_choice"]
+    reasons = result.attrs["thinning"], result.attrs.get("lr_choice")
+    choices = {} if choice is None else choice.reasons_at(*reasons)
     if result.attrs.get("temperature") == 0:
         what = "points, one a chain," if result.positions.shape[1] == 1 else "optimizers"
         text = f"{result.num_chains} {what} at temperature 0"

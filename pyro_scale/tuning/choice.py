@@ -205,11 +205,17 @@ class Choice:
             attrs["warmup_steps"] = self.warmup_steps
         return attrs | {f"passes_{stage}": round(n, 2) for stage, n in self.passes.items()}
 
-    def reasons_at(self, thinning: int) -> dict[str, str]:
-        """The reasons of the choices, in words by setting, for the report of a run that ended with
-        this thinning: if the run had to double the thinning that tuning chose, the reason says so.
+    def reasons_at(self, thinning: int, step_size: str | None) -> dict[str, str]:
+        """The reasons of the choices, in words by setting, for the report of a run: they say so if
+        it had to double the thinning that tuning chose, or to halve the step size.
+
+        Args:
+            thinning: thinning with which the run ended.
+            step_size: reason of the step size with which the run ended; None if the user set it.
         """
         reasons = dict(self.reasons)
+        if step_size is not None:
+            reasons["step size"] = step_size
         if thinning != self.steps.thinning:
             reasons["thinning"] = (
                 f"{thinning} steps from one draw to the next, as too few draws "

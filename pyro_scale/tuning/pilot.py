@@ -39,9 +39,7 @@ class Bias(NamedTuple):
         """The largest of the elements' biases, each less a few standard errors and divided by the
         bias that is allowed (for means in posterior sds, for log sds as they are). Above 1, the
         step is significantly too long."""
-        means = (self.mean.abs() - PILOTS.errors * self.mean_mcse) / PILOTS.mean_bias
-        sds = (self.log_sd.abs() - PILOTS.errors * self.log_sd_mcse) / PILOTS.sd_bias
-        return float(torch.maximum(means, sds).max())
+        return float(self._relative(-PILOTS.errors, PILOTS.mean_bias, PILOTS.sd_bias).max())
 
     def factor(self, order: int) -> float:
         """The factor, at most 1, by which to multiply the step size so that its largest significant
@@ -60,9 +58,7 @@ class Bias(NamedTuple):
         Args:
             order: the power of lr with which the bias and its error fall.
         """
-        means = (self.mean.abs() + PILOTS.errors_of_yes * self.mean_mcse) / TOLERANCE.mean
-        sds = (self.log_sd.abs() + PILOTS.errors_of_yes * self.log_sd_mcse) / TOLERANCE.sd
-        worst = float(torch.maximum(means, sds).max())
+        worst = float(self._relative(PILOTS.errors_of_yes, TOLERANCE.mean, TOLERANCE.sd).max())
         return 1.0 if worst < 1 else 0.99 * worst ** (-1 / order)
 
     def or_more_precise(self, other: Bias) -> Bias:
@@ -96,8 +92,19 @@ class Bias(NamedTuple):
     def is_within(self, errors: float) -> Tensor:
         """Whether each element's bias is within tolerance, `[d]`: the absolute bias of the mean (in
         posterior sds) and of the log sd, plus so many standard errors, are below `TOLERANCE`."""
-        means = self.mean.abs() + errors * self.mean_mcse < TOLERANCE.mean
-        return means & (self.log_sd.abs() + errors * self.log_sd_mcse < TOLERANCE.sd)
+        return self._relative(errors, TOLERANCE.mean, TOLERANCE.sd) < 1
+
+    def _relative(self, errors: float, mean: float, sd: float) -> Tensor:
+        """Each element's bias plus so many standard errors, divided by a limit, of the mean or of
+        the log sd, whichever is larger, `[d]`.
+
+        Args:
+            errors: number of standard errors; negative ones are subtracted.
+            mean: limit for biases of means, in posterior sds.
+            sd: limit for biases of log sds.
+        """
+        means = (self.mean.abs() + errors * self.mean_mcse) / mean
+        return torch.maximum(means, (self.log_sd.abs() + errors * self.log_sd_mcse) / sd)
 
 
 class Pilot(NamedTuple):

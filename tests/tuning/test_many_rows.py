@@ -503,6 +503,14 @@ def test_anchored_hessians_are_those_one_by_one(model):
         close(together, torch.stack(alone), 1e-12)
 
 
+def test_matrices_of_gauss_newton_are_those_one_by_one():
+    """The Hessian is another matrix here, as the likelihood is not canonical."""
+    density = with_gauss_newton(density_of_all_rows(problem_of(curved)))
+    places = normals(2, density.layout.size, seed=5) / 3
+    one_by_one = torch.stack([density.hessian(place) for place in places])
+    close(density.hessians(places), one_by_one, 1e-12)
+
+
 # ------------------------------------------------------------------ modes
 
 
