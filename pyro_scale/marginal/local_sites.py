@@ -1,0 +1,381 @@
+"""Which latents of a model belong to a row or group, and the log density of each member."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core import rows
+from pyro_scale.core.exclusive import own_generator
+from pyro_scale.core.rows import Arguments
+from pyro_scale.errors import PlateError, SiteError
+from pyro_scale.marginal.nodes import derivatives
+from pyro_scale.marginal.units import Members, UnitModel
+from pyro_scale.model.classify import close
+from pyro_scale.model.init_strategies import uniform
+from pyro_scale.model.program import Program
+from pyro_scale.model.recorder import Recorder
+from pyro_scale.model.sites import Site, free_dim, points_of_store
+from pyro_scale.model.terms import Term, aligned_scale, terms_of
+from pyro_scale.model.transforms import bijection, is_real
+
+#: Most continuous dimensions of a member's latents: the nodes are a grid.
+MOST_DIMS = 3
+#: Distance of the second latents at which a model is compared, unconstrained.
+_SHIFT = 0.71
+
+
+@dataclass(frozen=True)
+class LocalLatent:
+    """A latent with a value for every member.
+
+    Attributes:
+        name: the site's name.
+        dim: the members' dimension, negative, among those of its batch shape.
+        batch_dims: number of dimensions of its batch shape.
+        shape: shape of one member's unconstrained value.
+    """
+
+    name: str
+    dim: int
+    batch_dims: int
+    shape: torch.Size
+
+    @property
+    def size(self) -> int:
+        """The number of unconstrained elements of one member."""
+        return math.prod(self.shape)
+
+    def unconstrained(self, z: Tensor) -> Tensor:
+        """The site's unconstrained value, from those of the members, `[n, size]`."""
+        return z.reshape(-1, *self.shape).movedim(0, self.batch_dims + self.dim)
+
+
+
+
+class _AtValues(Recorder):
+    """A recorder of a run at values of the globals and unconstrained values of the local latents.
+
+    Args:
+        values: constrained values of the globals and params, by site.
+        others: arguments of `Recorder`.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], **others: Any):
+        super().__init__(**others)
+        self._values = values
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] in self._values and not msg["is_observed"]:
+            msg["value"], msg["done"] = self._values[msg["name"]], True
+        else:
+            super()._pyro_sample(msg)
+
+    def _pyro_param(self, msg: Any) -> None:
+        if msg["name"] in self._values:
+            msg["value"], msg["done"] = self._values[msg["name"]], True
+        else:
+            super()._pyro_param(msg)
+
+
+@dataclass(frozen=True)
+class LocalSites:
+    """The part of a model that belongs to members: latents, and densities, whose shapes follow a
+    batch's members or rows.
+
+    Attributes:
+        model: the model of batches of units.
+        latents: the local latents, in the model's order.
+        dims: the rows' or members' dimension, negative, of each local term, by its name.
+        hidden: names of all sites that follow the batch, and of their plates.
+        observed: a name for the members' log likelihood: the observed sites'.
+        enum_dim: the first free dimension for enumerated sites; None without these.
+        is_gaussian: whether the prior of a member's latents is Gaussian, unconstrained.
+    """
+
+    model: UnitModel
+    latents: tuple[LocalLatent, ...]
+    dims: Mapping[str, int]
+    hidden: frozenset[str]
+    observed: str
+    enum_dim: int | None
+    is_gaussian: bool = False
+
+    @property
+    def num_dims(self) -> int:
+        """d, the number of unconstrained elements of a member's latents."""
+        return sum(latent.size for latent in self.latents)
+
+    @property
+    def names(self) -> str:
+        """A phrase with the names of the local latents, for messages."""
+        return " and ".join(f"'{latent.name}'" for latent in self.latents)
+
+    def split(self, z: Tensor) -> dict[str, Tensor]:
+        """The unconstrained values of the local latents by site, from all members' `[n, d]`."""
+        parts = z.split([latent.size for latent in self.latents], dim=-1)
+        pairs = zip(self.latents, parts, strict=True)
+        return {latent.name: latent.unconstrained(part) for latent, part in pairs}
+
+    def run(
+        self, values: Mapping[str, Tensor], z: Tensor, arguments: Arguments
+    ) -> Mapping[str, Site]:
+        """The sites of a run at values of the globals and local latents `[n, d]`."""
+        recorder = _AtValues(values, latents=self.split(z), enum_dim=self.enum_dim)
+        return Program(self.model).run(arguments, recorder).sites
+
+    def terms(
+        self, values: Mapping[str, Tensor], z: Tensor, arguments: Arguments
+    ) -> dict[str, tuple[Tensor, bool]]:
+        """(Log density of every member `[n]` in nats, whether it is of a prior) by term.
+
+        Args:
+            values: constrained values of the globals and params.
+            z: unconstrained local latents, `[n, d]`.
+            arguments: a batch of units.
+        """
+        members, sites = self.model.members(arguments), self.run(values, z, arguments)
+        result = {}
+        for name, term in terms_of(sites).items():
+            if name in self.dims:
+                log_prob = term.log_prob * aligned_scale(term, term.log_prob)
+                if term.is_prior and term.site is not None:
+                    log_prob = log_prob + _log_det(term.site)
+                result[name] = self._of_members(term, log_prob, members), term.is_prior
+        return result
+
+    def log_joint(
+        self, values: Mapping[str, Tensor], z: Tensor, arguments: Arguments
+    ) -> Tensor:
+        """log p(data, z | globals) of every member, `[n]` in nats; arguments as for `terms`."""
+        return self._sum(values, z, arguments, (True, False))
+
+    def log_prior(self, values: Mapping[str, Tensor], z: Tensor, arguments: Arguments) -> Tensor:
+        """log p(z | globals) of every member, `[n]` in nats; arguments as for `terms`."""
+        return self._sum(values, z, arguments, (True,))
+
+    def log_lik(self, values: Mapping[str, Tensor], z: Tensor, arguments: Arguments) -> Tensor:
+        """log p(data | z, globals) of every member, `[n]` in nats; arguments as for `terms`."""
+        return self._sum(values, z, arguments, (False,))
+
+    def _sum(
+        self,
+        values: Mapping[str, Tensor],
+        z: Tensor,
+        arguments: Arguments,
+        kinds: tuple[bool, ...],
+    ) -> Tensor:
+        terms = self.terms(values, z, arguments).values()
+        parts = [log_prob for log_prob, is_prior in terms if is_prior in kinds]
+        return torch.stack(parts).sum(0) if parts else z.new_zeros(len(z))
+
+    def _of_members(self, term: Term, log_prob: Tensor, members: Members) -> Tensor:
+        dim = self.dims[term.name]
+        first = log_prob.movedim(dim, 0)
+        first = first.reshape(len(first), -1).sum(1)
+        if self.model.plate in [frame.name for frame in term.plates]:
+            return first
+        return members.add_up(first)
+
+
+def _log_det(site: Site) -> Tensor | float:
+    """log |d value / d unconstrained| of a latent, by batch element; 0 for the identity."""
+    if site.unconstrained is None or is_real(site.fn.support):
+        return 0.0
+    return bijection(site.fn.support).log_abs_det_jacobian(site.unconstrained, site.value)
+
+
+# ---------------------------------------------------------------------- recognition
+
+
+def recognize(model: UnitModel, example: Arguments, seed: int) -> LocalSites | None:
+    """The local latents of a model, from runs on a batch of units and on its two halves, each at
+    two sets of values. None if there are none.
+
+    Args:
+        model: the model of batches of units.
+        example: a few units, as its arguments.
+        seed: seed of the values.
+
+    Raises:
+        SiteError, PlateError: a member depends on other members, or has too many latents.
+    """
+    count = rows.count(example) or 1
+    order = torch.arange(count) if count > 1 else torch.zeros(2, dtype=torch.int64)
+    whole = rows.take(example, order)
+    halves = [rows.take(example, part) for part in order.tensor_split(2)]
+    program = Program(model)
+    with own_generator(seed), torch.no_grad():
+        drawn = [program.draw_latents(whole, uniform, {}) for _ in range(2)]
+        part = program.draw_latents(halves[0], uniform, {})
+    full = drawn[0].sites
+    dims = _following({n: s.fn.batch_shape for n, s in full.items() if s.kind != "subsample"},
+                      {n: s.fn.batch_shape for n, s in part.sites.items() if s.kind != "subsample"})
+    latents = []
+    for name in dims:
+        site = full[name]
+        if site.kind == "latent" and site.unconstrained is not None:
+            latents.append(_local_latent(model, site, dims[name]))
+    if not latents:
+        return None
+    terms = {name: term.log_prob.shape for name, term in terms_of(full).items()}
+    of_part = {name: term.log_prob.shape for name, term in terms_of(part.sites).items()}
+    term_dims = _following(terms, of_part)
+    priors = {latent.name for latent in latents}
+    observed = [name for name in term_dims if name not in priors]
+    plates = {frame.name for name in dims for frame in full[name].plates}
+    local = LocalSites(
+        model,
+        tuple(latents),
+        term_dims,
+        frozenset(dims) | plates,
+        "+".join(observed) or "log_lik",
+        free_dim(full),
+    )
+    if local.num_dims > MOST_DIMS:
+        raise SiteError(
+            f"site {local.names}: a member has {local.num_dims} continuous latents, and at most "
+            f"{MOST_DIMS} are summed out by nodes: pass all rows (batch_size=None) to NUTS, which "
+            "samples them",
+            code="local-latent",
+        )
+    for run in drawn:
+        _check_independent(local, run, whole, halves)
+    is_gaussian = _has_gaussian_prior(local, drawn[0], whole)
+    return LocalSites(**{**vars(local), "is_gaussian": is_gaussian})
+
+
+def globals_of(local: LocalSites, run: Recorder) -> dict[str, Tensor]:
+    """The constrained values of the globals in a run, by site."""
+    sites = run.sites.values()
+    return {s.name: s.value for s in sites if s.kind == "latent" and s.name not in local.hidden}
+
+
+def _following(
+    full: Mapping[str, torch.Size], part: Mapping[str, torch.Size]
+) -> dict[str, int]:
+    """The dimension (negative) of each site that differs between a batch and a part of it."""
+    dims = {}
+    for name, shape in full.items():
+        other = part.get(name)
+        if other is None or len(other) != len(shape):
+            raise PlateError(f"site '{name}': it is not in every batch, or changes its dimensions")
+        follow = [i - len(shape) for i in range(len(shape)) if shape[i] != other[i]]
+        if len(follow) > 1:
+            raise PlateError(f"site '{name}': dimensions {follow} of its shape follow the batch")
+        if follow:
+            dims[name] = follow[0]
+    return dims
+
+
+def _local_latent(model: UnitModel, site: Site, dim: int) -> LocalLatent:
+    assert site.unconstrained is not None
+    if model.by is not None and model.plate not in [frame.name for frame in site.plates]:
+        raise SiteError(
+            f"site '{site.name}': a latent of every row, inside of groups that are summed out: "
+            "give it to the groups, or pass all rows (batch_size=None)",
+            code="local-latent",
+        )
+    batch_dims = len(site.fn.batch_shape)
+    shape = site.unconstrained.movedim(batch_dims + dim, 0).shape[1:]
+    return LocalLatent(site.name, dim, batch_dims, shape)
+
+
+def _latents_of(local: LocalSites, run: Recorder) -> Tensor:
+    """The members' unconstrained latents in a run, `[n, d]`."""
+    parts = []
+    for latent in local.latents:
+        value = run.sites[latent.name].unconstrained
+        assert value is not None
+        first = value.movedim(latent.batch_dims + latent.dim, 0)
+        parts.append(first.reshape(len(first), -1))
+    return torch.cat(parts, 1)
+
+
+def _check_independent(
+    local: LocalSites, run: Recorder, whole: Arguments, halves: list[Arguments]
+) -> None:
+    """Raises if a member's densities depend on other members, or a global on local latents."""
+    values, z = globals_of(local, run), _latents_of(local, run)
+    with torch.no_grad():
+        terms = local.terms(values, z, whole)
+        parts = z.tensor_split(2)
+        of_halves = [
+            local.terms(values, part, half) for part, half in zip(parts, halves, strict=True)
+        ]
+        outside = [
+            {
+                name: term.log_prob
+                for name, term in terms_of(local.run(values, at, whole)).items()
+                if name not in local.dims
+            }
+            for at in (z, z + _SHIFT)
+        ]
+    for name, (log_prob, _) in terms.items():
+        joined = torch.cat([half[name][0] for half in of_halves])
+        if not close(log_prob, joined):
+            raise SiteError(
+                f"site '{name}': the density of a row or group depends on other rows or groups, or "
+                f"on their latents, so {local.names} cannot be summed out one by one: pass all "
+                "rows (batch_size=None)",
+                code="local-latent",
+            )
+    for name, log_prob in outside[0].items():
+        if not close(log_prob, outside[1][name]):
+            raise SiteError(
+                f"site '{name}': its density depends on {local.names}, of which every row or group "
+                "has one, and it is outside of their plate: pass all rows (batch_size=None)",
+                code="local-latent",
+            )
+
+
+def _has_gaussian_prior(local: LocalSites, run: Recorder, whole: Arguments) -> bool:
+    values, z = globals_of(local, run), _latents_of(local, run)
+
+    def hessian(z: Tensor) -> Tensor:
+        return derivatives(lambda z: local.log_prior(values, z, whole), z)[1]
+
+    curvature = hessian(z)
+    return all(torch.allclose(curvature, hessian(z + shift), rtol=1e-3) for shift in (_SHIFT, -2.0))
+
+
+# ---------------------------------------------------------------------- the plate of the groups
+
+
+def find_plate(
+    model: UnitModel, example: Arguments, sizes: set[int], num_groups: int
+) -> str:
+    """The name of the plate of the groups: that of a latent, with as many members as there are
+    groups.
+
+    Args:
+        model: the model of batches of units.
+        example: one unit.
+        sizes: sizes that the plate may have: the number of groups, or the largest label plus one.
+        num_groups: number of groups, for the message.
+
+    Raises:
+        PlateError: there is none, or there are several.
+    """
+    with own_generator(0), torch.no_grad():
+        sites = Program(model).draw_latents(example, uniform, {}).sites.values()
+    frames = {f.name: f.size for s in sites if s.kind in ("latent", "enumerated") for f in s.plates}
+    names = [name for name, size in frames.items() if size in sizes]
+    names = names or [name for name, size in frames.items() if size >= num_groups]
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise PlateError(
+            f"plates {names} all have as many members as there are groups ({num_groups:,}), so it "
+            "is not known which is the groups'"
+        )
+    listed = ", ".join(f"'{name}' has {size:,}" for name, size in frames.items())
+    raise PlateError(
+        f"no latent is in a plate of the {num_groups:,} groups ({listed or 'there is no plate'}): "
+        "put the groups' latents into pyro.plate('groups', num_groups)"
+    )
