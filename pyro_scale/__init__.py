@@ -24,6 +24,8 @@ from pyro_scale.infer.svgd import SVGD
 from pyro_scale.infer.versions import __version__ as __version__
 from pyro_scale.infer.versions import show_versions
 from pyro_scale.infer.vi import IVON, VI
+from pyro_scale.marginal.grouped import Grouped
+from pyro_scale.marginal.summed import marginalize
 from pyro_scale.model.init_strategies import init_to_module
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.nn.bayesianize import bayesianize
@@ -51,6 +53,7 @@ __all__ = [
     "Evaluation",
     "FilterResponseNorm",
     "GaussianPosterior",
+    "Grouped",
     "Laplace",
     "LogPosterior",
     "ParticlePosterior",
@@ -63,6 +66,7 @@ __all__ = [
     "explain",
     "init_to_module",
     "load",
+    "marginalize",
     "metrics",
     "pSGLD",
     "replace_batchnorm",

@@ -32,6 +32,8 @@ from pyro_scale.data.sources import Data
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError, NotRunError
 from pyro_scale.kernels import Hyperparameters
+from pyro_scale.marginal.grouped import Grouped
+from pyro_scale.marginal.summed import open_grouped
 from pyro_scale.model.call_errors import check_model
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.call_checks import OF_METHOD, check_calls, missing_attribute
@@ -302,6 +304,8 @@ class Method:
             data: a loader, or the model's own arguments.
             batch_size: number of rows in a batch, for tensors; None for all rows.
         """
+        if isinstance(data, Grouped):
+            return open_grouped(data, batch_size)
         return open_data(data, batch_size, self._num_data, module_device(self.model))
 
     def _target(self, log_posterior: LogPosterior) -> LogPosterior:

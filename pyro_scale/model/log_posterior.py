@@ -619,6 +619,11 @@ class LogPosterior:
         other._program, other._model_info = Program(self.model), None
         return other
 
+    def of_model(self, model: Model, num_data: int | None) -> LogPosterior:
+        """A log posterior of another model, before any batch, with the same change of the prior
+        (`without_jacobian`)."""
+        return LogPosterior(model, num_data)._with_prior(self._prior)
+
     def is_of_same_model(self, other: LogPosterior) -> bool:
         """Whether another log posterior was made from the same model object and has the same prior:
         the model's own for both, or the same replacement of it. What is known of one (its mode,

@@ -36,6 +36,8 @@ def search_starts(
             already.
         most_places: number of prior draws, and of places further out, that are compared.
     """
+    if problem.anchor is not None:  # nodes are right around their anchor
+        return problem.positions[: SEARCH.fewest]
     own = [] if elsewhere else list(problem.positions)
     searches = min(SEARCH.most, max(SEARCH.fewest, len(own)))
     near = _near_zero(problem, own[:searches], searches)

@@ -1,0 +1,197 @@
+"""From a model and its data to the model with local latents summed out and the data with columns
+of nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_scale.core import rows
+from pyro_scale.core.rows import Arguments, Model
+from pyro_scale.data.sources import Data, TensorData
+from pyro_scale.errors import ArgumentError, PlateError, PyroScaleError, SiteError
+from pyro_scale.marginal.anchor import Anchor, find_anchor
+from pyro_scale.marginal.grouped import SLOTS, Grouped
+from pyro_scale.marginal.local_sites import find_plate, recognize
+from pyro_scale.marginal.units import UnitModel
+from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.rng.seeds import Purpose, generator
+
+#: Units on which a model is examined.
+_EXAMPLE = 16
+#: Sds of the Gaussian at the anchor by which chains start apart.
+_DISPERSION = 2.0
+
+
+class Marginal:
+    """A Pyro model whose local latents are to be summed out when it is run on data; called by
+    itself it is the model. Made by `marginalize`."""
+
+    def __init__(self, model: Model, names: tuple[str, ...]):
+        self.model, self.names = model, names
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+def marginalize(model: Model, *names: str) -> Marginal:
+    """A Pyro model whose local latents are summed out: every inference class runs it on the other
+    latents, whose posterior is the exact one up to the error of the nodes, which is checked.
+
+    A latent of every row is in the data's plate; for one of every group, run it on `Grouped` data.
+
+    Args:
+        model: a Pyro model.
+        names: the local latents; all that there are by default.
+
+    Raises (when it is run on data):
+        ArgumentError: `names` are not the model's local latents.
+        SiteError: they cannot be summed out.
+
+    Examples:
+        >>> import torch, pyro, pyro.distributions as dist, pyro_scale as ps
+        >>> def model(y):
+        ...     tau = pyro.sample("tau", dist.HalfNormal(1.0))
+        ...     with pyro.plate("rows", len(y)):
+        ...         z = pyro.sample("z", dist.Normal(0.0, tau))
+        ...         pyro.sample("y", dist.Poisson(z.exp()), obs=y)
+        >>> nuts = ps.NUTS(ps.marginalize(model, "z"))
+        >>> run = nuts.run(torch.tensor([0.0, 3.0, 1.0, 5.0]), seed=0, progress=False)
+        >>> list(run.get_samples())
+        ['tau']
+    """
+    if not callable(model):
+        raise ArgumentError(f"marginalize: a {type(model).__name__} is not a Pyro model")
+    return Marginal(model, names)
+
+
+@dataclass
+class GroupedData(TensorData):
+    """Units of whole groups, as data.
+
+    Attributes:
+        grouped: the rows by group.
+        slots: the groups of each unit, `[units, slots]`, -1 where a slot has none.
+    """
+
+    grouped: Grouped | None = None
+    slots: Tensor | None = None
+
+
+def open_grouped(grouped: Grouped, batch_size: int | None) -> GroupedData:
+    """Rows by group as a source of minibatches of about `batch_size` whole groups; None for all."""
+    units, slots = grouped.units()
+    if batch_size is not None:
+        batch_size = max(1, round(batch_size * len(slots) / max(1, grouped.num_groups)))
+        batch_size = None if batch_size >= len(slots) else batch_size
+    return GroupedData((units,), len(slots), batch_size, {}, grouped, slots)
+
+
+class Summed(NamedTuple):
+    """A run with its local latents summed out.
+
+    Attributes:
+        log_posterior: the integrated model.
+        data: the data with the columns of the nodes.
+        anchor: where the nodes are placed.
+    """
+
+    log_posterior: LogPosterior
+    data: Data
+    anchor: Anchor
+
+    def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
+        """Constrained values of the globals where chains start, `[num_chains, ...]` by site: around
+        the anchor, twice as far apart as the posterior."""
+        gaussian, layout = self.anchor.gaussian, self.anchor.layout
+        self.log_posterior.prepare(self.data.first())
+        size, values = layout.size, []
+        for chain in range(num_chains):
+            source = generator(seed, chain, Purpose.INIT, 1)
+            noise = _DISPERSION * torch.randn(size, generator=source, dtype=torch.float64)
+            position = gaussian.sample(noise).to(layout.dtype)
+            values.append(self.log_posterior.constrain(layout.unflatten(position)))
+        return {name: torch.stack([one[name] for one in values]) for name in layout.names}
+
+
+def is_summed(log_posterior: LogPosterior, data: Data) -> bool:
+    """Whether the user asks for local latents to be summed out: by `marginalize` or `Grouped`."""
+    return isinstance(log_posterior.model, Marginal) or isinstance(data, GroupedData)
+
+
+def sum_out(log_posterior: LogPosterior, data: TensorData, seed: int) -> Summed:
+    """The model with its local latents summed out, and the data with columns of nodes.
+
+    Args:
+        log_posterior: the user's model, before its preflight.
+        data: rows, or units of groups.
+        seed: seed of the sample of units by which the search for the anchor begins.
+
+    Raises:
+        ArgumentError: the latents that the user names are not the local ones.
+        SiteError, PlateError: the model has no local latents, or they cannot be summed out.
+    """
+    asked = log_posterior.model
+    model = asked.model if isinstance(asked, Marginal) else asked
+    names = asked.names if isinstance(asked, Marginal) else ()
+    unit_model, example = _unit_model(model, data)
+    _check(unit_model, example)
+    local = recognize(unit_model, example, seed)
+    if local is None:
+        raise SiteError(
+            "no latent of the model is local: none has a value for every "
+            + ("row" if unit_model.by is None else "group")
+            + "; run it without marginalize or Grouped",
+            code="local-latent",
+        )
+    found = [latent.name for latent in local.latents]
+    if names and set(names) != set(found):
+        raise ArgumentError(
+            f"marginalize: the local latents of the model are {found}, not {list(names)}; all of "
+            "them are summed out"
+        )
+    anchor = find_anchor(local, data.arguments, seed)
+    num_data = rows.count(data.arguments)
+    integrated = TensorData(anchor.arguments, num_data, data.batch_size, data.columns)
+    return Summed(log_posterior.of_model(anchor.model, num_data), integrated, anchor)
+
+
+def _unit_model(model: Model, data: TensorData) -> tuple[UnitModel, Arguments]:
+    """(The model of batches of units; a few units to examine it on)."""
+    count = rows.count(data.arguments)
+    if count is None:
+        raise ArgumentError("the model's arguments hold no rows, so that no latent is local")
+    example = rows.take(data.arguments, slice(0, min(_EXAMPLE, count)))
+    if not isinstance(data, GroupedData):
+        return UnitModel(model), example
+    grouped = data.grouped
+    assert grouped is not None and data.slots is not None
+    labels = grouped.labels
+    sizes = {grouped.num_groups}
+    if labels.dtype.kind in "iu":
+        sizes.add(int(labels.max()) + 1)
+    fullest = int((data.slots >= 0).sum(1).argmax())
+    one = rows.take(data.arguments, slice(fullest, fullest + 1))
+    sizes.add(int(one[0][SLOTS].sum()))
+    plate = find_plate(UnitModel(model, grouped.by), one, sizes, grouped.num_groups)
+    return UnitModel(model, grouped.by, plate), example
+
+
+def _check(model: UnitModel, example: Arguments) -> None:
+    """Runs the preflight on a few units as if they were all data: it says what is wrong with the
+    model, whatever its local latents."""
+    try:
+        LogPosterior(model, rows.count(example)).prepare(example)
+    except PyroScaleError:
+        raise
+    except Exception as error:
+        if model.by is None:
+            raise
+        raise PlateError(
+            f"the model fails on a batch of whole groups, in which plate '{model.plate}' has the "
+            f"batch's groups as members ({type(error).__name__}: {error}). A tensor with a value "
+            "for every group has to be an argument of the model: pass it in Grouped(..., groups=)"
+        ) from error
