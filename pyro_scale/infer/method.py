@@ -240,6 +240,7 @@ class Method:
         return self._last.posterior
 
     get_samples = asks(Posterior.get_samples)
+    latents = asks(Posterior.latents)
     moments = asks(Posterior.moments)
     summary = asks(Posterior.summary)
     diagnostics = asks(Posterior.diagnostics)

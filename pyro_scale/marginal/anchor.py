@@ -226,9 +226,7 @@ class _Search:
         matrix = ascent.precision / len(self._chosen)
         places = torch.arange(len(position))
         near = ANCHOR.moved**2 * len(position)
-        refined = newton_refine(
-            density, position, lambda _: matrix.to(position), places, near
-        )
+        refined = newton_refine(density, position, lambda _: matrix.to(position), places, near)
         self.passes += 4
         values = self._values(density, refined.position)
         expansion, num_flat = self._expand(values, self._units, expansion.center)

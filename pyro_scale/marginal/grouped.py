@@ -77,11 +77,16 @@ class Grouped:
             f"{int(lengths.min())} to {int(lengths.max())}>"
         )
 
-    def places_of(self, labels: Any) -> Tensor:
-        """The places of labels among the groups, `[rows]`; -1 for groups that were not seen."""
-        values = np.asarray(labels)
-        places = np.searchsorted(self.labels, values).clip(max=len(self.labels) - 1)
-        return torch.as_tensor(np.where(self.labels[places] == values, places, -1))
+    def relabel(self, arguments: Any, by: int | str) -> tuple[np.ndarray, Tensor]:
+        """(The labels that some rows have, each once; the place of each row's among them,
+        `[rows]`)."""
+        labels, index = np.unique(_labels_of(arguments, by), return_inverse=True)
+        return labels, torch.as_tensor(index.reshape(-1), dtype=torch.int64)
+
+    def places_of(self, labels: np.ndarray) -> Tensor:
+        """The places of labels among the groups, `[labels]`; -1 for groups that were not seen."""
+        places = np.searchsorted(self.labels, labels).clip(max=len(self.labels) - 1)
+        return torch.as_tensor(np.where(self.labels[places] == labels, places, -1))
 
     def units(self) -> tuple[dict[str, Any], Tensor]:
         """(The units, tensors whose first dimension is units; which groups they have, `[units,

@@ -15,6 +15,7 @@ from pyro_scale.core.rows import Arguments, call
 from pyro_scale.marginal.grouped import SLOTS
 from pyro_scale.marginal.local_sites import LocalSites
 from pyro_scale.marginal.nodes import Expansion, Gaussians, gauss_hermite, place
+from pyro_scale.model.sites import without_validation
 from pyro_scale.model.transforms import bijection
 
 
@@ -38,33 +39,34 @@ class Integrated:
 
     def __call__(self, arguments: Arguments, columns: Mapping[str, Tensor]) -> None:
         members = self.local.model.members(arguments)
-        values = self.sample_globals(arguments, columns)
-        log_lik = self.log_marginal(values, arguments, columns).reshape(members.units, -1)
+        values, priors = self.sample_globals(arguments, columns)
+        around = self.gaussians(values, arguments, columns, priors)
+        log_lik = self.log_marginal(values, arguments, around).reshape(members.units, -1)
         if self.local.model.by is not None:  # slots without a group
             log_lik = torch.where(arguments[0][SLOTS], log_lik, 0.0)
         with pyro.plate("units", members.units):
             pyro.factor(self.local.observed, log_lik.sum(1))
 
-    def sample_globals(self, arguments: Arguments, columns: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Runs the model for its globals, which are sites of the run that goes on; returns the
-        values of latents and params by site."""
-        center = flat_columns(columns).center
-        given = _Given(self.local.split(center))
+    def sample_globals(
+        self, arguments: Arguments, columns: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Runs the model for its globals, which are sites of the run that goes on. Returns the
+        values of latents and params, and the distributions of the local latents, by site."""
+        given = _Given(self.local.split(flat_columns(columns).center))
         with poutine.block(hide=list(self.local.hidden)), given:
             call(self.local.model, arguments)
-        return given.values
+        return given.values, given.priors
 
     def log_marginal(
-        self, values: Mapping[str, Tensor], arguments: Arguments, columns: Mapping[str, Tensor]
+        self, values: Mapping[str, Tensor], arguments: Arguments, around: Gaussians
     ) -> Tensor:
         """log p(data | globals) of every member, `[n]` in nats.
 
         Args:
             values: constrained values of the globals and params, by site.
             arguments: a batch of units.
-            columns: the likelihoods' expansion at the anchor, as `columns_of` makes it.
+            around: the Gaussians on which the nodes lie.
         """
-        around = self.gaussians(values, arguments, columns)
         nodes, log_weights = self._nodes.to(around.center), self._log_weights.to(around.center)
 
         def log_joint(x: Tensor) -> Tensor:
@@ -74,14 +76,26 @@ class Integrated:
         return torch.logsumexp(terms, 0) + around.log_volume
 
     def gaussians(
-        self, values: Mapping[str, Tensor], arguments: Arguments, columns: Mapping[str, Tensor]
+        self,
+        values: Mapping[str, Tensor],
+        arguments: Arguments,
+        columns: Mapping[str, Tensor],
+        priors: Mapping[str, Any] | None = None,
     ) -> Gaussians:
-        """The Gaussians on which the members' nodes lie; arguments as for `log_marginal`."""
+        """The Gaussians on which the members' nodes lie.
 
-        def prior(z: Tensor) -> Tensor:
-            return self.local.log_prior(values, z, arguments)
-
-        return place(prior, flat_columns(columns), self.local.is_gaussian)
+        Args:
+            values: constrained values of the globals and params, by site.
+            arguments: a batch of units.
+            columns: the likelihoods' expansion at the anchor, as `columns_of` makes it.
+            priors: the distributions of the local latents at these values; None to run the model.
+        """
+        expansion = flat_columns(columns)
+        if priors is None:
+            sites = self.local.run(values, expansion.center, arguments)
+            priors = {latent.name: sites[latent.name].fn for latent in self.local.latents}
+        prior = self.local.prior_of(values, arguments, priors)
+        return place(prior, expansion, self.local.is_gaussian)
 
 
 def columns_of(expansion: Expansion, units: int) -> dict[str, Tensor]:
@@ -106,15 +120,18 @@ class _Given(Messenger):
 
     Attributes:
         values: constrained values of latents and params after the run, by site.
+        priors: distributions of the local latents, by site.
     """
 
     def __init__(self, unconstrained: Mapping[str, Tensor]):
         super().__init__()
         self._unconstrained = unconstrained
         self.values: dict[str, Any] = {}
+        self.priors: dict[str, Any] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["name"] in self._unconstrained:
+            self.priors[msg["name"]] = without_validation(msg["fn"])
             transform = bijection(msg["fn"].support)
             msg["value"], msg["done"] = transform(self._unconstrained[msg["name"]]), True
 

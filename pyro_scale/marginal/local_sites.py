@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import PlateError, SiteError
-from pyro_scale.marginal.nodes import derivatives
+from pyro_scale.marginal.nodes import MemberDensity, derivatives
 from pyro_scale.marginal.units import Members, UnitModel
 from pyro_scale.model.classify import close
 from pyro_scale.model.init_strategies import uniform
 from pyro_scale.model.program import Program
 from pyro_scale.model.recorder import Recorder
-from pyro_scale.model.sites import Site, free_dim, points_of_store
+from pyro_scale.model.sites import Site, free_dim
 from pyro_scale.model.terms import Term, aligned_scale, terms_of
 from pyro_scale.model.transforms import bijection, is_real
 
@@ -54,8 +54,6 @@ class LocalLatent:
     def unconstrained(self, z: Tensor) -> Tensor:
         """The site's unconstrained value, from those of the members, `[n, size]`."""
         return z.reshape(-1, *self.shape).movedim(0, self.batch_dims + self.dim)
-
-
 
 
 class _AtValues(Recorder):
@@ -96,6 +94,7 @@ class LocalSites:
         observed: a name for the members' log likelihood: the observed sites'.
         enum_dim: the first free dimension for enumerated sites; None without these.
         is_gaussian: whether the prior of a member's latents is Gaussian, unconstrained.
+        is_chained: whether the prior of a member's latent depends on another of its latents.
     """
 
     model: UnitModel
@@ -105,6 +104,7 @@ class LocalSites:
     observed: str
     enum_dim: int | None
     is_gaussian: bool = False
+    is_chained: bool = True
 
     @property
     def num_dims(self) -> int:
@@ -149,15 +149,40 @@ class LocalSites:
                 result[name] = self._of_members(term, log_prob, members), term.is_prior
         return result
 
-    def log_joint(
-        self, values: Mapping[str, Tensor], z: Tensor, arguments: Arguments
-    ) -> Tensor:
+    def log_joint(self, values: Mapping[str, Tensor], z: Tensor, arguments: Arguments) -> Tensor:
         """log p(data, z | globals) of every member, `[n]` in nats; arguments as for `terms`."""
         return self._sum(values, z, arguments, (True, False))
 
     def log_prior(self, values: Mapping[str, Tensor], z: Tensor, arguments: Arguments) -> Tensor:
         """log p(z | globals) of every member, `[n]` in nats; arguments as for `terms`."""
         return self._sum(values, z, arguments, (True,))
+
+    def prior_of(
+        self, values: Mapping[str, Tensor], arguments: Arguments, priors: Mapping[str, Any]
+    ) -> MemberDensity:
+        """The function from the members' latents `[n, d]` to log p(z | globals), `[n]` in nats.
+
+        Args:
+            values: constrained values of the globals and params.
+            arguments: a batch of units.
+            priors: the distributions of the local latents in a run at these values, by site.
+        """
+        if self.is_chained:
+            return lambda z: self.log_prior(values, z, arguments)
+
+        def log_prior(z: Tensor) -> Tensor:
+            total = z.new_zeros(len(z))
+            for latent, part in zip(self.latents, self.split(z).values(), strict=True):
+                fn = priors[latent.name]
+                transform = bijection(fn.support)
+                value = transform(part)
+                log_prob = fn.log_prob(value)
+                if not is_real(fn.support):
+                    log_prob = log_prob + transform.log_abs_det_jacobian(part, value)
+                total = total + _by_member(log_prob, latent.dim)
+            return total
+
+        return log_prior
 
     def log_lik(self, values: Mapping[str, Tensor], z: Tensor, arguments: Arguments) -> Tensor:
         """log p(data | z, globals) of every member, `[n]` in nats; arguments as for `terms`."""
@@ -175,12 +200,16 @@ class LocalSites:
         return torch.stack(parts).sum(0) if parts else z.new_zeros(len(z))
 
     def _of_members(self, term: Term, log_prob: Tensor, members: Members) -> Tensor:
-        dim = self.dims[term.name]
-        first = log_prob.movedim(dim, 0)
-        first = first.reshape(len(first), -1).sum(1)
+        first = _by_member(log_prob, self.dims[term.name])
         if self.model.plate in [frame.name for frame in term.plates]:
             return first
         return members.add_up(first)
+
+
+def _by_member(log_prob: Tensor, dim: int) -> Tensor:
+    """Sums over all dimensions but that of the rows or members, `[rows or members]`."""
+    first = log_prob.movedim(dim, 0)
+    return first.reshape(len(first), -1).sum(1)
 
 
 def _log_det(site: Site) -> Tensor | float:
@@ -214,8 +243,10 @@ def recognize(model: UnitModel, example: Arguments, seed: int) -> LocalSites | N
         drawn = [program.draw_latents(whole, uniform, {}) for _ in range(2)]
         part = program.draw_latents(halves[0], uniform, {})
     full = drawn[0].sites
-    dims = _following({n: s.fn.batch_shape for n, s in full.items() if s.kind != "subsample"},
-                      {n: s.fn.batch_shape for n, s in part.sites.items() if s.kind != "subsample"})
+    dims = _following(
+        {n: s.fn.batch_shape for n, s in full.items() if s.kind != "subsample"},
+        {n: s.fn.batch_shape for n, s in part.sites.items() if s.kind != "subsample"},
+    )
     latents = []
     for name in dims:
         site = full[name]
@@ -246,8 +277,8 @@ def recognize(model: UnitModel, example: Arguments, seed: int) -> LocalSites | N
         )
     for run in drawn:
         _check_independent(local, run, whole, halves)
-    is_gaussian = _has_gaussian_prior(local, drawn[0], whole)
-    return LocalSites(**{**vars(local), "is_gaussian": is_gaussian})
+    local = replace(local, is_chained=_has_chained_prior(local, drawn[0], whole))
+    return replace(local, is_gaussian=_has_gaussian_prior(local, drawn[0], whole))
 
 
 def globals_of(local: LocalSites, run: Recorder) -> dict[str, Tensor]:
@@ -256,9 +287,7 @@ def globals_of(local: LocalSites, run: Recorder) -> dict[str, Tensor]:
     return {s.name: s.value for s in sites if s.kind == "latent" and s.name not in local.hidden}
 
 
-def _following(
-    full: Mapping[str, torch.Size], part: Mapping[str, torch.Size]
-) -> dict[str, int]:
+def _following(full: Mapping[str, torch.Size], part: Mapping[str, torch.Size]) -> dict[str, int]:
     """The dimension (negative) of each site that differs between a batch and a part of it."""
     dims = {}
     for name, shape in full.items():
@@ -334,22 +363,30 @@ def _check_independent(
             )
 
 
+def _has_chained_prior(local: LocalSites, run: Recorder, whole: Arguments) -> bool:
+    values, z = globals_of(local, run), _latents_of(local, run)
+    frozen = replace(local, is_chained=False)
+    with torch.no_grad():
+        priors = {latent.name: run.sites[latent.name].fn for latent in local.latents}
+        here = frozen.prior_of(values, whole, priors)(z + _SHIFT)
+        return not close(local.log_prior(values, z + _SHIFT, whole), here)
+
+
 def _has_gaussian_prior(local: LocalSites, run: Recorder, whole: Arguments) -> bool:
     values, z = globals_of(local, run), _latents_of(local, run)
-
-    def hessian(z: Tensor) -> Tensor:
-        return derivatives(lambda z: local.log_prior(values, z, whole), z)[1]
-
-    curvature = hessian(z)
-    return all(torch.allclose(curvature, hessian(z + shift), rtol=1e-3) for shift in (_SHIFT, -2.0))
+    priors = {latent.name: run.sites[latent.name].fn for latent in local.latents}
+    prior = local.prior_of(values, whole, priors)
+    curvature = derivatives(prior, z)[1]
+    return all(
+        torch.allclose(curvature, derivatives(prior, z + shift)[1], rtol=1e-3)
+        for shift in (_SHIFT, -2.0)
+    )
 
 
 # ---------------------------------------------------------------------- the plate of the groups
 
 
-def find_plate(
-    model: UnitModel, example: Arguments, sizes: set[int], num_groups: int
-) -> str:
+def find_plate(model: UnitModel, example: Arguments, sizes: set[int], num_groups: int) -> str:
     """The name of the plate of the groups: that of a latent, with as many members as there are
     groups.
 

@@ -3,7 +3,8 @@ of nodes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -77,8 +78,25 @@ class GroupedData(TensorData):
         slots: the groups of each unit, `[units, slots]`, -1 where a slot has none.
     """
 
-    grouped: Grouped | None = None
-    slots: Tensor | None = None
+    grouped: Grouped = field(kw_only=True)
+    slots: Tensor = field(kw_only=True)
+
+    @property
+    def members(self) -> Tensor:
+        """Where the groups are among the members of all units, `[groups]`."""
+        flat = self.slots.flatten()
+        places = torch.empty(self.grouped.num_groups, dtype=torch.int64)
+        used = (flat >= 0).nonzero()[:, 0]
+        places[flat[used]] = used
+        return places
+
+    def units_of(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """(The units with some groups, `[units]`; where these groups are among the members of those
+        units, `[groups]`)."""
+        slots = self.slots.shape[1]
+        members = self.members[groups]
+        units, places = torch.unique(members // slots, return_inverse=True)
+        return units, places * slots + members % slots
 
 
 def open_grouped(grouped: Grouped, batch_size: int | None) -> GroupedData:
@@ -87,7 +105,7 @@ def open_grouped(grouped: Grouped, batch_size: int | None) -> GroupedData:
     if batch_size is not None:
         batch_size = max(1, round(batch_size * len(slots) / max(1, grouped.num_groups)))
         batch_size = None if batch_size >= len(slots) else batch_size
-    return GroupedData((units,), len(slots), batch_size, {}, grouped, slots)
+    return GroupedData((units,), len(slots), batch_size, grouped=grouped, slots=slots)
 
 
 class Summed(NamedTuple):
@@ -155,7 +173,7 @@ def sum_out(log_posterior: LogPosterior, data: TensorData, seed: int) -> Summed:
         )
     anchor = find_anchor(local, data.arguments, seed)
     num_data = rows.count(data.arguments)
-    integrated = TensorData(anchor.arguments, num_data, data.batch_size, data.columns)
+    integrated = dataclasses.replace(data, arguments=anchor.arguments, num_data=num_data)
     return Summed(log_posterior.of_model(anchor.model, num_data), integrated, anchor)
 
 
@@ -168,7 +186,6 @@ def _unit_model(model: Model, data: TensorData) -> tuple[UnitModel, Arguments]:
     if not isinstance(data, GroupedData):
         return UnitModel(model), example
     grouped = data.grouped
-    assert grouped is not None and data.slots is not None
     labels = grouped.labels
     sizes = {grouped.num_groups}
     if labels.dtype.kind in "iu":

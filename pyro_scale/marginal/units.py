@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,8 @@ class UnitModel:
 
     def __init__(self, model: Model, by: int | str | None = None, plate: str | None = None):
         self.model, self.by, self.plate = model, by, plate
+        if by is None:  # the arguments are those of the user's model
+            self.__signature__ = inspect.signature(getattr(model, "forward", model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments: Any = kwargs or args

@@ -13,7 +13,7 @@ from pyro_scale.core.rows import Arguments, DataLike
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn
 from pyro_scale.data.open import open_data
-from pyro_scale.data.sources import Data
+from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.diagnostics.ksd import ksd
 from pyro_scale.diagnostics.loo import Loo, loo
 from pyro_scale.diagnostics.report import Report
@@ -21,7 +21,9 @@ from pyro_scale.diagnostics.summary import summary
 from pyro_scale.diagnostics.table import diagnostics
 from pyro_scale.diagnostics.verdict import report_on_exact
 from pyro_scale.errors import ArgumentError, PyroScaleWarning
-from pyro_scale.posterior import export, predictive
+from pyro_scale.marginal.grouped import Grouped
+from pyro_scale.marginal.summed import open_grouped
+from pyro_scale.posterior import export, local_latents, predictive
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.like_run import check_like_run
 from pyro_scale.posterior.prediction_sets import check_interval, predict_sets
@@ -98,7 +100,10 @@ class Posterior:
 
     @check_calls
     def get_samples(
-        self, num_samples: int | None = None, group_by_chain: bool = False
+        self,
+        num_samples: int | None = None,
+        group_by_chain: bool = False,
+        local: bool = False,
     ) -> dict[str, Tensor]:
         """Constrained draws of the latent sites, and of deterministic sites outside the data's
         plate, `[chains * draws, ...]` by site.
@@ -108,10 +113,17 @@ class Posterior:
                 default.
             group_by_chain: whether to return `[chains, draws, ...]`.  Draws of chains that Ctrl-C
                 ended before the others are then left out; otherwise they come last.
+            local: whether to return draws of the latents that were summed out, too, as `latents`
+                draws them.
 
         Raises:
-            ArgumentError: more draws are requested than there are.
+            ArgumentError: more draws are requested than there are; `local` together with
+                `group_by_chain`, or without latents that were summed out.
         """
+        if local:
+            if group_by_chain:
+                raise ArgumentError("local=True: leave group_by_chain out")
+            return self.get_samples(num_samples) | self._latents(num_samples, 0)
         result = self.kept_draws if group_by_chain else self.kept_draws.every_draw
         chains, draws = result.positions.shape[:2]
         if group_by_chain:
@@ -121,6 +133,38 @@ class Posterior:
             return result.all_samples()
         chosen = predictive.spread_evenly(chains * draws, num_samples)
         return result.samples_at(chosen // draws, chosen % draws)
+
+    @check_calls
+    def latents(self, name: str, num_samples: int | None = None, seed: int = 0) -> Tensor:
+        """Draws of a latent that was summed out, one for each draw of the others, `[draws, rows,
+        ...]`; of groups, `[draws, groups, ...]` in the order of their labels.
+
+        Each is drawn from p(z | data, other latents) of its row or group, by importance resampling
+        among 30 proposals (sds are 0.3% too large).
+
+        Args:
+            name: the latent's name.
+            num_samples: number of draws, evenly thinned; all by default.
+            seed: seed of the draws.
+
+        Raises:
+            ArgumentError: no latent of that name was summed out; more draws are requested than
+                there are; they do not fit into memory.
+        """
+        drawn = self._latents(num_samples, seed)
+        if name not in drawn:
+            raise ArgumentError(f"latents: '{name}' was not summed out; {list(drawn)} were")
+        return drawn[name]
+
+    def _latents(self, num_samples: int | None, seed: int) -> dict[str, Tensor]:
+        result = self.kept_draws.every_draw
+        if local_latents.integrated_of(result) is None:
+            raise ArgumentError(
+                "no latents were summed out in this run: get_samples() has those of all sites"
+            )
+        if num_samples is not None:
+            result = predictive.resample_equally(result, num_samples)
+        return local_latents.latents(result, choose_seed(seed))
 
     @check_calls
     def moments(self, levels: Sequence[float] = (0.05, 0.5, 0.95)) -> dict[str, Moments]:
@@ -405,8 +449,11 @@ class Posterior:
         check_interval(interval, calibrate, reduce)
         result = self.kept_draws.every_draw
         predictive.check_model(result.log_posterior, "predict")
-        check_like_run(result.log_posterior, result.data, args, kwargs)
-        arguments = result.log_posterior.bind(args, kwargs)
+        if local_latents.integrated_of(result) is None:
+            check_like_run(result.log_posterior, result.data, args, kwargs)
+            arguments = result.log_posterior.bind(args, kwargs)
+        else:
+            result, arguments = local_latents.to_predict(result, args, kwargs)
 
         def predict(
             arguments: Arguments, names: Sequence[str] | None, reduce: Reduce | Reduction | None
@@ -561,6 +608,11 @@ class Posterior:
             CallError: the rows have other columns or dimensions than those of the run.
         """
         log_posterior = self.draws.log_posterior
+        if local_latents.integrated_of(self.draws) is not None:
+            opened = open_grouped(data, None) if isinstance(data, Grouped) else open_data(data)
+            if not isinstance(opened, TensorData):
+                raise ArgumentError("data: local latents are summed out of tensors only")
+            return local_latents.with_columns(self.draws, opened)
         check_like_run(log_posterior, self.draws.data, data)
         opened = open_data(data, None, None, module_device(log_posterior))
         opened.first()

@@ -364,7 +364,11 @@ def prepare(
             log_posterior, data, kernel, init_strategy, num_chains, seed, must_be_usable, earlier
         )
     except SiteError as error:
-        if error.code != "local-latent" or data.batch_size is None or not isinstance(data, TensorData):
+        if (
+            error.code != "local-latent"
+            or data.batch_size is None
+            or not isinstance(data, TensorData)
+        ):
             raise
     return _prepare_summed(
         log_posterior, data, kernel, init_strategy, num_chains, seed, must_be_usable
@@ -390,9 +394,7 @@ def _prepare_summed(
     summed = sum_out(log_posterior.renew(None), data, seed)
     starts = summed.starts(num_chains, seed) if init_strategy is None else init_strategy
     log_posterior, data, anchor = summed
-    problem = _prepare(
-        log_posterior, data, kernel, starts, num_chains, seed, must_be_usable, None
-    )
+    problem = _prepare(log_posterior, data, kernel, starts, num_chains, seed, must_be_usable, None)
     return dataclasses.replace(problem, anchor=anchor)
 
 
