@@ -143,3 +143,20 @@ def errors_by_chance(probability: float, count: int) -> float:
     """How many standard errors away from 0 the largest of `count` estimates has to be to count as
     significant: chance exceeds that with at most the given probability (one-sided, Bonferroni)."""
     return -NormalDist().inv_cdf(probability / count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """How the nodes over which local latents are summed out are checked after a run."""
+
+    #: Draws, and units of data, at which more nodes are placed anew.
+    draws: int = 32
+    units: int = 2000
+    #: Standard errors that are added to the bias of a mean.
+    errors: float = 2.6
+    #: Largest sd of the log density's error, in nats: it moves sds by 5% at most, as an error
+    #: quadratic in one direction that changes an sd by 5% has this sd.
+    spread: float = 0.07
+
+
+NODES = Nodes()

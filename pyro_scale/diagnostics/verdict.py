@@ -24,11 +24,13 @@ from pyro_scale.diagnostics.convergence import (
 )
 from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.diagnostics.gradients import check_gradients
+from pyro_scale.diagnostics.local_latents import check_local_latents
 from pyro_scale.diagnostics.policy import MIXING, TEMPERATURE, errors_by_chance
 from pyro_scale.diagnostics.report import Finding, Report, Verdict
 from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.diagnostics.stray_draws import check_stray_draws
 from pyro_scale.diagnostics.warm_up import check_warm_up
+from pyro_scale.marginal.integrated import Integrated
 from pyro_scale.model.diagnose import centered_latents, how_to_non_center
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.blame import WITHIN
@@ -62,7 +64,9 @@ def report(
     """
     trained = None if choice is None else choice.trained
     reasons = result.attrs["thinning"], result.attrs.get("lr_choice")
-    choices = {} if choice is None else choice.reasons_at(*reasons)
+    choices = _nodes_of(result)
+    if choice is not None:
+        choices |= choice.reasons_at(*reasons)
     if result.attrs.get("temperature") == 0:
         what = "points, one a chain," if result.positions.shape[1] == 1 else "optimizers"
         text = f"{result.num_chains} {what} at temperature 0"
@@ -84,6 +88,7 @@ def report(
         *_check_heating(result, choice),
         *check_bias(result, choice),
         *check_warm_up(result, choice),
+        *check_local_latents(result),
     ]
     column = result.sample_stats["temperature"]
     temperatures = float(column.min()), float(column.max())
@@ -103,11 +108,19 @@ def report_on_exact(result: PosteriorDraws, num_samples: int) -> Report:
         *resolution(result),
         *_check_divergences(result),
     ]
-    if "modes" in result.attrs:
-        findings.append(Finding(**json.loads(result.attrs["modes"])))
+    for stored in ("modes", "local_latents"):
+        if stored in result.attrs:
+            findings.append(Finding(**json.loads(result.attrs[stored])))
     method = f"{result.attrs['method']}, exact on all rows, up to Monte Carlo error"
     choices, temperature = {"method": method}, float(result.attrs["temperature"])
+    choices |= _nodes_of(result)
     return Report.from_findings(_with_advice(result, findings), choices, (temperature, temperature))
+
+
+def _nodes_of(result: PosteriorDraws) -> dict[str, str]:
+    """How local latents were summed out, for the choices of the report; empty if none were."""
+    model = result.log_posterior.model
+    return {"local latents": model.description} if isinstance(model, Integrated) else {}
 
 
 def _with_advice(result: PosteriorDraws, findings: list[Finding]) -> list[Finding]:

@@ -18,6 +18,7 @@ from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import warn, without_vmap_warnings
 from pyro_scale.data.sources import TensorData
+from pyro_scale.diagnostics.local_latents import check_local_latents
 from pyro_scale.diagnostics.modes import check_modes_of_nuts
 from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.engine.compile_step import check_compile
@@ -199,6 +200,8 @@ class NUTS(Method):
         if draws.is_broken:
             result.attrs["diverged_where"] = _what_broke(problem, density)
         result.attrs.update(_modes_of(result, draws, problem, density, settings))
+        for finding in check_local_latents(result):
+            result.attrs["local_latents"] = json.dumps(finding.to_dict())
         self._last = Finished(Posterior(_with_enough_digits(result, problem)))
         self._warn(self.posterior.draws, draws.ended_by)
         return self

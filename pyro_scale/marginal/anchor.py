@@ -1,4 +1,4 @@
-"""The anchor of the nodes: the mode of the integrated posterior, and every member's expansion there.
+"""The anchor of the nodes: the integrated posterior's mode, and the members' expansions there.
 
 Nodes and mode are found by turns: the members' latents are expanded at their modes given the
 globals, and the globals move to the mode of the posterior over these nodes.  This is done with a
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ class Anchor(NamedTuple):
     passes: float
 
 
-def find_anchor(local: LocalSites, units: Arguments, seed: int) -> Anchor:
+def find_anchor(local: LocalSites, units: Any, seed: int) -> Anchor:
     """Finds the mode of the integrated posterior given all units, expands every member's likelihood
     there, and chooses the number of nodes.
 
@@ -141,6 +141,13 @@ def find_anchor(local: LocalSites, units: Arguments, seed: int) -> Anchor:
     arguments = units, columns_of(expansion, search.num_units)
     gaussian = Dense.from_precision(position.double(), precision)
     model = Integrated(local, count)
+    members = local.model.members(units).count
+    bad = f"; {num_flat:,} are not log-concave" if num_flat else ""
+    model.description = (
+        f"{local.names} summed out over {model.num_nodes} nodes of each of {members:,} "
+        f"{local.unit}s (predicted bias {bias.largest_mean:.2g} sds in means, "
+        f"{bias.largest_sd:.1%} in sds; placed in {search.passes:.0f} passes{bad})"
+    )
     return Anchor(model, arguments, search.layout, gaussian, bias, num_flat, search.passes)
 
 
@@ -235,7 +242,7 @@ class _Search:
     def choose_count(self, position: Tensor, expansion: Expansion) -> tuple[int, Bias, Tensor]:
         """(The fewest nodes whose bias is small; that bias; the precision of the globals given all
         units, `[D, D]` in float64)."""
-        columns = rows.take((columns_of(expansion, self.num_units),), self._chosen)[0]
+        columns: Any = rows.take(columns_of(expansion, self.num_units), self._chosen)
         sample, share = flat_columns(columns), len(self._chosen) / self.num_units
         for count in self._counts:
             parts = []
@@ -329,7 +336,8 @@ def expand(
     joint = partial(local.log_joint, values, arguments=units)
     value, steps = joint(z), 0
     _check_finite(local, value)
-    for steps in range(1, ANCHOR.local_steps + 1):
+    while steps < ANCHOR.local_steps:
+        steps += 1
         slope, hessian = derivatives(joint, z)
         root = cholesky(-hessian)
         scaled = solve(root, slope)
@@ -355,9 +363,8 @@ def expand(
 def _check_finite(local: LocalSites, value: Tensor) -> None:
     bad = (~value.isfinite()).nonzero()
     if len(bad):
-        kind = "row" if local.model.by is None else "group"
         raise DataError(
-            f"site '{local.observed}': the log density of {kind} {int(bad[0])} is NaN or infinite "
-            f"given {local.names}: leave it out, or look at its data",
+            f"site '{local.observed}': the log density of {local.unit} {int(bad[0])} is NaN or "
+            f"infinite given {local.names}: leave it out, or look at its data",
             code="not-finite",
         )

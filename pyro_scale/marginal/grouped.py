@@ -195,7 +195,7 @@ def _in_range(labels: np.ndarray, num_groups: int, by: int | str) -> np.ndarray:
     return labels.astype(np.int64)
 
 
-def with_column(arguments: Any, by: int | str, column: Tensor) -> Any:
+def with_column(arguments: Any, by: int | str, column: Any) -> Any:
     """The model's arguments, a tuple or a dict, with another column at `by`."""
     if isinstance(arguments, dict):
         return arguments | {by: column}

@@ -12,7 +12,6 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_scale.core.rows import Arguments, call
-from pyro_scale.marginal.grouped import SLOTS
 from pyro_scale.marginal.local_sites import LocalSites
 from pyro_scale.marginal.nodes import Expansion, Gaussians, gauss_hermite, place
 from pyro_scale.model.sites import without_validation
@@ -31,21 +30,28 @@ class Integrated:
     Args:
         local: the local part of the user's model.
         count: K, nodes of a dimension; a member has K^d.
+        description: how the nodes were chosen, for reports.
     """
 
-    def __init__(self, local: LocalSites, count: int):
-        self.local, self.count = local, count
+    def __init__(self, local: LocalSites, count: int, description: str = ""):
+        self.local, self.count, self.description = local, count, description
         self._nodes, self._log_weights = gauss_hermite(count, local.num_dims)
 
     def __call__(self, arguments: Arguments, columns: Mapping[str, Tensor]) -> None:
+        """Runs the integrated model: the globals' sites, and a factor of every unit."""
         members = self.local.model.members(arguments)
         values, priors = self.sample_globals(arguments, columns)
         around = self.gaussians(values, arguments, columns, priors)
         log_lik = self.log_marginal(values, arguments, around).reshape(members.units, -1)
-        if self.local.model.by is not None:  # slots without a group
-            log_lik = torch.where(arguments[0][SLOTS], log_lik, 0.0)
+        if (slots := self.local.model.used_slots(arguments)) is not None:
+            log_lik = torch.where(slots, log_lik, 0.0)
         with pyro.plate("units", members.units):
             pyro.factor(self.local.observed, log_lik.sum(1))
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes of a member."""
+        return len(self._nodes)
 
     def sample_globals(
         self, arguments: Arguments, columns: Mapping[str, Tensor]

@@ -116,6 +116,11 @@ class LocalSites:
         """A phrase with the names of the local latents, for messages."""
         return " and ".join(f"'{latent.name}'" for latent in self.latents)
 
+    @property
+    def unit(self) -> str:
+        """What has a local latent, for messages: "row" or "group"."""
+        return "row" if self.model.by is None else "group"
+
     def split(self, z: Tensor) -> dict[str, Tensor]:
         """The unconstrained values of the local latents by site, from all members' `[n, d]`."""
         parts = z.split([latent.size for latent in self.latents], dim=-1)

@@ -35,6 +35,7 @@ class Marginal:
         self.model, self.names = model, names
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's model."""
         return self.model(*args, **kwargs)
 
 
@@ -191,7 +192,7 @@ def _unit_model(model: Model, data: TensorData) -> tuple[UnitModel, Arguments]:
     if labels.dtype.kind in "iu":
         sizes.add(int(labels.max()) + 1)
     fullest = int((data.slots >= 0).sum(1).argmax())
-    one = rows.take(data.arguments, slice(fullest, fullest + 1))
+    one: Any = rows.take(data.arguments, slice(fullest, fullest + 1))
     sizes.add(int(one[0][SLOTS].sum()))
     plate = find_plate(UnitModel(model, grouped.by), one, sizes, grouped.num_groups)
     return UnitModel(model, grouped.by, plate), example

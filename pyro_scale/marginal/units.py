@@ -61,6 +61,7 @@ class UnitModel:
             self.__signature__ = inspect.signature(getattr(model, "forward", model))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's model on a batch of units; returns what it returns."""
         arguments: Any = kwargs or args
         with _Unscaled(self.members(arguments), self.plate):
             if self.by is None:
@@ -78,18 +79,24 @@ class UnitModel:
         of_rows = (first[:, None] + units[PLACES]).reshape(-1)
         return Members(num_units, num_units * slots, of_rows, units[USED].reshape(-1))
 
+    def used_slots(self, arguments: Any) -> Tensor | None:
+        """Which slots of the units have a group, `[units, slots]`; None where rows are units."""
+        return None if self.by is None else arguments[0][SLOTS]
+
     def _call_grouped(self, units: Mapping[str, Any]) -> Any:
         assert self.by is not None
-        args, groups = (
-            rows.map_rows(lambda column: column.flatten(0, 1), units[part])
-            for part in (ROWS, GROUPS)
-        )
+        args, groups = (_flatten(units[part]) for part in (ROWS, GROUPS))
         args = with_column(args, self.by, self.members((units,)).of_rows)
         if isinstance(args, dict):
             return self.model(**args, **groups)
         if isinstance(groups, dict):
             return self.model(*args, **groups)
         return self.model(*args, *groups)
+
+
+def _flatten(arguments: Any) -> Any:
+    """The arguments with units and their rows, or slots, in one dimension."""
+    return rows.map_rows(lambda column: column.flatten(0, 1), arguments)
 
 
 class _Unscaled(Messenger):

@@ -125,8 +125,8 @@ def latents(result: PosteriorDraws, seed: int) -> dict[str, Tensor]:
     return drawn
 
 
-def _parts(arguments: Arguments) -> tuple[Arguments, Mapping[str, Tensor]]:
-    units, columns = arguments  # type: ignore[misc]
+def _parts(arguments: Any) -> tuple[Arguments, Mapping[str, Tensor]]:
+    units, columns = arguments
     return units, columns
 
 
@@ -187,7 +187,7 @@ def to_predict(
             "predict: the posterior is from a file, which does not have the data of the local "
             "latents: predict before saving"
         )
-    units, columns = _parts(data.arguments)
+    units, _ = _parts(data.arguments)
     example = rows.take(units, slice(0, 16))
     joint = LogPosterior(model.local.model, rows.count(example))
     joint.prepare(example)

@@ -85,7 +85,10 @@ class ShardedPosterior(Posterior):
         return self.log_joint[None]
 
     def get_samples(
-        self, num_samples: int | None = None, group_by_chain: bool = False
+        self,
+        num_samples: int | None = None,
+        group_by_chain: bool = False,
+        local: bool = False,
     ) -> dict[str, Any]:
         """Constrained draws of the latent sites, by site: of sharded weights as DTensors `[draws,
         *shape]`, of other sites as tensors.
@@ -95,6 +98,7 @@ class ShardedPosterior(Posterior):
                 draws are new ones.
             group_by_chain: whether to return `[1, draws, ...]`, which only models without sharded
                 weights can.
+            local: False; no latents are summed out of sharded networks.
 
         Raises:
             ArgumentError: more draws are requested than there are; or no number of draws, for a fit
