@@ -18,9 +18,13 @@ from pyro_scale.data.sources import Data
 from pyro_scale.diagnostics.divergence import explosion
 from pyro_scale.diagnostics.policy import MIXING, WEIGHTS
 from pyro_scale.errors import ApproximationWarning, ArgumentError
-from pyro_scale.posterior import arviz_api
+from pyro_scale.posterior import arviz_api, local_latents
 from pyro_scale.posterior.draws import PosteriorDraws
-from pyro_scale.posterior.predictive import log_likelihood_of_rows, row_log_likelihood
+from pyro_scale.posterior.predictive import (
+    log_likelihood,
+    log_likelihood_of_rows,
+    row_log_likelihood,
+)
 from pyro_scale.posterior.readers import Readers, readers_of
 
 #: Relative difference up to which sums over rows are equal: rounding of float32, and less than the
@@ -91,6 +95,13 @@ def loo(result: PosteriorDraws, data: Data, num_rows: int | None, seed: int) -> 
     draws = result.positions.shape[:2].numel()
     if draws < (least := WEIGHTS.fewest_draws):
         raise ArgumentError(f"loo: {draws} draws are too few to weigh: {least} are needed")
+    if local_latents.sharing_groups(data) is not None:
+        if num_rows is not None:
+            raise ArgumentError(
+                "num_rows: units of several groups, of unlike lengths, are not drawn: leave it out"
+            )
+        of_groups = list(log_likelihood(result, data).values())
+        return _estimate(result, data, torch.cat(_leave_out(result, of_groups)), None, None)
     with readers_of(result, "loo", data, num_rows=num_rows, seed=seed) as readers:
         at_mean = chosen = None
         if num_rows is None:

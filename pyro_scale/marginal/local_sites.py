@@ -338,7 +338,7 @@ def _check_independent(
     values, z = globals_of(local, run), _latents_of(local, run)
     with torch.no_grad():
         terms = local.terms(values, z, whole)
-        parts = z.tensor_split(2)
+        parts = z.split([local.model.members(half).count for half in halves])
         of_halves = [
             local.terms(values, part, half) for part, half in zip(parts, halves, strict=True)
         ]

@@ -16,7 +16,7 @@ from pyro_scale.core.layout import Layout
 from pyro_scale.core.memory import bytes_of, in_words
 from pyro_scale.core.rows import Arguments
 from pyro_scale.curvature.chunks import Chunk
-from pyro_scale.data.sources import TensorData
+from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.errors import ArgumentError, CallError
 from pyro_scale.marginal.anchor import expand
 from pyro_scale.marginal.grouped import GROUPS, PLACES, ROWS, SLOTS, USED, with_column
@@ -28,7 +28,7 @@ from pyro_scale.posterior.draws import PosteriorDraws
 
 #: Proposals of which one is a draw of a member's latents, and the degrees of freedom and the sds of
 #: the t distribution that they are from. Sds of draws are .3% too large with 30, 1% with 10.
-_PROPOSALS, _FREEDOM, _WIDTH = 30, 6.0, 1.1
+_PROPOSALS, _FREEDOM, _WIDTH = 30, 6, 1.1
 #: Proposals of all members that are computed together.
 _AT_ONCE = 2**20
 
@@ -68,21 +68,18 @@ def draw_latents(
             code="memory",
         )
     size = max(1, _AT_ONCE * (rows.count(units) or 1) // (members * _PROPOSALS))
-    values = _global_values(result)
     parts = []
     with own_generator(seed), torch.no_grad():
         for chunk, of_chunk in _chunks(units, columns, size):
-            draws = [
-                _draw(model, {name: v[i] for name, v in values.items()}, chunk, of_chunk)
-                for i in range(total)
-            ]
-            parts.append({name: torch.stack([d[name] for d in draws]) for name in draws[0]})
+
+            def draw(
+                params: dict[str, Tensor], chunk: Any = chunk, of_chunk: Any = of_chunk
+            ) -> dict[str, Tensor]:
+                values = result.log_posterior.constrain(params)
+                return _draw(model, values, chunk, of_chunk)
+
+            parts.append(result.over_draws(draw, random=True))
     return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
-
-
-def _global_values(result: PosteriorDraws) -> dict[str, Tensor]:
-    """Constrained values of all globals and params at every draw, `[draws, ...]` by site."""
-    return result.over_draws(result.log_posterior.constrain)
 
 
 def _chunks(
@@ -99,14 +96,16 @@ def _draw(
 ) -> dict[str, Tensor]:
     """One draw of the members' latents given the globals, constrained, `[members, ...]` by site."""
     around = model.gaussians(values, units, columns)
-    t = torch.distributions.StudentT(_FREEDOM)
-    x = t.sample((_PROPOSALS, *around.center.shape)).to(around.center)
+    shape = (_PROPOSALS, *around.center.shape)
+    like = around.center
+    chi2 = torch.randn(*shape, _FREEDOM, dtype=like.dtype, device=like.device).square().sum(-1)
+    x = torch.randn(shape, dtype=like.dtype, device=like.device) * (_FREEDOM / chi2).sqrt()
     z = around.points(_WIDTH * x)
     log_joint = torch.vmap(lambda z: model.local.log_joint(values, z, units))(z)
-    log_weights = log_joint - t.log_prob(x).sum(-1)
-    gumbel = -torch.empty_like(log_weights).exponential_().log()
+    log_weights = log_joint + (_FREEDOM + 1) / 2 * (x.square() / _FREEDOM).log1p().sum(-1)
+    gumbel = -(-torch.rand_like(log_weights).log()).log()
     best = (log_weights + gumbel).argmax(0)
-    chosen = z[best, torch.arange(z.shape[1])]
+    chosen = z.gather(0, best[None, :, None].expand(1, *like.shape))[0]
     sites = model.local.run(values, chosen, units)
     return {
         latent.name: sites[latent.name].value.movedim(latent.batch_dims + latent.dim, 0)
@@ -152,9 +151,17 @@ def _mean(result: PosteriorDraws) -> Tensor:
     return torch.stack([block.sum(0) / total for block in result.blocks()]).sum(0)
 
 
-def member_log_likelihood(result: PosteriorDraws, chunk: Chunk) -> Tensor:
-    """log p(data | globals) of every group of a chunk of units at every draw, `[draws, members]`
-    in nats."""
+def sharing_groups(data: Data) -> Tensor | None:
+    """Where each group is among the members of all units, `[groups]`, if several share a unit; None
+    where rows, or groups, are units."""
+    if isinstance(data, GroupedData) and data.slots.shape[1] > 1:
+        return data.members
+    return None
+
+
+def member_log_likelihood(result: PosteriorDraws, chunk: Chunk) -> dict[str, Tensor]:
+    """log p(data | globals) of every member of a chunk of units at every draw, `[draws, members]`
+    in nats, by the name of the observed sites."""
     model = integrated_of(result)
     assert model is not None
     units, columns = _parts(chunk.arguments)
@@ -162,9 +169,9 @@ def member_log_likelihood(result: PosteriorDraws, chunk: Chunk) -> Tensor:
     def of_draw(params: dict[str, Tensor]) -> dict[str, Tensor]:
         values = result.log_posterior.constrain(params)
         around = model.gaussians(values, units, columns)
-        return {"members": model.log_marginal(values, units, around)}
+        return {model.local.observed: model.log_marginal(values, units, around)}
 
-    return result.over_draws(of_draw)["members"]
+    return result.over_draws(of_draw)
 
 
 # ------------------------------------------------------------------ predictions

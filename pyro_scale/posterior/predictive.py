@@ -21,6 +21,7 @@ from pyro_scale.errors import ArgumentError, ModelError, PyroScaleError
 from pyro_scale.model.log_posterior import LogPosterior, Params
 from pyro_scale.model.recorder import LatentShapeChanged
 from pyro_scale.model.sites import Site
+from pyro_scale.posterior import local_latents
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.readers import Readers, readers_of
 from pyro_scale.posterior.reductions import (
@@ -69,8 +70,11 @@ def log_likelihood(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
     """Log likelihood of every row of the data at every draw, in nats, not scaled (by N/B): `[chains
     * draws, N]` by data site, rows in the data's order."""
     log_posterior = result.log_posterior
+    groups = local_latents.sharing_groups(data)
 
     def of_chunk(chunk: Chunk) -> dict[str, Tensor]:
+        if groups is not None:
+            return local_latents.member_log_likelihood(result, chunk)
         values = result.over_draws(
             lambda params: log_posterior.log_likelihood(params, chunk.arguments, chunk.indices)
         )
@@ -79,7 +83,10 @@ def log_likelihood(result: PosteriorDraws, data: Data) -> dict[str, Tensor]:
     with readers_of(result, "log_likelihood", data) as readers:
         chunks = chunks_of(log_posterior, data, share=readers.share)
         parts = [part for part, _ in readers.map(of_chunk, chunks)]
-        return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
+        joined = {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
+    if groups is None:
+        return joined
+    return {name: value[:, groups] for name, value in joined.items()}
 
 
 def log_likelihood_of_rows(result: PosteriorDraws, params: Params, chunk: Chunk) -> Tensor:

@@ -506,9 +506,10 @@ class Posterior:
         observed = predictive.observed_data(result, source)
         if observed:
             groups["observed_data"] = observed
+        is_summed = local_latents.integrated_of(result) is not None
         if log_likelihood is None:
-            log_likelihood = _is_small_enough(result, len(sites))
-        if log_likelihood and sites:
+            log_likelihood = _is_small_enough(result, len(sites) + is_summed)
+        if log_likelihood and (sites or is_summed):
             pointwise = predictive.log_likelihood(result, source)
             groups["log_likelihood"] = export.grouped(result, pointwise)
         if posterior_predictive and sites:
