@@ -13,8 +13,8 @@ from pyro_scale.core.validation import evenly
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.policy import NODES
 from pyro_scale.diagnostics.report import Finding, Verdict
-from pyro_scale.marginal.anchor import expand
-from pyro_scale.marginal.integrated import Integrated, columns_of, flat_columns
+from pyro_scale.marginal.anchor import find_modes
+from pyro_scale.marginal.integrated import Integrated, column_of
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.policy import TOLERANCE
@@ -60,15 +60,14 @@ def _log_density_errors(
     source = generator(int(result.attrs.get("seed", 0)), 0, Purpose.SEARCH)
     picked = torch.randperm(num_units, generator=source)[: NODES.units].sort().values
     taken: Any = rows.take(data.arguments, picked)
-    units, columns = taken
-    finer = Integrated(model.local, 2 * model.count + 1)
-    center, errors = flat_columns(columns).center, []
+    units, modes = taken
+    finer = Integrated(model.local, 2 * model.count + 1, is_far=True)
+    start, errors = modes.flatten(0, 1), []
     with torch.no_grad():
         for position in positions:
             values = result.log_posterior.constrain(result.layout.unflatten(position))
-            own = model.log_marginal(values, units, model.gaussians(values, units, columns))
-            expansion, _, _ = expand(model.local, values, units, center)
-            anew = columns_of(expansion, len(picked))
+            own = model.log_marginal(values, units, model.gaussians(values, units, modes))
+            anew = column_of(find_modes(model.local, values, units, start)[0], len(picked))
             best = finer.log_marginal(values, units, finer.gaussians(values, units, anew))
             errors.append((own - best).sum(dtype=torch.float64))
     return torch.stack(errors) * (num_units / len(picked))

@@ -1,15 +1,14 @@
-"""The anchor of the nodes: the integrated posterior's mode, and the members' expansions there.
+"""The anchor of the nodes: the integrated posterior's mode, and the members' modes there.
 
-Nodes and mode are found by turns: the members' latents are expanded at their modes given the
-globals, and the globals move to the mode of the posterior over these nodes.  This is done with a
-sample of the units first; all of them take a few gradients.
+Both are found by turns: the members' latents move to their modes given the globals, and the globals
+to the mode of the posterior over these nodes.  This is done with a sample of the units first; all
+of them take a few gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +23,9 @@ from pyro_scale.curvature.modes import newton_refine
 from pyro_scale.curvature.newton import Ascent, ascend
 from pyro_scale.data.sources import TensorData
 from pyro_scale.errors import DataError, SiteError
-from pyro_scale.marginal.integrated import Integrated, columns_of, flat_columns
+from pyro_scale.marginal.integrated import Integrated, column_of
 from pyro_scale.marginal.local_sites import LocalSites
-from pyro_scale.marginal.nodes import (
-    Expansion,
-    cholesky,
-    derivatives,
-    solve,
-    solve_transposed,
-)
+from pyro_scale.marginal.nodes import best_of, derivatives, newton_step
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.rng.seeds import Purpose, generator
 
@@ -52,8 +45,9 @@ class AnchorPolicy:
         mean_bias: largest predicted bias of a mean, in posterior sds.
         sd_bias: largest predicted relative bias of an sd.
         local_steps: most Newton steps to a member's mode.
-        local_near: largest Newton step, in sds of the member's latents, at its mode.
-        chunk: members whose derivatives are computed together.
+        local_gain: gain of a Newton step, in nats, below which a member is at its mode.
+        refining: passes that the steps through all units count as.
+        chunk: rows whose derivatives are computed together.
     """
 
     sample: int = 2000
@@ -65,7 +59,8 @@ class AnchorPolicy:
     mean_bias: float = 0.02
     sd_bias: float = 0.01
     local_steps: int = 30
-    local_near: float = 1e-3
+    local_gain: float = 1e-4
+    refining: float = 4.0
     chunk: int = 2**17
 
 
@@ -100,30 +95,24 @@ class Bias(NamedTuple):
 
 
 class Anchor(NamedTuple):
-    """The model with its local latents summed out, and the data with its columns.
+    """The model with its local latents summed out, and the data with its column.
 
     Attributes:
         model: the integrated model.
         arguments: the arguments of that model for all units.
         layout: the globals' order in a position.
         gaussian: Gaussian of the unconstrained globals at the anchor.
-        bias: predicted bias of its nodes.
-        num_flat: members whose likelihood is not log-concave at the anchor.
-        passes: passes through all members with all their nodes that the search took.
     """
 
     model: Integrated
-    arguments: tuple[Arguments, dict[str, Tensor]]
+    arguments: tuple[Arguments, Tensor]
     layout: Layout
     gaussian: Dense
-    bias: Bias
-    num_flat: int
-    passes: float
 
 
 def find_anchor(local: LocalSites, units: Any, seed: int) -> Anchor:
-    """Finds the mode of the integrated posterior given all units, expands every member's likelihood
-    there, and chooses the number of nodes.
+    """Finds the mode of the integrated posterior given all units and the members' modes there, and
+    chooses the number of nodes.
 
     Args:
         local: the local part of the model.
@@ -136,19 +125,20 @@ def find_anchor(local: LocalSites, units: Any, seed: int) -> Anchor:
     """
     search = _Search(local, units, seed)
     ascent = search.of_sample()
-    position, expansion, num_flat = search.of_all(ascent)
-    count, bias, precision = search.choose_count(position, expansion)
-    arguments = units, columns_of(expansion, search.num_units)
-    gaussian = Dense.from_precision(position.double(), precision)
-    model = Integrated(local, count)
-    members = local.model.members(units).count
-    bad = f"; {num_flat:,} are not log-concave" if num_flat else ""
+    position, modes, num_flat = search.of_all(ascent)
+    count, bias, precision = search.choose_count(position, modes)
+    members, unsure = len(modes), ""
+    if num_flat:
+        unsure = f"; at {num_flat:,} no mode was found"
+    model = Integrated(local, count, search.is_far)
     model.description = (
         f"{local.names} summed out over {model.num_nodes} nodes of each of {members:,} "
         f"{local.unit}s (predicted bias {bias.largest_mean:.2g} sds in means, "
-        f"{bias.largest_sd:.1%} in sds; placed in {search.passes:.0f} passes{bad})"
+        f"{bias.largest_sd:.2g} of sds; placed in {search.passes:.0f} passes{unsure})"
     )
-    return Anchor(model, arguments, search.layout, gaussian, bias, num_flat, search.passes)
+    arguments = units, column_of(modes, search.num_units)
+    gaussian = Dense.from_precision(position.double(), precision)
+    return Anchor(model, arguments, search.layout, gaussian)
 
 
 class _Search:
@@ -156,40 +146,35 @@ class _Search:
 
     Attributes:
         num_units: N, the number of units.
+        is_far: whether there are so few units that globals may be far from the anchor.
         layout: the globals' order in a position.
         passes: passes through all members with all their nodes so far.
     """
 
     def __init__(self, local: LocalSites, units: Arguments, seed: int):
-        self._local, self._units, self._seed = local, units, seed
+        self._local, self._units = local, units
         self.num_units = rows.count(units) or 1
         self.passes = 0.0
-        counts = [k for k in ANCHOR.counts if k**local.num_dims <= ANCHOR.most_nodes]
-        self._counts = counts
+        self._counts = [k for k in ANCHOR.counts if k**local.num_dims <= ANCHOR.most_nodes]
+        self._middle = self._counts[min(1, len(self._counts) - 1)]
         random = generator(seed, 0, Purpose.SEARCH)
-        chosen = torch.randperm(self.num_units, generator=random)[: ANCHOR.sample].sort().values
-        self._chosen = chosen
-        self._sample = rows.take(units, chosen)
-        members = local.model.members(self._sample).count
-        flat = torch.zeros(members, local.num_dims)
-        self._start = Expansion(flat, flat, flat.new_zeros(*flat.shape, local.num_dims))
+        self._chosen = torch.randperm(self.num_units, generator=random)[: ANCHOR.sample].sort()[0]
+        self.is_far = len(self._chosen) == self.num_units
+        self._sample = rows.take(units, self._chosen)
+        self._start = torch.zeros(local.model.members(self._sample).count, local.num_dims)
+        self.layout = Layout((), (), ())
         density = self._density(self._middle, self._sample, self._start)
         first = density.log_posterior.start(density.data.first(), seed)
         self.layout = Layout.from_tensors(first)
         self._first = self.layout.flatten(first)
 
-    @property
-    def _middle(self) -> int:
-        return self._counts[min(1, len(self._counts) - 1)]
-
-    def _density(self, count: int, units: Arguments, expansion: Expansion) -> FullDataDensity:
+    def _density(self, count: int, units: Arguments, modes: Tensor) -> FullDataDensity:
         """The integrated posterior given some units as if they were all."""
         size = rows.count(units) or 1
-        log_posterior = LogPosterior(Integrated(self._local, count), size)
-        data = TensorData((units, columns_of(expansion, size)), size)
+        log_posterior = LogPosterior(Integrated(self._local, count, self.is_far), size)
+        data = TensorData((units, column_of(modes, size)), size)
         log_posterior.prepare(rows.take(data.arguments, slice(0, 16)))
-        layout = self.layout if hasattr(self, "layout") else Layout((), (), ())
-        return FullDataDensity(log_posterior, data, layout)
+        return FullDataDensity(log_posterior, data, self.layout)
 
     def _values(self, density: FullDataDensity, position: Tensor) -> dict[str, Tensor]:
         """Constrained values of the globals at a position, by site."""
@@ -199,13 +184,13 @@ class _Search:
         """The mode of the integrated posterior given a sample of the units, as if it were all."""
         share = len(self._chosen) / self.num_units
         density = self._density(self._middle, self._sample, self._start)
-        position, expansion = torch.zeros_like(self._first), self._start
+        position, modes = torch.zeros_like(self._first), self._start
         if not bool(density.grad(position)[0].isfinite()):
             position = self._first
         for _ in range(ANCHOR.rounds):
             values = self._values(density, position)
-            expansion, _ = self._expand(values, self._sample, expansion.center, share)
-            density = self._density(self._middle, self._sample, expansion)
+            modes, _ = self._modes(values, self._sample, modes, share)
+            density = self._density(self._middle, self._sample, modes)
             ascent = ascend(density, position, most_steps=ANCHOR.steps)
             self.passes += share * density.passes * len(ascent.path)
             step = (ascent.position - position).double()
@@ -219,31 +204,31 @@ class _Search:
             code="local-latent",
         )
 
-    def of_all(self, ascent: Ascent) -> tuple[Tensor, Expansion, int]:
-        """(The mode given all units, `[D]`; all members' expansion there; the number of members
-        whose likelihood is not log-concave), from the mode given the sample."""
+    def of_all(self, ascent: Ascent) -> tuple[Tensor, Tensor, int]:
+        """(The mode given all units, `[D]`; all members' modes there, `[n, d]`; the number of
+        members without one), from the mode given the sample."""
         position = ascent.position
         members = self._local.model.members(self._units).count
-        center = torch.zeros(members, self._local.num_dims).to(position)
+        start = torch.zeros(members, self._local.num_dims).to(position)
         density = self._density(self._middle, self._sample, self._start)
-        expansion, num_flat = self._expand(self._values(density, position), self._units, center)
+        modes, num_flat = self._modes(self._values(density, position), self._units, start)
         if len(self._chosen) == self.num_units:
-            return position, expansion, num_flat
-        density = self._density(self._middle, self._units, expansion)
-        matrix = ascent.precision / len(self._chosen)
-        places = torch.arange(len(position))
+            return position, modes, num_flat
+        density = self._density(self._middle, self._units, modes)
+        matrix = (ascent.precision / len(self._chosen)).to(position)
         near = ANCHOR.moved**2 * len(position)
-        refined = newton_refine(density, position, lambda _: matrix.to(position), places, near)
-        self.passes += 4
+        places = torch.arange(len(position))
+        refined = newton_refine(density, position, lambda _: matrix, places, near)
+        self.passes += ANCHOR.refining
         values = self._values(density, refined.position)
-        expansion, num_flat = self._expand(values, self._units, expansion.center)
-        return refined.position, expansion, num_flat
+        modes, num_flat = self._modes(values, self._units, modes)
+        return refined.position, modes, num_flat
 
-    def choose_count(self, position: Tensor, expansion: Expansion) -> tuple[int, Bias, Tensor]:
+    def choose_count(self, position: Tensor, modes: Tensor) -> tuple[int, Bias, Tensor]:
         """(The fewest nodes whose bias is small; that bias; the precision of the globals given all
         units, `[D, D]` in float64)."""
-        columns: Any = rows.take(columns_of(expansion, self.num_units), self._chosen)
-        sample, share = flat_columns(columns), len(self._chosen) / self.num_units
+        share = len(self._chosen) / self.num_units
+        sample = column_of(modes, self.num_units)[self._chosen].flatten(0, 1)
         for count in self._counts:
             parts = []
             for nodes in (count, 2 * count + 1):
@@ -266,32 +251,32 @@ class _Search:
             code="local-latent",
         )
 
-    def _expand(
+    def _modes(
         self,
         values: Mapping[str, Tensor],
         units: Arguments,
-        center: Tensor,
+        start: Tensor,
         share: float = 1.0,
-    ) -> tuple[Expansion, int]:
-        """(The expansion of all members' likelihoods at their modes given the globals; the number
-        of those that are not log-concave), chunk by chunk.
+    ) -> tuple[Tensor, int]:
+        """(The modes of all members' latents given the globals, `[n, d]`; the number of members
+        without one), chunk by chunk.
 
         Args:
             values: constrained values of the globals, by site.
             units: the units.
-            center: where the search for the members' modes begins, `[n, d]`.
+            start: where the search for the modes begins, `[n, d]`.
             share: the units, as a fraction of all.
         """
         parts, total = [], 0
         for chunk, begin in self._chunks(units):
             members = self._local.model.members(chunk).count
-            start = center[begin : begin + members]
-            expansion, num_flat, steps = expand(self._local, values, chunk, start)
-            parts.append(expansion)
+            z = start[begin : begin + members]
+            modes, num_flat, steps = find_modes(self._local, values, chunk, z)
+            parts.append(modes)
             total += num_flat
-            weight = share * members / len(center)
-            self.passes += weight * steps * (2 + self._local.num_dims) / self._middle
-        return Expansion(*(torch.cat(columns) for columns in zip(*parts, strict=True))), total
+            weight = share * members / len(start)
+            self.passes += weight * steps * (4 + self._local.num_dims) / self._middle
+        return torch.cat(parts), total
 
     def _chunks(self, units: Arguments) -> Iterator[tuple[Arguments, int]]:
         """Yields (a chunk of the units, the number of members before it)."""
@@ -318,11 +303,11 @@ def _bias(slope: Tensor, excess: Tensor, precision: Tensor) -> Bias:
     return Bias(own @ slope / sds, own.diagonal().clamp(min=0).sqrt() / sds - 1)
 
 
-def expand(
+def find_modes(
     local: LocalSites, values: Mapping[str, Tensor], units: Arguments, z: Tensor
-) -> tuple[Expansion, int, int]:
-    """(The expansion of the members' likelihoods at the modes of their latents given the globals;
-    the number of members whose likelihood is not log-concave there; Newton steps taken).
+) -> tuple[Tensor, int, int]:
+    """(The modes of the members' latents given the globals, `[n, d]`; the number of members where
+    none was found; Newton steps taken).
 
     Args:
         local: the local part of the model.
@@ -333,31 +318,20 @@ def expand(
     Raises:
         DataError: a member's density is NaN or infinite.
     """
-    joint = partial(local.log_joint, values, arguments=units)
-    value, steps = joint(z), 0
+
+    def log_joint(z: Tensor) -> Tensor:
+        return local.log_joint(values, z, units)
+
+    value, steps = log_joint(z), 0
     _check_finite(local, value)
-    while steps < ANCHOR.local_steps:
-        steps += 1
-        slope, hessian = derivatives(joint, z)
-        root = cholesky(-hessian)
-        scaled = solve(root, slope)
-        step = solve_transposed(root, scaled)
-        ahead = joint(z + step)
-        for _ in range(8):
-            worse = ~(ahead >= value - 1e-4 * (1 + value.abs()))
-            if not bool(worse.any()):
-                break
-            step = torch.where(worse[:, None], step / 4, step)
-            ahead = joint(z + step)
-        better = (ahead >= value - 1e-4 * (1 + value.abs()))[:, None]
-        z, value = torch.where(better, z + step, z), torch.where(better[:, 0], ahead, value)
-        if not bool((scaled.abs() > ANCHOR.local_near).any()):
-            break
-    slope, hessian = derivatives(partial(local.log_lik, values, arguments=units), z)
-    eigenvalues, axes = torch.linalg.eigh(-hessian)
-    precision = axes @ (eigenvalues.clamp(min=0)[..., None] * axes.mT)
-    is_flat = eigenvalues[:, 0] < -1e-4 * (1 + eigenvalues.abs().amax(1))
-    return Expansion(z, slope, precision), int(is_flat.sum()), steps
+    gain = torch.full_like(value, torch.inf)
+    while steps < ANCHOR.local_steps and bool((gain > ANCHOR.local_gain).any()):
+        ahead = newton_step(log_joint, z).center
+        z, new = best_of(log_joint, z, ahead - z)
+        gain, value, steps = new - value, new, steps + 1
+    eigenvalues = torch.linalg.eigvalsh(-derivatives(log_joint, z)[1])[:, 0]
+    is_flat = (eigenvalues <= 0) | (gain > 1)
+    return z, int(is_flat.sum()), steps
 
 
 def _check_finite(local: LocalSites, value: Tensor) -> None:

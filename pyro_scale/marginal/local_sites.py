@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
 from pyro_scale.core.rows import Arguments
 from pyro_scale.errors import PlateError, SiteError
-from pyro_scale.marginal.nodes import MemberDensity, derivatives
 from pyro_scale.marginal.units import Members, UnitModel
 from pyro_scale.model.classify import close
 from pyro_scale.model.init_strategies import uniform
@@ -93,8 +92,6 @@ class LocalSites:
         hidden: names of all sites that follow the batch, and of their plates.
         observed: a name for the members' log likelihood: the observed sites'.
         enum_dim: the first free dimension for enumerated sites; None without these.
-        is_gaussian: whether the prior of a member's latents is Gaussian, unconstrained.
-        is_chained: whether the prior of a member's latent depends on another of its latents.
     """
 
     model: UnitModel
@@ -103,8 +100,6 @@ class LocalSites:
     hidden: frozenset[str]
     observed: str
     enum_dim: int | None
-    is_gaussian: bool = False
-    is_chained: bool = True
 
     @property
     def num_dims(self) -> int:
@@ -136,8 +131,9 @@ class LocalSites:
 
     def terms(
         self, values: Mapping[str, Tensor], z: Tensor, arguments: Arguments
-    ) -> dict[str, tuple[Tensor, bool]]:
-        """(Log density of every member `[n]` in nats, whether it is of a prior) by term.
+    ) -> dict[str, Tensor]:
+        """Log densities of every member `[n]` in nats, by term: latents' priors, in unconstrained
+        space, and observations.
 
         Args:
             values: constrained values of the globals and params.
@@ -151,58 +147,12 @@ class LocalSites:
                 log_prob = term.log_prob * aligned_scale(term, term.log_prob)
                 if term.is_prior and term.site is not None:
                     log_prob = log_prob + _log_det(term.site)
-                result[name] = self._of_members(term, log_prob, members), term.is_prior
+                result[name] = self._of_members(term, log_prob, members)
         return result
 
     def log_joint(self, values: Mapping[str, Tensor], z: Tensor, arguments: Arguments) -> Tensor:
         """log p(data, z | globals) of every member, `[n]` in nats; arguments as for `terms`."""
-        return self._sum(values, z, arguments, (True, False))
-
-    def log_prior(self, values: Mapping[str, Tensor], z: Tensor, arguments: Arguments) -> Tensor:
-        """log p(z | globals) of every member, `[n]` in nats; arguments as for `terms`."""
-        return self._sum(values, z, arguments, (True,))
-
-    def prior_of(
-        self, values: Mapping[str, Tensor], arguments: Arguments, priors: Mapping[str, Any]
-    ) -> MemberDensity:
-        """The function from the members' latents `[n, d]` to log p(z | globals), `[n]` in nats.
-
-        Args:
-            values: constrained values of the globals and params.
-            arguments: a batch of units.
-            priors: the distributions of the local latents in a run at these values, by site.
-        """
-        if self.is_chained:
-            return lambda z: self.log_prior(values, z, arguments)
-
-        def log_prior(z: Tensor) -> Tensor:
-            total = z.new_zeros(len(z))
-            for latent, part in zip(self.latents, self.split(z).values(), strict=True):
-                fn = priors[latent.name]
-                transform = bijection(fn.support)
-                value = transform(part)
-                log_prob = fn.log_prob(value)
-                if not is_real(fn.support):
-                    log_prob = log_prob + transform.log_abs_det_jacobian(part, value)
-                total = total + _by_member(log_prob, latent.dim)
-            return total
-
-        return log_prior
-
-    def log_lik(self, values: Mapping[str, Tensor], z: Tensor, arguments: Arguments) -> Tensor:
-        """log p(data | z, globals) of every member, `[n]` in nats; arguments as for `terms`."""
-        return self._sum(values, z, arguments, (False,))
-
-    def _sum(
-        self,
-        values: Mapping[str, Tensor],
-        z: Tensor,
-        arguments: Arguments,
-        kinds: tuple[bool, ...],
-    ) -> Tensor:
-        terms = self.terms(values, z, arguments).values()
-        parts = [log_prob for log_prob, is_prior in terms if is_prior in kinds]
-        return torch.stack(parts).sum(0) if parts else z.new_zeros(len(z))
+        return torch.stack(list(self.terms(values, z, arguments).values())).sum(0)
 
     def _of_members(self, term: Term, log_prob: Tensor, members: Members) -> Tensor:
         first = _by_member(log_prob, self.dims[term.name])
@@ -282,8 +232,7 @@ def recognize(model: UnitModel, example: Arguments, seed: int) -> LocalSites | N
         )
     for run in drawn:
         _check_independent(local, run, whole, halves)
-    local = replace(local, is_chained=_has_chained_prior(local, drawn[0], whole))
-    return replace(local, is_gaussian=_has_gaussian_prior(local, drawn[0], whole))
+    return local
 
 
 def globals_of(local: LocalSites, run: Recorder) -> dict[str, Tensor]:
@@ -350,8 +299,8 @@ def _check_independent(
             }
             for at in (z, z + _SHIFT)
         ]
-    for name, (log_prob, _) in terms.items():
-        joined = torch.cat([half[name][0] for half in of_halves])
+    for name, log_prob in terms.items():
+        joined = torch.cat([half[name] for half in of_halves])
         if not close(log_prob, joined):
             raise SiteError(
                 f"site '{name}': the density of a row or group depends on other rows or groups, or "
@@ -366,26 +315,6 @@ def _check_independent(
                 "has one, and it is outside of their plate: pass all rows (batch_size=None)",
                 code="local-latent",
             )
-
-
-def _has_chained_prior(local: LocalSites, run: Recorder, whole: Arguments) -> bool:
-    values, z = globals_of(local, run), _latents_of(local, run)
-    frozen = replace(local, is_chained=False)
-    with torch.no_grad():
-        priors = {latent.name: run.sites[latent.name].fn for latent in local.latents}
-        here = frozen.prior_of(values, whole, priors)(z + _SHIFT)
-        return not close(local.log_prior(values, z + _SHIFT, whole), here)
-
-
-def _has_gaussian_prior(local: LocalSites, run: Recorder, whole: Arguments) -> bool:
-    values, z = globals_of(local, run), _latents_of(local, run)
-    priors = {latent.name: run.sites[latent.name].fn for latent in local.latents}
-    prior = local.prior_of(values, whole, priors)
-    curvature = derivatives(prior, z)[1]
-    return all(
-        torch.allclose(curvature, derivatives(prior, z + shift)[1], rtol=1e-3)
-        for shift in (_SHIFT, -2.0)
-    )
 
 
 # ---------------------------------------------------------------------- the plate of the groups

@@ -1,9 +1,11 @@
-"""Gauss-Hermite nodes for local latents, which follow the prior as the globals move.
+"""Gauss-Hermite nodes for local latents, which follow the globals as these move.
 
-The nodes of a member (a row or a group) are those of a Gaussian: the product of the Gaussian
-expansion of the member's likelihood at an anchor, which is data, and of its prior at the current
-values of the globals.  Every rule is the integral up to quadrature error, wherever the nodes lie,
-so that values and gradients are those of one density.
+The nodes of a member (a row or a group) lie on a Gaussian at the mode of its latents given the
+current globals: a Newton step from the mode at an anchor, which is a column of the data.  Where the
+members' densities are Gaussian the rule is exact, wherever the anchor is.
+
+The nodes are held fixed when the log of their sum is differentiated.  The gradient is then
+Fisher's identity, d log p(y | globals) = E[d log p(y, z | globals) | y], by the same rule.
 """
 
 from __future__ import annotations
@@ -18,24 +20,12 @@ from torch import Tensor
 #: Log densities `[n]` of n members at their latents `[n, d]`, unconstrained, in nats.
 MemberDensity: TypeAlias = Callable[[Tensor], Tensor]
 
-#: Newton steps to the nodes' center where the prior is not Gaussian.
-_NEWTON_STEPS = 3
-#: Least pivot of a precision, relative to its diagonal: where a prior is not log-concave.
+#: Least pivot of a precision, relative to its diagonal: where a density is not log-concave.
 _LEAST_PIVOT = 0.05
-
-
-class Expansion(NamedTuple):
-    """Second-order expansion of the members' log likelihoods as functions of their latents.
-
-    Attributes:
-        center: the latents at which they are expanded, `[n, d]`, unconstrained.
-        slope: gradient of each log likelihood there, `[n, d]`.
-        precision: minus its Hessian there, `[n, d, d]`.
-    """
-
-    center: Tensor
-    slope: Tensor
-    precision: Tensor
+#: Fractions of a Newton step that are compared where the globals may be far from the anchor.
+_FRACTIONS = 1.0, 0.25, 0.05
+#: Newton steps there.
+_FAR_STEPS = 2
 
 
 class Gaussians(NamedTuple):
@@ -71,42 +61,52 @@ def gauss_hermite(count: int, dims: int) -> tuple[Tensor, Tensor]:
 def derivatives(log_density: MemberDensity, z: Tensor) -> tuple[Tensor, Tensor]:
     """(Gradients `[n, d]`, Hessians `[n, d, d]`) of the members' log densities at latents `[n, d]`,
     of which each depends on its member's alone."""
+    slope = torch.func.grad(lambda z: log_density(z).sum())
+    columns = []
+    for j in range(z.shape[1]):
+        direction = torch.zeros_like(z)
+        direction[:, j] = 1
+        gradient, column = torch.func.jvp(slope, (z,), (direction,))
+        columns.append(column)
+    return gradient, torch.stack(columns, -1)
 
-    def slope(z: Tensor) -> Tensor:
-        return torch.func.grad(lambda z: log_density(z).sum())(z)
 
-    columns = [torch.func.grad(lambda z, j=j: slope(z)[:, j].sum())(z) for j in range(z.shape[1])]
-    return slope(z), torch.stack(columns, -1)
-
-
-def place(prior: MemberDensity, likelihood: Expansion, is_gaussian: bool) -> Gaussians:
-    """The Gaussians of the nodes: at the mode of the prior times the likelihood's expansion, with
-    the curvature there.
-
-    The last Newton step is differentiable, so that the gradient with respect to the globals has the
-    nodes' motion in it.
+def place(log_joint: MemberDensity, center: Tensor, is_far: bool) -> Gaussians:
+    """The Gaussians of the nodes, at the members' modes given the globals and with the curvature
+    there.
 
     Args:
-        prior: log densities of the latents given the globals.
-        likelihood: expansion of the log likelihoods at the anchor.
-        is_gaussian: whether the prior is Gaussian in unconstrained space: one step is exact.
+        log_joint: log densities of data and latents given the globals, detached from these.
+        center: the modes at the anchor, `[n, d]`.
+        is_far: whether the globals may be far from the anchor, as they are with few members: more
+            steps are taken, and none that lowers a density.
     """
-    z = likelihood.center
-    for _ in range(0 if is_gaussian else _NEWTON_STEPS):
-        z = _newton(prior, likelihood, z).center.detach()
-    result = _newton(prior, likelihood, z)
-    if is_gaussian:
-        return result
-    _, hessian = derivatives(prior, result.center)
-    return Gaussians(result.center, cholesky(likelihood.precision - hessian))
+    if not is_far:
+        return newton_step(log_joint, center)
+    for _ in range(_FAR_STEPS):
+        ahead = newton_step(log_joint, center).center
+        center = best_of(log_joint, center, ahead - center)[0]
+    _, hessian = derivatives(log_joint, center)
+    return Gaussians(center, cholesky(-hessian))
 
 
-def _newton(prior: MemberDensity, likelihood: Expansion, z: Tensor) -> Gaussians:
-    slope, hessian = derivatives(prior, z)
-    away = (likelihood.precision @ (z - likelihood.center)[..., None])[..., 0]
-    root = cholesky(likelihood.precision - hessian)
-    step = solve_transposed(root, solve(root, likelihood.slope - away + slope))
-    return Gaussians(z + step, root)
+def newton_step(log_joint: MemberDensity, z: Tensor) -> Gaussians:
+    """The Gaussians around the end of one Newton step from latents `[n, d]`, with the curvature
+    where the step begins."""
+    slope, hessian = derivatives(log_joint, z)
+    root = cholesky(-hessian)
+    return Gaussians(z + solve_transposed(root, solve(root, slope)), root)
+
+
+def best_of(log_joint: MemberDensity, z: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """(The best of each member's latents on the way from z along a step, `[n, d]`; their log
+    densities, `[n]`)."""
+    fractions = torch.tensor([*_FRACTIONS, 0.0]).to(z)
+    places = z + fractions[:, None, None] * step
+    values = torch.vmap(log_joint)(places).nan_to_num(-torch.inf, -torch.inf, -torch.inf)
+    best = values.argmax(0)[None]
+    chosen = places.gather(0, best[..., None].expand(1, *z.shape))[0]
+    return chosen, values.gather(0, best)[0]
 
 
 # ------------------------------------------------------------------ small matrices, elementwise

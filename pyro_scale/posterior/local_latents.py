@@ -4,7 +4,7 @@ with."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.curvature.chunks import Chunk
 from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.errors import ArgumentError, CallError
-from pyro_scale.marginal.anchor import expand
+from pyro_scale.marginal.anchor import find_modes
 from pyro_scale.marginal.grouped import GROUPS, PLACES, ROWS, SLOTS, USED, with_column
-from pyro_scale.marginal.integrated import Integrated, columns_of
+from pyro_scale.marginal.integrated import Integrated, column_of
 from pyro_scale.marginal.summed import GroupedData
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.transforms import bijection
@@ -40,7 +40,7 @@ def integrated_of(result: PosteriorDraws) -> Integrated | None:
 
 
 def draw_latents(
-    result: PosteriorDraws, units: Arguments, columns: Mapping[str, Tensor], seed: int
+    result: PosteriorDraws, units: Arguments, modes: Tensor, seed: int
 ) -> dict[str, Tensor]:
     """Draws of the local latents of all members of some units, one given each draw of the globals:
     constrained values `[draws, members, ...]` by site.
@@ -50,7 +50,7 @@ def draw_latents(
     Args:
         result: draws of the globals.
         units: the units.
-        columns: the columns of their nodes.
+        modes: modes of their members' latents at the anchor, `[units, slots, d]`.
         seed: seed of the draws.
 
     Raises:
@@ -70,32 +70,21 @@ def draw_latents(
     size = max(1, _AT_ONCE * (rows.count(units) or 1) // (members * _PROPOSALS))
     parts = []
     with own_generator(seed), torch.no_grad():
-        for chunk, of_chunk in _chunks(units, columns, size):
+        for start in range(0, len(modes), size):
+            chunk: Any = rows.take((units, modes), slice(start, start + size))
 
-            def draw(
-                params: dict[str, Tensor], chunk: Any = chunk, of_chunk: Any = of_chunk
-            ) -> dict[str, Tensor]:
-                values = result.log_posterior.constrain(params)
-                return _draw(model, values, chunk, of_chunk)
+            def draw(params: dict[str, Tensor], chunk: Any = chunk) -> dict[str, Tensor]:
+                return _draw(model, result.log_posterior.constrain(params), *chunk)
 
             parts.append(result.over_draws(draw, random=True))
     return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
 
 
-def _chunks(
-    units: Arguments, columns: Mapping[str, Tensor], size: int
-) -> Iterator[tuple[Arguments, Mapping[str, Tensor]]]:
-    count = rows.count(units) or 1
-    for start in range(0, count, size):
-        part = slice(start, start + size)
-        yield rows.take(units, part), {name: column[part] for name, column in columns.items()}
-
-
 def _draw(
-    model: Integrated, values: Mapping[str, Tensor], units: Arguments, columns: Mapping[str, Tensor]
+    model: Integrated, values: Mapping[str, Tensor], units: Arguments, modes: Tensor
 ) -> dict[str, Tensor]:
     """One draw of the members' latents given the globals, constrained, `[members, ...]` by site."""
-    around = model.gaussians(values, units, columns)
+    around = model.gaussians(values, units, modes)
     shape = (_PROPOSALS, *around.center.shape)
     like = around.center
     chi2 = torch.randn(*shape, _FREEDOM, dtype=like.dtype, device=like.device).square().sum(-1)
@@ -117,32 +106,32 @@ def latents(result: PosteriorDraws, seed: int) -> dict[str, Tensor]:
     """Draws of the local latents of the run's data: `[draws, rows or groups, ...]` by site, groups
     in the order of their labels."""
     assert isinstance(result.data, TensorData)
-    units, columns = _parts(result.data.arguments)
-    drawn = draw_latents(result, units, columns, seed)
+    units, modes = _parts(result.data.arguments)
+    drawn = draw_latents(result, units, modes, seed)
     if isinstance(result.data, GroupedData):
         return {name: value[:, result.data.members] for name, value in drawn.items()}
     return drawn
 
 
-def _parts(arguments: Any) -> tuple[Arguments, Mapping[str, Tensor]]:
-    units, columns = arguments
-    return units, columns
+def _parts(arguments: Any) -> tuple[Arguments, Tensor]:
+    units, modes = arguments
+    return units, modes
 
 
 # ------------------------------------------------------------------ other rows
 
 
 def with_columns(result: PosteriorDraws, data: TensorData) -> TensorData:
-    """Other data of the same form as the run's, with columns of nodes, which are placed at the mean
+    """Other data of the same form as the run's, with the column of modes, which are those at the mean
     of the draws."""
     model = integrated_of(result)
     assert model is not None
     values = result.log_posterior.constrain(result.layout.unflatten(_mean(result)))
     members = model.local.model.members(data.arguments).count
     start = torch.zeros(members, model.local.num_dims).to(result.layout.dtype)
-    expansion, _, _ = expand(model.local, values, data.arguments, start)
+    modes, _, _ = find_modes(model.local, values, data.arguments, start)
     count = rows.count(data.arguments) or 1
-    arguments: Any = data.arguments, columns_of(expansion, count)
+    arguments: Any = data.arguments, column_of(modes, count)
     return dataclasses.replace(data, arguments=arguments, num_data=count)
 
 
@@ -164,11 +153,11 @@ def member_log_likelihood(result: PosteriorDraws, chunk: Chunk) -> dict[str, Ten
     in nats, by the name of the observed sites."""
     model = integrated_of(result)
     assert model is not None
-    units, columns = _parts(chunk.arguments)
+    units, modes = _parts(chunk.arguments)
 
     def of_draw(params: dict[str, Tensor]) -> dict[str, Tensor]:
         values = result.log_posterior.constrain(params)
-        around = model.gaussians(values, units, columns)
+        around = model.gaussians(values, units, modes)
         return {model.local.observed: model.log_marginal(values, units, around)}
 
     return result.over_draws(of_draw)
@@ -263,9 +252,9 @@ def _with_latents(
     seen = places >= 0
     if bool(seen.any()):
         unit_of, kept = data.units_of(places[seen])
-        units, columns = _parts(rows.take(data.arguments, unit_of))
+        units, modes = _parts(rows.take(data.arguments, unit_of))
         seed = int(torch.randint(2**31, ()))
-        drawn = draw_latents(result, units, columns, seed)
+        drawn = draw_latents(result, units, modes, seed)
         for latent in model.local.latents:
             axis = latent.batch_dims + latent.dim
             first = values[latent.name].movedim(1 + axis, 1).clone()
