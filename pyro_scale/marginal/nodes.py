@@ -61,14 +61,10 @@ def gauss_hermite(count: int, dims: int) -> tuple[Tensor, Tensor]:
 def derivatives(log_density: MemberDensity, z: Tensor) -> tuple[Tensor, Tensor]:
     """(Gradients `[n, d]`, Hessians `[n, d, d]`) of the members' log densities at latents `[n, d]`,
     of which each depends on its member's alone."""
-    slope = torch.func.grad(lambda z: log_density(z).sum())
-    columns = []
-    for j in range(z.shape[1]):
-        direction = torch.zeros_like(z)
-        direction[:, j] = 1
-        gradient, column = torch.func.jvp(slope, (z,), (direction,))
-        columns.append(column)
-    return gradient, torch.stack(columns, -1)
+    slope, pull = torch.func.vjp(torch.func.grad(lambda z: log_density(z).sum()), z)
+    directions = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
+    columns = [pull(direction.expand_as(z))[0] for direction in directions]
+    return slope, torch.stack(columns, -1)
 
 
 def place(log_joint: MemberDensity, center: Tensor, is_far: bool) -> Gaussians:

@@ -122,8 +122,8 @@ def _parts(arguments: Any) -> tuple[Arguments, Tensor]:
 
 
 def with_columns(result: PosteriorDraws, data: TensorData) -> TensorData:
-    """Other data of the same form as the run's, with the column of modes, which are those at the mean
-    of the draws."""
+    """Other data of the same form as the run's, with the column of modes, those at the mean of the
+    draws."""
     model = integrated_of(result)
     assert model is not None
     values = result.log_posterior.constrain(result.layout.unflatten(_mean(result)))
