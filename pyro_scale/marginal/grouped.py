@@ -36,7 +36,7 @@ class Grouped:
             an entry for every group.  Labels are then 0, 1, ..., and index these.
 
     Raises:
-        ArgumentError: there is no such column.
+        ArgumentError: there is no such column; `groups` are not as described.
         DataError: labels are not one a row, are NaN, or out of the range of `groups`.
 
     Examples:
@@ -54,10 +54,10 @@ class Grouped:
     ):
         arguments = _arguments_of(rows)
         labels = _labels_of(arguments, by)
-        self.groups = _tensors(groups)
+        self.groups = _groups_of(groups, arguments)
         num_groups = rows_module.count(self.groups)
         if num_groups is None:
-            self.labels, index = np.unique(labels, return_inverse=True)
+            self.labels, index = _unique(labels, by)
         else:
             self.labels, index = np.arange(num_groups), _in_range(labels, num_groups, by)
         self.index = torch.as_tensor(index.reshape(-1), dtype=torch.int64)
@@ -80,7 +80,7 @@ class Grouped:
     def relabel(self, arguments: Any, by: int | str) -> tuple[np.ndarray, Tensor]:
         """(The labels that some rows have, each once; the place of each row's among them,
         `[rows]`)."""
-        labels, index = np.unique(_labels_of(arguments, by), return_inverse=True)
+        labels, index = _unique(_labels_of(arguments, by), by)
         return labels, torch.as_tensor(index.reshape(-1), dtype=torch.int64)
 
     def places_of(self, labels: np.ndarray) -> Tensor:
@@ -176,9 +176,38 @@ def _labels_of(arguments: Any, by: int | str) -> np.ndarray:
             f"by={by!r}: labels are no whole numbers, such as {labels[labels != labels.round()][0]}"
             ": pass the column of the groups"
         )
-    if labels.dtype.kind == "O" and any(label is None or label != label for label in labels):
+    if labels.dtype.kind in "OMm" and any(label is None or label != label for label in labels):
         raise DataError(f"by={by!r}: a row has no label: leave it out, or give it a group")
     return labels
+
+
+def _unique(labels: np.ndarray, by: int | str) -> tuple[np.ndarray, np.ndarray]:
+    """(The labels, each once and in order; the place of each row's among them, `[rows]`)."""
+    try:
+        return np.unique(labels, return_inverse=True)
+    except TypeError:  # words and numbers have no order
+        kinds = sorted({type(label).__name__ for label in labels})
+        raise DataError(f"by={by!r}: labels are of types {kinds}: give all of them one") from None
+
+
+def _groups_of(groups: Any, arguments: Any) -> Arguments:
+    """The values of groups that the user passed beside the rows, as tensors.
+
+    Raises:
+        ArgumentError: they are no tuple or dict, or do not fit the rows.
+    """
+    if not isinstance(groups, tuple | list | Mapping):
+        raise ArgumentError(
+            f"groups= is a {type(groups).__name__}: pass a tuple of tensors that have an entry for "
+            "every group, as (u,), or a dict of them"
+        )
+    if isinstance(arguments, dict):
+        if groups and not isinstance(groups, Mapping):
+            raise ArgumentError("groups= is a tuple and the rows are a dict: pass dicts for both")
+        groups = dict(groups)
+        if both := groups.keys() & arguments.keys():
+            raise ArgumentError(f"groups= and the rows both have {sorted(both)}")
+    return _tensors(groups)
 
 
 def _in_range(labels: np.ndarray, num_groups: int, by: int | str) -> np.ndarray:
@@ -188,9 +217,10 @@ def _in_range(labels: np.ndarray, num_groups: int, by: int | str) -> np.ndarray:
         DataError: a label is not among 0, ..., num_groups - 1.
     """
     if labels.dtype.kind not in "iuf" or labels.min() < 0 or labels.max() >= num_groups:
+        first, *_, last = sorted(labels.tolist() * 2)
         raise DataError(
             f"by={by!r}: with groups=, labels index the {num_groups:,} values of the groups, from "
-            f"0 to {num_groups - 1:,}; they are {labels.min()} to {labels.max()}"
+            f"0 to {num_groups - 1:,}; they are {first!r} to {last!r}"
         )
     return labels.astype(np.int64)
 

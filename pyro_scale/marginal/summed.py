@@ -4,6 +4,8 @@ of nodes."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -157,8 +159,9 @@ def sum_out(log_posterior: LogPosterior, data: TensorData, seed: int) -> Summed:
     model = asked.model if isinstance(asked, Marginal) else asked
     names = asked.names if isinstance(asked, Marginal) else ()
     unit_model, example = _unit_model(model, data)
-    _check(unit_model, example)
-    local = recognize(unit_model, example, seed)
+    with _named_failures(unit_model):
+        _check(unit_model, example)
+        local = recognize(unit_model, example, seed)
     if local is None:
         raise SiteError(
             "no latent of the model is local: none has a value for every "
@@ -201,8 +204,14 @@ def _unit_model(model: Model, data: TensorData) -> tuple[UnitModel, Arguments]:
 def _check(model: UnitModel, example: Arguments) -> None:
     """Runs the preflight on a few units as if they were all data: it says what is wrong with the
     model, whatever its local latents."""
+    LogPosterior(model, rows.count(example)).prepare(example)
+
+
+@contextmanager
+def _named_failures(model: UnitModel) -> Iterator[None]:
+    """Names the likely cause if the user's model raises an error on some of the groups."""
     try:
-        LogPosterior(model, rows.count(example)).prepare(example)
+        yield
     except PyroScaleError:
         raise
     except Exception as error:

@@ -190,23 +190,26 @@ def to_predict(
     plain = dataclasses.replace(result, log_posterior=joint)
     if not isinstance(data, GroupedData):
         return plain, joint.bind(args, kwargs)
-    if args and kwargs:
-        raise CallError("predict: pass the model's arguments as they were passed to Grouped")
-    arguments, labels = _as_one_unit(data, kwargs or args)
+    arguments, labels = _as_one_unit(data, args, kwargs)
     places = data.grouped.places_of(labels)
     return _with_latents(plain, result, data, (arguments,), places), (arguments,)
 
 
-def _as_one_unit(data: GroupedData, arguments: Any) -> tuple[dict[str, Any], Any]:
+def _as_one_unit(
+    data: GroupedData, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], Any]:
     """(The rows to predict as one unit; the labels of its groups)."""
     grouped = data.grouped
-    by, num_rows = grouped.by, len(grouped.rows)
-    if isinstance(arguments, dict):
-        names = set(grouped.groups) if isinstance(grouped.groups, dict) else set()
-        of_rows: Any = {name: v for name, v in arguments.items() if name not in names}
-        of_groups: Any = {name: v for name, v in arguments.items() if name in names}
-    else:
-        of_rows, of_groups = arguments[:num_rows], arguments[num_rows:]
+    by, is_dict = grouped.by, isinstance(grouped.groups, dict)
+    names = set(grouped.groups) if is_dict else set()
+    of_rows: Any = {name: v for name, v in kwargs.items() if name not in names}
+    of_groups: Any = {name: v for name, v in kwargs.items() if name in names}
+    if not isinstance(grouped.rows, dict) and not of_rows:
+        num_rows = len(grouped.rows)
+        of_rows = args[:num_rows]
+        of_groups = of_groups if is_dict else args[num_rows:]
+    elif args or not isinstance(grouped.rows, dict):
+        raise CallError("predict: pass the model's arguments as they were passed to Grouped")
     labels, places = grouped.relabel(of_rows, by)
     of_rows = rows.tables_as_tensors(with_column(of_rows, by, places))
     of_groups = (
