@@ -83,8 +83,29 @@ class Grouped:
         labels, index = _unique(_labels_of(arguments, by), by)
         return labels, torch.as_tensor(index.reshape(-1), dtype=torch.int64)
 
+    def values_of(self, groups: Any, labels: np.ndarray) -> Arguments:
+        """The values of the groups with some labels, from those of all groups that the user passes;
+        from the run's own if none are passed.
+
+        Raises:
+            DataError: a label is not among those of the groups.
+        """
+        values = _tensors(groups) if groups else self.groups
+        if (num_groups := rows_module.count(values)) is None:
+            return values
+        return rows_module.take(values, torch.as_tensor(_in_range(labels, num_groups, self.by)))
+
     def places_of(self, labels: np.ndarray) -> Tensor:
-        """The places of labels among the groups, `[labels]`; -1 for groups that were not seen."""
+        """The places of labels among the groups, `[labels]`; -1 for groups that were not seen.
+
+        Raises:
+            DataError: the labels are words and the groups' are numbers, or the other way around.
+        """
+        if (labels.dtype.kind in "biuf") != (self.labels.dtype.kind in "biuf"):
+            raise DataError(
+                f"by={self.by!r}: labels are like {labels[0].item()!r}, and those of the run like "
+                f"{self.labels[0].item()!r}"
+            )
         places = np.searchsorted(self.labels, labels).clip(max=len(self.labels) - 1)
         return torch.as_tensor(np.where(self.labels[places] == labels, places, -1))
 

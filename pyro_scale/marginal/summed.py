@@ -69,6 +69,8 @@ def marginalize(model: Model, *names: str) -> Marginal:
     """
     if not callable(model):
         raise ArgumentError(f"marginalize: a {type(model).__name__} is not a Pyro model")
+    if not all(isinstance(name, str) for name in names):
+        raise ArgumentError(f"marginalize: names are {names}: pass marginalize(model, 'z', 'w')")
     return Marginal(model, names)
 
 
@@ -197,7 +199,9 @@ def _unit_model(model: Model, data: TensorData) -> tuple[UnitModel, Arguments]:
     fullest = int((data.slots >= 0).sum(1).argmax())
     one: Any = rows.take(data.arguments, slice(fullest, fullest + 1))
     sizes.add(int(one[0][SLOTS].sum()))
-    plate = find_plate(UnitModel(model, grouped.by), one, sizes, grouped.num_groups)
+    without_plate = UnitModel(model, grouped.by)
+    with _named_failures(without_plate):
+        plate = find_plate(without_plate, one, sizes, grouped.num_groups)
     return UnitModel(model, grouped.by, plate), example
 
 
@@ -217,6 +221,12 @@ def _named_failures(model: UnitModel) -> Iterator[None]:
     except Exception as error:
         if model.by is None:
             raise
+        if model.plate is None:
+            raise PlateError(
+                f"the model fails on the rows of a few groups ({type(error).__name__}: {error}): "
+                "all sizes but the number of groups have to follow its arguments, as in "
+                f"pyro.plate('data', len(x)), and by={model.by!r} has to be the groups' column"
+            ) from error
         raise PlateError(
             f"the model fails on a batch of whole groups, in which plate '{model.plate}' has the "
             f"batch's groups as members ({type(error).__name__}: {error}). A tensor with a value "

@@ -17,7 +17,7 @@ from pyro_scale.core.memory import bytes_of, in_words
 from pyro_scale.core.rows import Arguments
 from pyro_scale.curvature.chunks import Chunk
 from pyro_scale.data.sources import Data, TensorData
-from pyro_scale.errors import ArgumentError, CallError
+from pyro_scale.errors import ArgumentError, CallError, DataError
 from pyro_scale.marginal.anchor import find_modes
 from pyro_scale.marginal.grouped import GROUPS, PLACES, ROWS, SLOTS, USED, with_column
 from pyro_scale.marginal.integrated import Integrated, column_of
@@ -206,17 +206,17 @@ def _as_one_unit(
     of_groups: Any = {name: v for name, v in kwargs.items() if name in names}
     if not isinstance(grouped.rows, dict) and not of_rows:
         num_rows = len(grouped.rows)
-        of_rows = args[:num_rows]
-        of_groups = of_groups if is_dict else args[num_rows:]
+        of_rows, left_out = args[:num_rows], num_rows - len(args)
+        if not is_dict:  # values of groups keep their places if y is left out
+            of_groups = args[num_rows:]
+            of_rows += (None,) * left_out if grouped.groups else ()
     elif args or not isinstance(grouped.rows, dict):
         raise CallError("predict: pass the model's arguments as they were passed to Grouped")
     labels, places = grouped.relabel(of_rows, by)
     of_rows = rows.tables_as_tensors(with_column(of_rows, by, places))
-    of_groups = (
-        rows.take(rows.tables_as_tensors(of_groups), torch.as_tensor(labels))
-        if of_groups
-        else of_groups
-    )
+    if rows.count(of_rows) != len(places):
+        raise DataError("predict: pass rows, and the group of each")
+    of_groups = grouped.values_of(of_groups, labels)
     unit = {
         ROWS: rows.map_rows(lambda column: column[None], of_rows),
         GROUPS: rows.map_rows(lambda column: column[None], of_groups),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pyro_scale as ps
-from pyro_scale.errors import ArgumentError, DataError, PlateError
+from pyro_scale.errors import ArgumentError, DataError, PlateError, SiteError
 from pyro_scale.marginal.local_sites import find_plate
 from pyro_scale.marginal.summed import open_grouped, sum_out
 from pyro_scale.marginal.units import UnitModel
@@ -24,6 +24,10 @@ def model(x, group, y=None, u=None):
         z = pyro.sample("z", dist.Normal(mean if u is None else mean * u, 1.0))
     with pyro.plate("data", len(x)):
         return pyro.sample("y", dist.Normal(x + z[group], 1.0), obs=y)
+
+
+def summed(model_, grouped):
+    return sum_out(LogPosterior(model_, None), open_grouped(grouped, None), seed=0)
 
 
 @pytest.mark.parametrize("groups", [(), {}, {"u": U}])
@@ -60,7 +64,55 @@ def test_labels_that_are_not_comparable_or_missing(labels, groups, message):
 
 
 def test_a_closure_with_a_value_for_every_group_where_all_groups_are_a_batch():
-    grouped = ps.Grouped((X, GROUP, Y), by=1)
-    closure = LogPosterior(lambda x, group, y: model(x, group, y, U), None)
+    def closure(x, group, y):
+        model(x, group, y, U)
+
     with pytest.raises(PlateError, match=r"site z dim -1, 3 vs 6.*Grouped\(\.\.\., groups=\)"):
-        sum_out(closure, open_grouped(grouped, None), seed=0)
+        summed(closure, ps.Grouped((X, GROUP, Y), by=1))
+
+
+def all_in_the_plate(x, group, y=None):
+    with pyro.plate("groups", GROUPS):
+        tau = pyro.sample("tau", dist.HalfNormal(1.0))
+        z = pyro.sample("z", dist.Normal(0.0, tau))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(x + z[group], 1.0), obs=y)
+
+
+def fixed_size(x, group, y=None):
+    z = model(x, group)
+    with pyro.plate("all rows", ROWS):
+        pyro.sample("y2", dist.Normal(z, 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model_", "error", "message"),
+    [
+        (all_in_the_plate, SiteError, "site 'tau' and 'z': every latent of the model is one of"),
+        (fixed_size, PlateError, r"rows of a few groups .* as in pyro.plate\('data', len\(x\)\)"),
+    ],
+)
+def test_models_whose_plates_are_wrong(model_, error, message):
+    with pytest.raises(error, match=message):
+        summed(model_, ps.Grouped((X, GROUP, Y), by=1))
+
+
+def test_names_are_passed_one_by_one():
+    with pytest.raises(ArgumentError, match=r"pass marginalize\(model, 'z', 'w'\)"):
+        ps.marginalize(model, ["z"])
+
+
+def test_labels_of_rows_to_predict_are_of_the_same_kind():
+    grouped = ps.Grouped((X, np.array(["a", "b"] * 9), Y), by=1)
+    assert grouped.places_of(np.array(["b", "c"])).tolist() == [1, -1]
+    with pytest.raises(DataError, match="labels are like 0, and those of the run like 'a'"):
+        grouped.places_of(np.array([0, 1]))
+
+
+def test_values_of_groups_to_predict_are_those_of_the_run_unless_others_are_passed():
+    grouped = ps.Grouped((X, GROUP, Y), by=1, groups=(U,))
+    labels = np.array([0, 4])
+    assert torch.equal(grouped.values_of((), labels)[0], U[[0, 4]])
+    assert torch.equal(grouped.values_of((2 * U,), labels)[0], 2 * U[[0, 4]])
+    with pytest.raises(DataError, match="from 0 to 5; they are 0 to 9"):
+        grouped.values_of((), np.array([0, 9]))
