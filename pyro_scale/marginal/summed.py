@@ -18,6 +18,7 @@ from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.errors import ArgumentError, PlateError, PyroScaleError, SiteError
 from pyro_scale.marginal.anchor import Anchor, find_anchor
 from pyro_scale.marginal.grouped import SLOTS, Grouped
+from pyro_scale.marginal.integrated import Integrated
 from pyro_scale.marginal.local_sites import find_plate, recognize
 from pyro_scale.marginal.units import UnitModel
 from pyro_scale.model.log_posterior import LogPosterior
@@ -181,6 +182,30 @@ def sum_out(log_posterior: LogPosterior, data: TensorData, seed: int) -> Summed:
     num_data = rows.count(data.arguments)
     integrated = dataclasses.replace(data, arguments=anchor.arguments, num_data=num_data)
     return Summed(log_posterior.of_model(anchor.model, num_data), integrated, anchor)
+
+
+def to_rebuild(integrated: Integrated) -> dict[str, Any]:
+    """What `rebuild` needs to know besides the user's model, as plain values by name."""
+    model = integrated.local.model
+    return {"by": model.by, "plate": model.plate, "count": integrated.count}
+
+
+def rebuild(model: Model, known: dict[str, Any], units: Arguments) -> Integrated:
+    """The integrated model of an earlier run, from the user's model.
+
+    Args:
+        model: the user's model.
+        known: what `to_rebuild` returned in that run.
+        units: a batch of its units.
+
+    Raises:
+        SiteError, PlateError: the model has no local latents that can be summed out.
+    """
+    model = model.model if isinstance(model, Marginal) else model
+    local = recognize(UnitModel(model, known["by"], known["plate"]), units, seed=0)
+    if local is None:
+        raise SiteError("no latent of the model is local", code="local-latent")
+    return Integrated(local, known["count"])
 
 
 def _unit_model(model: Model, data: TensorData) -> tuple[UnitModel, Arguments]:

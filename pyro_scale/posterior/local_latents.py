@@ -105,12 +105,26 @@ def _draw(
 def latents(result: PosteriorDraws, seed: int) -> dict[str, Tensor]:
     """Draws of the local latents of the run's data: `[draws, rows or groups, ...]` by site, groups
     in the order of their labels."""
-    assert isinstance(result.data, TensorData)
-    units, modes = _parts(result.data.arguments)
+    data = _data_of(result)
+    units, modes = _parts(data.arguments)
     drawn = draw_latents(result, units, modes, seed)
-    if isinstance(result.data, GroupedData):
-        return {name: value[:, result.data.members] for name, value in drawn.items()}
+    if isinstance(data, GroupedData):
+        return {name: value[:, data.members] for name, value in drawn.items()}
     return drawn
+
+
+def _data_of(result: PosteriorDraws) -> TensorData:
+    """The data of the run.
+
+    Raises:
+        ArgumentError: the posterior is from a file.
+    """
+    if not isinstance(result.data, TensorData):
+        raise ArgumentError(
+            "the posterior is from a file, which does not have the data that latents which were "
+            "summed out are drawn from: draw them, and predict, before saving"
+        )
+    return result.data
 
 
 def _parts(arguments: Any) -> tuple[Arguments, Tensor]:
@@ -176,13 +190,8 @@ def to_predict(
         result: draws of the globals.
         args, kwargs: the rows to predict, as the user's model takes them.
     """
-    model, data = integrated_of(result), result.data
+    model, data = integrated_of(result), _data_of(result)
     assert model is not None
-    if not isinstance(data, TensorData):
-        raise ArgumentError(
-            "predict: the posterior is from a file, which does not have the data of the local "
-            "latents: predict before saving"
-        )
     units, _ = _parts(data.arguments)
     example = rows.take(units, slice(0, 16))
     joint = LogPosterior(model.local.model, rows.count(example))

@@ -1,5 +1,7 @@
 """Data by group that are no such data: each an error that says what to pass."""
 
+import warnings
+
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -116,3 +118,36 @@ def test_values_of_groups_to_predict_are_those_of_the_run_unless_others_are_pass
     assert torch.equal(grouped.values_of((2 * U,), labels)[0], 2 * U[[0, 4]])
     with pytest.raises(DataError, match="from 0 to 5; they are 0 to 9"):
         grouped.values_of((), np.array([0, 9]))
+
+
+@pytest.fixture(scope="module")
+def run():
+    grouped = ps.Grouped((X, GROUP, Y), by=1, groups=(U,))
+    sampler = ps.BAOA(model, lr=0.1, compile=False)
+    settings = {"num_samples": 4, "warmup_steps": 2, "thinning": 1, "num_chains": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a run of six steps
+        return sampler.run(grouped, batch_size=2, seed=0, progress=False, **settings)
+
+
+def test_values_of_groups_keep_their_place_if_y_is_left_out_of_rows_to_predict(run):
+    torch.manual_seed(0)
+    without = run.predict(X[:4], GROUP[:4])["y"]
+    torch.manual_seed(0)
+    assert torch.equal(run.predict(X[:4], GROUP[:4], None, U)["y"], without)
+
+
+def test_rows_to_predict_of_other_groups_or_lengths(run):
+    with pytest.raises(DataError, match="from 0 to 5; they are 0 to 9"):
+        run.predict(X[:2], torch.tensor([0, 9]))
+    with pytest.raises(DataError, match="first dimensions differ"):
+        run.predict(X[:3], GROUP[:2])
+
+
+def test_a_file_has_the_draws_and_not_the_data(run, tmp_path):
+    run.save(tmp_path / "run.pt")
+    loaded = ps.load(tmp_path / "run.pt", model)
+    assert torch.equal(loaded.get_samples()["mean"], run.get_samples()["mean"])
+    for ask in (lambda: loaded.latents("z"), lambda: loaded.predict(X[:2], GROUP[:2])):
+        with pytest.raises(ArgumentError, match="the posterior is from a file"):
+            ask()
