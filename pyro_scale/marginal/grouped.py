@@ -109,6 +109,21 @@ class Grouped:
         places = np.searchsorted(self.labels, labels).clip(max=len(self.labels) - 1)
         return torch.as_tensor(np.where(self.labels[places] == labels, places, -1))
 
+    def to_clean(self) -> str:
+        """A phrase for an error message with the first row and its group that is NaN or infinite;
+        empty ("") if all numbers are finite."""
+        for name, column in rows_module.named_rows(self.rows):
+            bad = (~column.isfinite()).nonzero()
+            if len(bad):
+                row = int(bad[0, 0])
+                label = self.labels[self.index[row]].item()
+                return (
+                    f"argument {name} is NaN or infinite in row {row} of the data, of group "
+                    f"{label!r}: leave such rows out, or put numbers there if a mask leaves them "
+                    "out"
+                )
+        return ""
+
     def units(self) -> tuple[dict[str, Any], Tensor]:
         """(The units, tensors whose first dimension is units; which groups they have, `[units,
         slots]`, -1 where a slot has none).

@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments, Model
 from pyro_scale.data.sources import Data, TensorData
-from pyro_scale.errors import ArgumentError, PlateError, PyroScaleError, SiteError
+from pyro_scale.errors import ArgumentError, DataError, PlateError, PyroScaleError, SiteError
 from pyro_scale.marginal.anchor import Anchor, find_anchor
 from pyro_scale.marginal.grouped import SLOTS, Grouped
 from pyro_scale.marginal.integrated import Integrated
@@ -162,7 +162,7 @@ def sum_out(log_posterior: LogPosterior, data: TensorData, seed: int) -> Summed:
     model = asked.model if isinstance(asked, Marginal) else asked
     names = asked.names if isinstance(asked, Marginal) else ()
     unit_model, example = _unit_model(model, data)
-    with _named_failures(unit_model):
+    with _named_rows(data), _named_failures(unit_model):
         _check(unit_model, example)
         local = recognize(unit_model, example, seed)
     if local is None:
@@ -178,7 +178,8 @@ def sum_out(log_posterior: LogPosterior, data: TensorData, seed: int) -> Summed:
             f"marginalize: the local latents of the model are {found}, not {list(names)}; all of "
             "them are summed out"
         )
-    anchor = find_anchor(local, data.arguments, seed)
+    with _named_rows(data):
+        anchor = find_anchor(local, data.arguments, seed)
     num_data = rows.count(data.arguments)
     integrated = dataclasses.replace(data, arguments=anchor.arguments, num_data=num_data)
     return Summed(log_posterior.of_model(anchor.model, num_data), integrated, anchor)
@@ -257,3 +258,18 @@ def _named_failures(model: UnitModel) -> Iterator[None]:
             f"batch's groups as members ({type(error).__name__}: {error}). A tensor with a value "
             "for every group has to be an argument of the model: pass it in Grouped(..., groups=)"
         ) from error
+
+
+@contextmanager
+def _named_rows(data: TensorData) -> Iterator[None]:
+    """Names the row and the group whose numbers are NaN if a log density is not finite."""
+    try:
+        yield
+    except PyroScaleError as error:
+        where = data.grouped.to_clean() if isinstance(data, GroupedData) else ""
+        if error.code not in ("not-finite", "observed-value") or not where:
+            raise
+        site = str(error).partition(": ")[0]
+        raise DataError(
+            f"{site}: its log density is not finite, as {where}", code=error.code
+        ) from None

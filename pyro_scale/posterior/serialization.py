@@ -224,7 +224,8 @@ def prepare_model(contents: Mapping[str, Any], model: Model) -> LogPosterior:
         log_posterior = as_log_posterior(model, num_data)
         try:
             if summed := contents.get("summed"):
-                integrated = rebuild(log_posterior.model, summed, arguments[0])
+                units = cast(tuple[Arguments, Any], arguments)[0]
+                integrated = rebuild(log_posterior.model, summed, units)
                 log_posterior = log_posterior.of_model(integrated, num_data)
             init = _init_at(contents["start_values"], log_posterior.default_init(0))
             log_posterior.prepare(arguments, init)

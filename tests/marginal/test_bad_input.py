@@ -151,3 +151,14 @@ def test_a_file_has_the_draws_and_not_the_data(run, tmp_path):
     for ask in (lambda: loaded.latents("z"), lambda: loaded.predict(X[:2], GROUP[:2])):
         with pytest.raises(ArgumentError, match="the posterior is from a file"):
             ask()
+
+
+@pytest.mark.parametrize("row", [1, 17])
+def test_the_row_and_group_of_a_nan(row):
+    y = torch.where(torch.arange(ROWS) == row, torch.nan, Y)
+    labels = np.array([f"no. {group}" for group in GROUP.tolist()])
+    message = (
+        rf"site 'y': .* argument 2 is NaN .* in row {row} of the data, of group '{labels[row]}'"
+    )
+    with pytest.raises(DataError, match=message):
+        summed(model, ps.Grouped((X, labels, y), by=1))
