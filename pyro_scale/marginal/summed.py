@@ -188,7 +188,13 @@ def sum_out(log_posterior: LogPosterior, data: TensorData, seed: int) -> Summed:
 def to_rebuild(integrated: Integrated) -> dict[str, Any]:
     """What `rebuild` needs to know besides the user's model, as plain values by name."""
     model = integrated.local.model
-    return {"by": model.by, "plate": model.plate, "count": integrated.count}
+    return {
+        "by": model.by,
+        "plate": model.plate,
+        "count": integrated.count,
+        "is_far": integrated.is_far,
+        "description": integrated.description,
+    }
 
 
 def rebuild(model: Model, known: dict[str, Any], units: Arguments) -> Integrated:
@@ -206,7 +212,7 @@ def rebuild(model: Model, known: dict[str, Any], units: Arguments) -> Integrated
     local = recognize(UnitModel(model, known["by"], known["plate"]), units, seed=0)
     if local is None:
         raise SiteError("no latent of the model is local", code="local-latent")
-    return Integrated(local, known["count"])
+    return Integrated(local, known["count"], known["is_far"], known["description"])
 
 
 def _unit_model(model: Model, data: TensorData) -> tuple[UnitModel, Arguments]:
