@@ -36,7 +36,7 @@ class Grouped:
             an entry for every group.  Labels are then 0, 1, ..., and index these.
 
     Raises:
-        ArgumentError: there is no such column.
+        ArgumentError: there is no such column; `groups` are not as described.
         DataError: labels are not one a row, are NaN, or out of the range of `groups`.
 
     Examples:
@@ -54,10 +54,10 @@ class Grouped:
     ):
         arguments = _arguments_of(rows)
         labels = _labels_of(arguments, by)
-        self.groups = _tensors(groups)
+        self.groups = _groups_of(groups, arguments)
         num_groups = rows_module.count(self.groups)
         if num_groups is None:
-            self.labels, index = np.unique(labels, return_inverse=True)
+            self.labels, index = _unique(labels, by)
         else:
             self.labels, index = np.arange(num_groups), _in_range(labels, num_groups, by)
         self.index = torch.as_tensor(index.reshape(-1), dtype=torch.int64)
@@ -80,13 +80,49 @@ class Grouped:
     def relabel(self, arguments: Any, by: int | str) -> tuple[np.ndarray, Tensor]:
         """(The labels that some rows have, each once; the place of each row's among them,
         `[rows]`)."""
-        labels, index = np.unique(_labels_of(arguments, by), return_inverse=True)
+        labels, index = _unique(_labels_of(arguments, by), by)
         return labels, torch.as_tensor(index.reshape(-1), dtype=torch.int64)
 
+    def values_of(self, groups: Any, labels: np.ndarray) -> Arguments:
+        """The values of the groups with some labels, from those of all groups that the user passes;
+        from the run's own if none are passed.
+
+        Raises:
+            DataError: a label is not among those of the groups.
+        """
+        values = _tensors(groups) if groups else self.groups
+        if (num_groups := rows_module.count(values)) is None:
+            return values
+        return rows_module.take(values, torch.as_tensor(_in_range(labels, num_groups, self.by)))
+
     def places_of(self, labels: np.ndarray) -> Tensor:
-        """The places of labels among the groups, `[labels]`; -1 for groups that were not seen."""
+        """The places of labels among the groups, `[labels]`; -1 for groups that were not seen.
+
+        Raises:
+            DataError: the labels are words and the groups' are numbers, or the other way around.
+        """
+        if (labels.dtype.kind in "biuf") != (self.labels.dtype.kind in "biuf"):
+            raise DataError(
+                f"by={self.by!r}: labels are like {labels[0].item()!r}, and those of the run like "
+                f"{self.labels[0].item()!r}"
+            )
         places = np.searchsorted(self.labels, labels).clip(max=len(self.labels) - 1)
         return torch.as_tensor(np.where(self.labels[places] == labels, places, -1))
+
+    def to_clean(self) -> str:
+        """A phrase for an error message with the first row and its group that is NaN or infinite;
+        empty ("") if all numbers are finite."""
+        for name, column in rows_module.named_rows(self.rows):
+            bad = (~column.isfinite()).nonzero()
+            if len(bad):
+                row = int(bad[0, 0])
+                label = self.labels[self.index[row]].item()
+                return (
+                    f"argument {name} is NaN or infinite in row {row} of the data, of group "
+                    f"{label!r}: leave such rows out, or put numbers there if a mask leaves them "
+                    "out"
+                )
+        return ""
 
     def units(self) -> tuple[dict[str, Any], Tensor]:
         """(The units, tensors whose first dimension is units; which groups they have, `[units,
@@ -176,9 +212,38 @@ def _labels_of(arguments: Any, by: int | str) -> np.ndarray:
             f"by={by!r}: labels are no whole numbers, such as {labels[labels != labels.round()][0]}"
             ": pass the column of the groups"
         )
-    if labels.dtype.kind == "O" and any(label is None or label != label for label in labels):
+    if labels.dtype.kind in "OMm" and any(label is None or label != label for label in labels):
         raise DataError(f"by={by!r}: a row has no label: leave it out, or give it a group")
     return labels
+
+
+def _unique(labels: np.ndarray, by: int | str) -> tuple[np.ndarray, np.ndarray]:
+    """(The labels, each once and in order; the place of each row's among them, `[rows]`)."""
+    try:
+        return np.unique(labels, return_inverse=True)
+    except TypeError:  # words and numbers have no order
+        kinds = sorted({type(label).__name__ for label in labels})
+        raise DataError(f"by={by!r}: labels are of types {kinds}: give all of them one") from None
+
+
+def _groups_of(groups: Any, arguments: Any) -> Arguments:
+    """The values of groups that the user passed beside the rows, as tensors.
+
+    Raises:
+        ArgumentError: they are no tuple or dict, or do not fit the rows.
+    """
+    if not isinstance(groups, tuple | list | Mapping):
+        raise ArgumentError(
+            f"groups= is a {type(groups).__name__}: pass a tuple of tensors that have an entry for "
+            "every group, as (u,), or a dict of them"
+        )
+    if isinstance(arguments, dict):
+        if groups and not isinstance(groups, Mapping):
+            raise ArgumentError("groups= is a tuple and the rows are a dict: pass dicts for both")
+        groups = dict(groups)
+        if both := groups.keys() & arguments.keys():
+            raise ArgumentError(f"groups= and the rows both have {sorted(both)}")
+    return _tensors(groups)
 
 
 def _in_range(labels: np.ndarray, num_groups: int, by: int | str) -> np.ndarray:
@@ -188,9 +253,10 @@ def _in_range(labels: np.ndarray, num_groups: int, by: int | str) -> np.ndarray:
         DataError: a label is not among 0, ..., num_groups - 1.
     """
     if labels.dtype.kind not in "iuf" or labels.min() < 0 or labels.max() >= num_groups:
+        first, *_, last = sorted(labels.tolist() * 2)
         raise DataError(
             f"by={by!r}: with groups=, labels index the {num_groups:,} values of the groups, from "
-            f"0 to {num_groups - 1:,}; they are {labels.min()} to {labels.max()}"
+            f"0 to {num_groups - 1:,}; they are {first!r} to {last!r}"
         )
     return labels.astype(np.int64)
 

@@ -209,6 +209,13 @@ def recognize(model: UnitModel, example: Arguments, seed: int) -> LocalSites | N
             latents.append(_local_latent(model, site, dims[name]))
     if not latents:
         return None
+    if all(site.kind != "latent" or site.name in dims for site in full.values()):
+        names = " and ".join(f"'{latent.name}'" for latent in latents)
+        raise SiteError(
+            f"site {names}: every latent of the model is one of each row or group, so that none is "
+            "left to infer: sample those that all share outside of their plate",
+            code="local-latent",
+        )
     terms = {name: term.log_prob.shape for name, term in terms_of(full).items()}
     of_part = {name: term.log_prob.shape for name, term in terms_of(part.sites).items()}
     term_dims = _following(terms, of_part)

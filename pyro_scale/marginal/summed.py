@@ -4,6 +4,8 @@ of nodes."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,9 +15,10 @@ from torch import Tensor
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments, Model
 from pyro_scale.data.sources import Data, TensorData
-from pyro_scale.errors import ArgumentError, PlateError, PyroScaleError, SiteError
+from pyro_scale.errors import ArgumentError, DataError, PlateError, PyroScaleError, SiteError
 from pyro_scale.marginal.anchor import Anchor, find_anchor
 from pyro_scale.marginal.grouped import SLOTS, Grouped
+from pyro_scale.marginal.integrated import Integrated
 from pyro_scale.marginal.local_sites import find_plate, recognize
 from pyro_scale.marginal.units import UnitModel
 from pyro_scale.model.log_posterior import LogPosterior
@@ -67,6 +70,8 @@ def marginalize(model: Model, *names: str) -> Marginal:
     """
     if not callable(model):
         raise ArgumentError(f"marginalize: a {type(model).__name__} is not a Pyro model")
+    if not all(isinstance(name, str) for name in names):
+        raise ArgumentError(f"marginalize: names are {names}: pass marginalize(model, 'z', 'w')")
     return Marginal(model, names)
 
 
@@ -157,8 +162,9 @@ def sum_out(log_posterior: LogPosterior, data: TensorData, seed: int) -> Summed:
     model = asked.model if isinstance(asked, Marginal) else asked
     names = asked.names if isinstance(asked, Marginal) else ()
     unit_model, example = _unit_model(model, data)
-    _check(unit_model, example)
-    local = recognize(unit_model, example, seed)
+    with _named_rows(data), _named_failures(unit_model):
+        _check(unit_model, example)
+        local = recognize(unit_model, example, seed)
     if local is None:
         raise SiteError(
             "no latent of the model is local: none has a value for every "
@@ -172,10 +178,41 @@ def sum_out(log_posterior: LogPosterior, data: TensorData, seed: int) -> Summed:
             f"marginalize: the local latents of the model are {found}, not {list(names)}; all of "
             "them are summed out"
         )
-    anchor = find_anchor(local, data.arguments, seed)
+    with _named_rows(data):
+        anchor = find_anchor(local, data.arguments, seed)
     num_data = rows.count(data.arguments)
     integrated = dataclasses.replace(data, arguments=anchor.arguments, num_data=num_data)
     return Summed(log_posterior.of_model(anchor.model, num_data), integrated, anchor)
+
+
+def to_rebuild(integrated: Integrated) -> dict[str, Any]:
+    """What `rebuild` needs to know besides the user's model, as plain values by name."""
+    model = integrated.local.model
+    return {
+        "by": model.by,
+        "plate": model.plate,
+        "count": integrated.count,
+        "is_far": integrated.is_far,
+        "description": integrated.description,
+    }
+
+
+def rebuild(model: Model, known: dict[str, Any], units: Arguments) -> Integrated:
+    """The integrated model of an earlier run, from the user's model.
+
+    Args:
+        model: the user's model.
+        known: what `to_rebuild` returned in that run.
+        units: a batch of its units.
+
+    Raises:
+        SiteError, PlateError: the model has no local latents that can be summed out.
+    """
+    model = model.model if isinstance(model, Marginal) else model
+    local = recognize(UnitModel(model, known["by"], known["plate"]), units, seed=0)
+    if local is None:
+        raise SiteError("no latent of the model is local", code="local-latent")
+    return Integrated(local, known["count"], known["is_far"], known["description"])
 
 
 def _unit_model(model: Model, data: TensorData) -> tuple[UnitModel, Arguments]:
@@ -194,22 +231,51 @@ def _unit_model(model: Model, data: TensorData) -> tuple[UnitModel, Arguments]:
     fullest = int((data.slots >= 0).sum(1).argmax())
     one: Any = rows.take(data.arguments, slice(fullest, fullest + 1))
     sizes.add(int(one[0][SLOTS].sum()))
-    plate = find_plate(UnitModel(model, grouped.by), one, sizes, grouped.num_groups)
+    without_plate = UnitModel(model, grouped.by)
+    with _named_failures(without_plate):
+        plate = find_plate(without_plate, one, sizes, grouped.num_groups)
     return UnitModel(model, grouped.by, plate), example
 
 
 def _check(model: UnitModel, example: Arguments) -> None:
     """Runs the preflight on a few units as if they were all data: it says what is wrong with the
     model, whatever its local latents."""
+    LogPosterior(model, rows.count(example)).prepare(example)
+
+
+@contextmanager
+def _named_failures(model: UnitModel) -> Iterator[None]:
+    """Names the likely cause if the user's model raises an error on some of the groups."""
     try:
-        LogPosterior(model, rows.count(example)).prepare(example)
+        yield
     except PyroScaleError:
         raise
     except Exception as error:
         if model.by is None:
             raise
+        if model.plate is None:
+            raise PlateError(
+                f"the model fails on the rows of a few groups ({type(error).__name__}: {error}): "
+                "all sizes but the number of groups have to follow its arguments, as in "
+                f"pyro.plate('data', len(x)), and by={model.by!r} has to be the groups' column"
+            ) from error
         raise PlateError(
             f"the model fails on a batch of whole groups, in which plate '{model.plate}' has the "
             f"batch's groups as members ({type(error).__name__}: {error}). A tensor with a value "
             "for every group has to be an argument of the model: pass it in Grouped(..., groups=)"
         ) from error
+
+
+@contextmanager
+def _named_rows(data: TensorData) -> Iterator[None]:
+    """Names the row and the group whose numbers are NaN if a log density is not finite."""
+    try:
+        yield
+    except PyroScaleError as error:
+        where = data.grouped.to_clean() if isinstance(data, GroupedData) else ""
+        if error.code not in ("not-finite", "observed-value") or not where:
+            raise
+        site = str(error).partition(": ")[0]
+        raise DataError(
+            f"{site}: its log density is not finite, as {where}", code=error.code
+        ) from None

@@ -17,7 +17,7 @@ from pyro_scale.core.memory import bytes_of, in_words
 from pyro_scale.core.rows import Arguments
 from pyro_scale.curvature.chunks import Chunk
 from pyro_scale.data.sources import Data, TensorData
-from pyro_scale.errors import ArgumentError, CallError
+from pyro_scale.errors import ArgumentError, CallError, DataError
 from pyro_scale.marginal.anchor import find_modes
 from pyro_scale.marginal.grouped import GROUPS, PLACES, ROWS, SLOTS, USED, with_column
 from pyro_scale.marginal.integrated import Integrated, column_of
@@ -105,12 +105,26 @@ def _draw(
 def latents(result: PosteriorDraws, seed: int) -> dict[str, Tensor]:
     """Draws of the local latents of the run's data: `[draws, rows or groups, ...]` by site, groups
     in the order of their labels."""
-    assert isinstance(result.data, TensorData)
-    units, modes = _parts(result.data.arguments)
+    data = _data_of(result)
+    units, modes = _parts(data.arguments)
     drawn = draw_latents(result, units, modes, seed)
-    if isinstance(result.data, GroupedData):
-        return {name: value[:, result.data.members] for name, value in drawn.items()}
+    if isinstance(data, GroupedData):
+        return {name: value[:, data.members] for name, value in drawn.items()}
     return drawn
+
+
+def _data_of(result: PosteriorDraws) -> TensorData:
+    """The data of the run.
+
+    Raises:
+        ArgumentError: the posterior is from a file.
+    """
+    if not isinstance(result.data, TensorData):
+        raise ArgumentError(
+            "the posterior is from a file, which does not have the data that latents which were "
+            "summed out are drawn from: draw them, and predict, before saving"
+        )
+    return result.data
 
 
 def _parts(arguments: Any) -> tuple[Arguments, Tensor]:
@@ -176,13 +190,8 @@ def to_predict(
         result: draws of the globals.
         args, kwargs: the rows to predict, as the user's model takes them.
     """
-    model, data = integrated_of(result), result.data
+    model, data = integrated_of(result), _data_of(result)
     assert model is not None
-    if not isinstance(data, TensorData):
-        raise ArgumentError(
-            "predict: the posterior is from a file, which does not have the data of the local "
-            "latents: predict before saving"
-        )
     units, _ = _parts(data.arguments)
     example = rows.take(units, slice(0, 16))
     joint = LogPosterior(model.local.model, rows.count(example))
@@ -190,30 +199,33 @@ def to_predict(
     plain = dataclasses.replace(result, log_posterior=joint)
     if not isinstance(data, GroupedData):
         return plain, joint.bind(args, kwargs)
-    if args and kwargs:
-        raise CallError("predict: pass the model's arguments as they were passed to Grouped")
-    arguments, labels = _as_one_unit(data, kwargs or args)
+    arguments, labels = _as_one_unit(data, args, kwargs)
     places = data.grouped.places_of(labels)
     return _with_latents(plain, result, data, (arguments,), places), (arguments,)
 
 
-def _as_one_unit(data: GroupedData, arguments: Any) -> tuple[dict[str, Any], Any]:
+def _as_one_unit(
+    data: GroupedData, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], Any]:
     """(The rows to predict as one unit; the labels of its groups)."""
     grouped = data.grouped
-    by, num_rows = grouped.by, len(grouped.rows)
-    if isinstance(arguments, dict):
-        names = set(grouped.groups) if isinstance(grouped.groups, dict) else set()
-        of_rows: Any = {name: v for name, v in arguments.items() if name not in names}
-        of_groups: Any = {name: v for name, v in arguments.items() if name in names}
-    else:
-        of_rows, of_groups = arguments[:num_rows], arguments[num_rows:]
+    by, is_dict = grouped.by, isinstance(grouped.groups, dict)
+    names = set(grouped.groups) if is_dict else set()
+    of_rows: Any = {name: v for name, v in kwargs.items() if name not in names}
+    of_groups: Any = {name: v for name, v in kwargs.items() if name in names}
+    if not isinstance(grouped.rows, dict) and not of_rows:
+        num_rows = len(grouped.rows)
+        of_rows, left_out = args[:num_rows], num_rows - len(args)
+        if not is_dict:  # values of groups keep their places if y is left out
+            of_groups = args[num_rows:]
+            of_rows += (None,) * left_out if grouped.groups else ()
+    elif args or not isinstance(grouped.rows, dict):
+        raise CallError("predict: pass the model's arguments as they were passed to Grouped")
     labels, places = grouped.relabel(of_rows, by)
     of_rows = rows.tables_as_tensors(with_column(of_rows, by, places))
-    of_groups = (
-        rows.take(rows.tables_as_tensors(of_groups), torch.as_tensor(labels))
-        if of_groups
-        else of_groups
-    )
+    if rows.count(of_rows) != len(places):
+        raise DataError("predict: pass rows, and the group of each")
+    of_groups = grouped.values_of(of_groups, labels)
     unit = {
         ROWS: rows.map_rows(lambda column: column[None], of_rows),
         GROUPS: rows.map_rows(lambda column: column[None], of_groups),

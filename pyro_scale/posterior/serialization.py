@@ -14,6 +14,8 @@ from pyro_scale.core.online_moments import Totals
 from pyro_scale.core.rows import Arguments, Model
 from pyro_scale.data.loaders import to_device
 from pyro_scale.errors import FileError
+from pyro_scale.marginal.integrated import Integrated
+from pyro_scale.marginal.summed import rebuild, to_rebuild
 from pyro_scale.model.fingerprint import first_difference, model_fingerprint
 from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.model.log_posterior import LogPosterior
@@ -67,8 +69,9 @@ def model_contents(
         layout: indices of each site's elements among all D unconstrained parameters.
         arguments: the batch on which the model was analyzed.
     """
-    start = _start(log_posterior)
+    start, model = _start(log_posterior), log_posterior.model
     return {
+        "summed": to_rebuild(model) if isinstance(model, Integrated) else None,
         "num_data": log_posterior.num_data,
         "arguments": arguments,
         "device": str(rows.device(arguments) or "cpu"),
@@ -219,8 +222,12 @@ def prepare_model(contents: Mapping[str, Any], model: Model) -> LogPosterior:
     # after single steps, N may be known from the model's plate only; it is compared below
     for num_data in (contents["num_data"], None):
         log_posterior = as_log_posterior(model, num_data)
-        init = _init_at(contents["start_values"], log_posterior.default_init(0))
         try:
+            if summed := contents.get("summed"):
+                units = cast(tuple[Arguments, Any], arguments)[0]
+                integrated = rebuild(log_posterior.model, summed, units)
+                log_posterior = log_posterior.of_model(integrated, num_data)
+            init = _init_at(contents["start_values"], log_posterior.default_init(0))
             log_posterior.prepare(arguments, init)
             break
         except Exception as error:  # of any kind that the user's model raises
