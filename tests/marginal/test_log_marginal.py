@@ -1,4 +1,4 @@
-"""The integrated log density, its gradients and its biases, against closed forms and dense grids."""
+"""The integrated log density, its gradients and biases, against closed forms and dense grids."""
 
 import integrals
 import pyro
@@ -173,9 +173,9 @@ def test_groups_of_unlike_lengths_share_units():
         assert value < 1e-9
         assert slope < 1e-9
     truth = torch.cat([case.truth(**case.at), torch.zeros(1)])  # a slot without a group has -1
-    log_posterior = LogPosterior(Integrated(integral.local, 9), len(slots))
+    log_posterior = LogPosterior(Integrated(integral.local, 9, is_far=True), len(slots))
     params = {"b": case.at["b"], "tau": case.at["tau"].log(), "s": case.at["s"].log()}
-    units = log_posterior(params, (integral.units, integral.columns)).log_lik
+    units = log_posterior(params, (integral.units, integral.modes)).log_lik
     torch.testing.assert_close(units, truth[slots].sum(1))
 
 

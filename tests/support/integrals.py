@@ -13,9 +13,9 @@ from torch.nn.functional import logsigmoid
 
 from pyro_scale.core import rows
 from pyro_scale.data.sources import TensorData
-from pyro_scale.marginal.anchor import expand
+from pyro_scale.marginal.anchor import find_modes
 from pyro_scale.marginal.grouped import Grouped
-from pyro_scale.marginal.integrated import Integrated, columns_of
+from pyro_scale.marginal.integrated import Integrated, column_of
 from pyro_scale.marginal.local_sites import recognize
 from pyro_scale.marginal.summed import _unit_model, open_grouped, sum_out
 from pyro_scale.model.log_posterior import LogPosterior
@@ -44,14 +44,14 @@ class Integral:
         self.local = recognize(unit_model, example, 0)
         self.at, members = at, self.local.model.members(self.units).count
         start = torch.zeros(members, self.local.num_dims)
-        self.expansion, self.num_flat, _ = expand(self.local, at, self.units, start)
-        self.columns = columns_of(self.expansion, rows.count(self.units))
+        modes, _, _ = find_modes(self.local, at, self.units, start)
+        self.modes = column_of(modes, rows.count(self.units))
 
     def log_marginal(self, values, count):
         """log p(data | globals) with `count` nodes a dimension: of every row, or of every group in
         the order of labels."""
-        model = Integrated(self.local, count)
-        around = model.gaussians(values, self.units, self.columns)
+        model = Integrated(self.local, count, is_far=True)
+        around = model.gaussians(values, self.units, self.modes)
         result = model.log_marginal(values, self.units, around)
         members = getattr(self.source, "members", None)
         return result if members is None else result[members]
@@ -86,7 +86,7 @@ class Searched:
     def log_posterior(self, count=None):
         """The integrated log posterior with `count` nodes a dimension; as in a run by default."""
         local = self.anchor.model.local
-        model = self.anchor.model if count is None else Integrated(local, count)
+        model = self.anchor.model if count is None else Integrated(local, count, is_far=True)
         log_posterior = LogPosterior(model, self.num_units)
         log_posterior.prepare(self.arguments)
         return log_posterior
