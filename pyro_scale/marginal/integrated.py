@@ -56,7 +56,7 @@ class Integrated:
     def sample_globals(self, arguments: Arguments, modes: Tensor) -> dict[str, Any]:
         """Runs the model for its globals, which are sites of the run that goes on. Returns the
         values of latents and params, by site."""
-        given = _Given(self.local.split(modes.flatten(0, 1)))
+        given = _Given(self.local.split(modes.flatten(0, 1)), self.local.hidden)
         with poutine.block(hide=list(self.local.hidden)), given:
             call(self.local.model, arguments)
         return given.values
@@ -104,28 +104,30 @@ def column_of(modes: Tensor, units: int) -> Tensor:
 
 
 class _Given(Messenger):
-    """Pyro handler that gives local latents their values, and keeps those of all other latents and
-    params.
+    """Pyro handler that gives local latents their values, and keeps those of the globals.
 
     Args:
-        unconstrained: unconstrained values of the local latents, by site.
+        unconstrained: unconstrained values of the continuous local latents, by site.
+        hidden: names of all local sites.
 
     Attributes:
-        values: constrained values of latents and params after the run, by site.
+        values: constrained values of global latents and params after the run, by site.
     """
 
-    def __init__(self, unconstrained: Mapping[str, Tensor]):
+    def __init__(self, unconstrained: Mapping[str, Tensor], hidden: frozenset[str]):
         super().__init__()
-        self._unconstrained = unconstrained
+        self._unconstrained, self._hidden = unconstrained, hidden
         self.values: dict[str, Any] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["name"] in self._unconstrained:
             transform = bijection(msg["fn"].support)
             msg["value"], msg["done"] = transform(self._unconstrained[msg["name"]]), True
+        elif msg["infer"].get("enumerate") and msg["name"] in self._hidden:  # any value: no draws
+            msg["value"], msg["done"] = msg["fn"].enumerate_support()[0], True
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if msg["name"] not in self._unconstrained and not msg["is_observed"]:
+        if msg["name"] not in self._hidden and not msg["is_observed"]:
             self.values[msg["name"]] = msg["value"]
 
     def _pyro_post_param(self, msg: Any) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 #: Log densities `[n]` of n members at their latents `[n, d]`, unconstrained, in nats.
 MemberDensity: TypeAlias = Callable[[Tensor], Tensor]
 
-#: Least pivot of a precision, relative to its diagonal: where a density is not log-concave.
+#: Least pivot of a precision, relative to its diagonal where that is positive.
 _LEAST_PIVOT = 0.05
 #: Fractions of a Newton step that are compared where the globals may be far from the anchor.
 _FRACTIONS = 1.0, 0.25, 0.05
@@ -117,7 +117,8 @@ def cholesky(matrix: Tensor) -> Tensor:
         for j in range(i + 1):
             rest = matrix[..., i, j] - sum(factor[i][k] * factor[j][k] for k in range(j))
             if i == j:
-                least = _LEAST_PIVOT * matrix[..., i, i].abs()
+                # a negative curvature counts as positive: a step as long as the region is wide
+                least = torch.maximum(_LEAST_PIVOT * matrix[..., i, i], -matrix[..., i, i])
                 tiny = torch.finfo(matrix.dtype).tiny ** 0.5
                 factor[i][i] = torch.maximum(rest, least.detach()).clamp(min=tiny).sqrt()
             else:
