@@ -13,7 +13,10 @@ from torch.distributions import ComposeTransform, IndependentTransform
 from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.curvature.gaussian_prior import exact_moments
-from pyro_scale.data.open import open_data
+from pyro_scale.data.sources import Data
+from pyro_scale.marginal.anchor import Anchor
+from pyro_scale.marginal.local_sites import LocalLatent
+from pyro_scale.marginal.summed import open_rows, with_summed
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import ModelInfo, model_warnings
 from pyro_scale.model.scaling import Rule
@@ -166,14 +169,19 @@ def explain(
         >>> explanation.num_data, explanation.batch_size, explanation.rows[1]["ours"]
         (100, 20, 'N/B = 5')
     """
-    opened = open_data(data, batch_size, num_data, module_device(model))
+    opened = open_rows(data, batch_size, num_data, module_device(model))
     log_posterior = as_log_posterior(model, opened.num_data)
-    first = opened.first()
+    return with_summed(_explain, log_posterior, opened, seed=0)
+
+
+def _explain(log_posterior: LogPosterior, data: Data, anchor: Anchor | None) -> Explanation:
+    first = data.first()
     log_posterior.prepare(first)
-    check_all_rows(log_posterior, opened, log_posterior.start(first, seed=0))
+    check_all_rows(log_posterior, data, log_posterior.start(first, seed=0))
     info = log_posterior.model_info
+    local = [] if anchor is None else [_local_row(latent, anchor) for latent in anchor.latents]
     return Explanation(
-        rows=tuple(_table(log_posterior)),
+        rows=(*_table(log_posterior), *local),
         num_data=log_posterior.num_data,
         batch_size=info.batch_size,
         num_dimensions=log_posterior.layout.size,
@@ -181,6 +189,19 @@ def explain(
         gaussian_prior=tuple(exact_moments(log_posterior, first)),
         warnings=tuple(_warnings(info)),
     )
+
+
+def _local_row(latent: LocalLatent, anchor: Anchor) -> dict[str, str]:
+    """The table's row about a latent that is summed out."""
+    model = anchor.model
+    why = f"summed out over {model.num_nodes} nodes of each {model.local.unit}"
+    row = dict.fromkeys(_COLUMNS, "")
+    return row | {
+        "site": latent.name,
+        "kind": "local",
+        "shape": str(list(latent.shape)),
+        "why": why,
+    }
 
 
 def _table(log_posterior: LogPosterior) -> list[dict[str, str]]:

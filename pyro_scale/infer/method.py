@@ -27,13 +27,11 @@ from pyro_scale.core.rows import Arguments, DataLike, Model
 from pyro_scale.core.thread_count import restored_threads
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError, NotRunError
 from pyro_scale.kernels import Hyperparameters
-from pyro_scale.marginal.grouped import Grouped
-from pyro_scale.marginal.summed import open_grouped
+from pyro_scale.marginal.summed import open_rows
 from pyro_scale.model.call_errors import check_model
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.call_checks import OF_METHOD, check_calls, missing_attribute
@@ -305,9 +303,7 @@ class Method:
             data: a loader, or the model's own arguments.
             batch_size: number of rows in a batch, for tensors; None for all rows.
         """
-        if isinstance(data, Grouped):
-            return open_grouped(data, batch_size)
-        return open_data(data, batch_size, self._num_data, module_device(self.model))
+        return open_rows(data, batch_size, self._num_data, module_device(self.model))
 
     def _target(self, log_posterior: LogPosterior) -> LogPosterior:
         """The density that the method samples or maximizes, from the model's: by default the same,

@@ -12,12 +12,12 @@ from pyro_scale.core.exclusive import Ignored
 from pyro_scale.core.rows import DataLike, Model
 from pyro_scale.core.validation import as_count
 from pyro_scale.core.warn import without_vmap_warnings
-from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.samplers import BAOA, GHMC
 from pyro_scale.kernels import Hyperparameters
+from pyro_scale.marginal.summed import open_rows
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare
@@ -93,7 +93,7 @@ def sample(
         raise ArgumentError(f"seconds={seconds!r}: pass a number above 0")
     num_samples = as_count("num_samples", num_samples)
     num_chains, seed = as_count("num_chains", num_chains), choose_seed(seed)
-    opened = open_data(data, None, None, module_device(model))
+    opened = open_rows(data, None, None, module_device(model))
     log_posterior = as_log_posterior(model, opened.num_data)
     problem = prepare(log_posterior, opened, Hyperparameters(), None, 1, seed)
     costs = Costs(problem, num_samples, num_chains)

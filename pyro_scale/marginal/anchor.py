@@ -7,6 +7,7 @@ of them take a few gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,9 +25,11 @@ from pyro_scale.curvature.newton import Ascent, ascend
 from pyro_scale.data.sources import TensorData
 from pyro_scale.errors import DataError, SiteError
 from pyro_scale.marginal.integrated import Integrated, column_of
-from pyro_scale.marginal.local_sites import LocalSites
+from pyro_scale.marginal.local_sites import SAMPLE_ALL, LocalLatent, LocalSites
 from pyro_scale.marginal.nodes import best_of, derivatives, newton_step
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.observation_checks import inside_support, outside_support
+from pyro_scale.model.sites import Site
 from pyro_scale.rng.seeds import Purpose, generator
 
 
@@ -109,6 +112,11 @@ class Anchor(NamedTuple):
     layout: Layout
     gaussian: Dense
 
+    @property
+    def latents(self) -> tuple[LocalLatent, ...]:
+        """The latents that are summed out."""
+        return self.model.local.latents
+
 
 def find_anchor(local: LocalSites, units: Any, seed: int) -> Anchor:
     """Finds the mode of the integrated posterior given all units and the members' modes there, and
@@ -187,6 +195,7 @@ class _Search:
         position, modes = torch.zeros_like(self._first), self._start
         if not bool(density.grad(position)[0].isfinite()):
             position = self._first
+        path = []
         for _ in range(ANCHOR.rounds):
             values = self._values(density, position)
             modes, _ = self._modes(values, self._sample, modes, share)
@@ -197,12 +206,16 @@ class _Search:
             position = ascent.position
             if ascent.is_mode and float(step @ ascent.precision @ step) < ANCHOR.moved**2:
                 return ascent
-        raise SiteError(
-            f"site {self._local.names}: with these summed out, no mode of the other latents was "
-            "found to place nodes by: give the model proper priors, or pass all rows "
-            "(batch_size=None)",
-            code="local-latent",
-        )
+            path.append(ascent)
+        # there is no mode, as in a centered hierarchy of the globals: the most mass on the way
+        best = max(path, key=_log_mass)
+        if not math.isfinite(_log_mass(best)):
+            raise SiteError(
+                f"site {self._local.names}: with these summed out, there is nowhere to place nodes "
+                f"by: the density is not finite, or rises without end; {SAMPLE_ALL}",
+                code="local-latent",
+            )
+        return best._replace(precision=_positive(best.precision), is_mode=False)
 
     def of_all(self, ascent: Ascent) -> tuple[Tensor, Tensor, int]:
         """(The mode given all units, `[D]`; all members' modes there, `[n, d]`; the number of
@@ -212,7 +225,7 @@ class _Search:
         start = torch.zeros(members, self._local.num_dims).to(position)
         density = self._density(self._middle, self._sample, self._start)
         modes, num_flat = self._modes(self._values(density, position), self._units, start)
-        if len(self._chosen) == self.num_units:
+        if len(self._chosen) == self.num_units or not ascent.is_mode:
             return position, modes, num_flat
         density = self._density(self._middle, self._units, modes)
         matrix = (ascent.precision / len(self._chosen)).to(position)
@@ -236,7 +249,7 @@ class _Search:
                 parts.append(density.derivatives(position))
                 self.passes += share * density.passes * nodes / self._middle
             (_, slope, hessian), (_, better_slope, better_hessian) = parts
-            precision = -self.num_units * better_hessian.double()
+            precision = _positive(-self.num_units * better_hessian.double())
             bias = _bias(
                 self.num_units * (slope - better_slope).double(),
                 -self.num_units * (hessian - better_hessian).double(),
@@ -247,7 +260,7 @@ class _Search:
         raise SiteError(
             f"site {self._local.names}: {self._counts[-1]} nodes a dimension do not sum it out: "
             f"means would be off by {bias.largest_mean:.2g} sds and sds by "
-            f"{bias.largest_sd:.1%}: pass all rows (batch_size=None)",
+            f"{bias.largest_sd:.1%}; {SAMPLE_ALL}",
             code="local-latent",
         )
 
@@ -271,6 +284,8 @@ class _Search:
         for chunk, begin in self._chunks(units):
             members = self._local.model.members(chunk).count
             z = start[begin : begin + members]
+            if share == 1:
+                _check_supports(self._local.run(values, z, chunk))
             modes, num_flat, steps = find_modes(self._local, values, chunk, z)
             parts.append(modes)
             total += num_flat
@@ -287,6 +302,21 @@ class _Search:
             chunk = rows.take(units, slice(first, first + size))
             yield chunk, begin
             begin += self._local.model.members(chunk).count
+
+
+def _log_mass(ascent: Ascent) -> float:
+    """log of the density times the volume of the Gaussian of its curvature, where a search ended,
+    in nats and up to a constant."""
+    if not bool(ascent.precision.isfinite().all()):
+        return -math.inf
+    return ascent.value - float(torch.linalg.slogdet(_positive(ascent.precision))[1]) / 2
+
+
+def _positive(precision: Tensor) -> Tensor:
+    """The matrix with the absolute values of its eigenvalues, and none much below the largest."""
+    eigenvalues, axes = torch.linalg.eigh(precision)
+    least = torch.finfo(torch.float32).eps * eigenvalues.abs().max()
+    return axes @ (eigenvalues.abs().clamp(min=least)[:, None] * axes.mT)
 
 
 def _bias(slope: Tensor, excess: Tensor, precision: Tensor) -> Bias:
@@ -334,11 +364,17 @@ def find_modes(
     return z, int(is_flat.sum()), steps
 
 
+def _check_supports(sites: Mapping[str, Site]) -> None:
+    for site in sites.values():
+        if site.kind == "observed" and site.validates and not bool(inside_support(site).all()):
+            raise SiteError(outside_support(site), code="observed-value")
+
+
 def _check_finite(local: LocalSites, value: Tensor) -> None:
     bad = (~value.isfinite()).nonzero()
     if len(bad):
         raise DataError(
-            f"site '{local.observed}': the log density of {local.unit} {int(bad[0])} is NaN or "
-            f"infinite given {local.names}: leave it out, or look at its data",
+            f"site '{local.observed}': the log density of a {local.unit} is NaN or infinite given "
+            f"{local.names}: look at its data, or at the model's values for it",
             code="not-finite",
         )

@@ -23,6 +23,10 @@ from pyro_scale.model.sites import Site, free_dim
 from pyro_scale.model.terms import Term, aligned_scale, terms_of
 from pyro_scale.model.transforms import bijection, is_real
 
+#: Advice where local latents cannot be summed out.
+SAMPLE_ALL = (
+    "sample all latents together: NUTS on all rows, without Grouped, marginalize or batches"
+)
 #: Most continuous dimensions of a member's latents: the nodes are a grid.
 MOST_DIMS = 3
 #: Distance of the second latents at which a model is compared, unconstrained.
@@ -233,8 +237,7 @@ def recognize(model: UnitModel, example: Arguments, seed: int) -> LocalSites | N
     if local.num_dims > MOST_DIMS:
         raise SiteError(
             f"site {local.names}: a member has {local.num_dims} continuous latents, and at most "
-            f"{MOST_DIMS} are summed out by nodes: pass all rows (batch_size=None) to NUTS, which "
-            "samples them",
+            f"{MOST_DIMS} are summed out by nodes; {SAMPLE_ALL}",
             code="local-latent",
         )
     for run in drawn:
@@ -267,8 +270,8 @@ def _local_latent(model: UnitModel, site: Site, dim: int) -> LocalLatent:
     assert site.unconstrained is not None
     if model.by is not None and model.plate not in [frame.name for frame in site.plates]:
         raise SiteError(
-            f"site '{site.name}': a latent of every row, inside of groups that are summed out: "
-            "give it to the groups, or pass all rows (batch_size=None)",
+            f"site '{site.name}': a latent of every row, inside of groups whose latents are "
+            f"summed out, too; {SAMPLE_ALL}",
             code="local-latent",
         )
     batch_dims = len(site.fn.batch_shape)
@@ -311,15 +314,14 @@ def _check_independent(
         if not close(log_prob, joined):
             raise SiteError(
                 f"site '{name}': the density of a row or group depends on other rows or groups, or "
-                f"on their latents, so {local.names} cannot be summed out one by one: pass all "
-                "rows (batch_size=None)",
+                f"on their latents, so {local.names} cannot be summed out one by one; {SAMPLE_ALL}",
                 code="local-latent",
             )
     for name, log_prob in outside[0].items():
         if not close(log_prob, outside[1][name]):
             raise SiteError(
                 f"site '{name}': its density depends on {local.names}, of which every row or group "
-                "has one, and it is outside of their plate: pass all rows (batch_size=None)",
+                f"has one, and it is outside of their plate; {SAMPLE_ALL}",
                 code="local-latent",
             )
 

@@ -61,7 +61,8 @@ def gauss_hermite(count: int, dims: int) -> tuple[Tensor, Tensor]:
 def derivatives(log_density: MemberDensity, z: Tensor) -> tuple[Tensor, Tensor]:
     """(Gradients `[n, d]`, Hessians `[n, d, d]`) of the members' log densities at latents `[n, d]`,
     of which each depends on its member's alone."""
-    slope, pull = torch.func.vjp(torch.func.grad(lambda z: log_density(z).sum()), z)
+    gradient = torch.func.grad(lambda z: log_density(z).sum())
+    slope, pull = torch.func.vjp(gradient, z)[:2]
     directions = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
     columns = [pull(direction.expand_as(z))[0] for direction in directions]
     return slope, torch.stack(columns, -1)

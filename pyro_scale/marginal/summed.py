@@ -4,16 +4,17 @@ of nodes."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.rows import Arguments, Model
+from pyro_scale.core.rows import Arguments, DataLike, Model
+from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.errors import ArgumentError, DataError, PlateError, PyroScaleError, SiteError
 from pyro_scale.marginal.anchor import Anchor, find_anchor
@@ -23,6 +24,8 @@ from pyro_scale.marginal.local_sites import find_plate, recognize
 from pyro_scale.marginal.units import UnitModel
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.rng.seeds import Purpose, generator
+
+T = TypeVar("T")
 
 #: Units on which a model is examined.
 _EXAMPLE = 16
@@ -115,35 +118,84 @@ def open_grouped(grouped: Grouped, batch_size: int | None) -> GroupedData:
 
 
 class Summed(NamedTuple):
-    """A run with its local latents summed out.
+    """A model with its local latents summed out.
 
     Attributes:
         log_posterior: the integrated model.
-        data: the data with the columns of the nodes.
+        data: the data with the column of its nodes.
         anchor: where the nodes are placed.
     """
 
     log_posterior: LogPosterior
-    data: Data
+    data: TensorData
     anchor: Anchor
 
-    def starts(self, num_chains: int, seed: int) -> dict[str, Tensor]:
-        """Constrained values of the globals where chains start, `[num_chains, ...]` by site: around
-        the anchor, twice as far apart as the posterior."""
-        gaussian, layout = self.anchor.gaussian, self.anchor.layout
-        self.log_posterior.prepare(self.data.first())
-        size, values = layout.size, []
-        for chain in range(num_chains):
-            source = generator(seed, chain, Purpose.INIT, 1)
-            noise = _DISPERSION * torch.randn(size, generator=source, dtype=torch.float64)
-            position = gaussian.sample(noise).to(layout.dtype)
-            values.append(self.log_posterior.constrain(layout.unflatten(position)))
-        return {name: torch.stack([one[name] for one in values]) for name in layout.names}
+
+def open_rows(
+    data: DataLike | Grouped,
+    batch_size: int | None = None,
+    num_data: int | None = None,
+    device: torch.device | None = None,
+) -> Data:
+    """The data that a user passes, as `open_data` opens it; of `Grouped`, units of whole groups.
+
+    Raises:
+        ArgumentError: `num_data` is passed with `Grouped`; and what `open_data` raises.
+    """
+    if not isinstance(data, Grouped):
+        return open_data(data, batch_size, num_data, device)
+    if num_data is not None:
+        raise ArgumentError("num_data: Grouped counts its groups: leave it out")
+    return open_grouped(data, batch_size)
 
 
-def is_summed(log_posterior: LogPosterior, data: Data) -> bool:
-    """Whether the user asks for local latents to be summed out: by `marginalize` or `Grouped`."""
-    return isinstance(log_posterior.model, Marginal) or isinstance(data, GroupedData)
+def starts_around(
+    anchor: Anchor, log_posterior: LogPosterior, data: Data, num_chains: int, seed: int
+) -> dict[str, Tensor]:
+    """Constrained values of the globals where chains start, `[num_chains, ...]` by site: around the
+    anchor, twice as far apart as the posterior."""
+    log_posterior.prepare(data.first())
+    values = []
+    for chain in range(num_chains):
+        source = generator(seed, chain, Purpose.INIT, 1)
+        noise = torch.randn(anchor.layout.size, generator=source, dtype=torch.float64)
+        position = anchor.gaussian.sample(_DISPERSION * noise).to(anchor.layout.dtype)
+        values.append(log_posterior.constrain(anchor.layout.unflatten(position)))
+    return {name: torch.stack([one[name] for one in values]) for name in anchor.layout.names}
+
+
+def with_summed(
+    analyze: Callable[[LogPosterior, Data, Anchor | None], T],
+    log_posterior: LogPosterior,
+    data: Data,
+    seed: int,
+) -> T:
+    """The result of `analyze` on the model and its data; with local latents summed out, if the user
+    asks for that by `marginalize` or `Grouped`, or if minibatches need it.
+
+    Args:
+        analyze: function of a log posterior, its data, and the anchor of its nodes (None if nothing
+            was summed out).
+        log_posterior: the user's model, before its preflight.
+        data: the data.
+        seed: seed of the search for the anchor.
+
+    Raises:
+        DataError: the data are not in memory; and what `sum_out` raises.
+    """
+    if not (isinstance(log_posterior.model, Marginal) or isinstance(data, GroupedData)):
+        try:
+            return analyze(log_posterior, data, None)
+        except SiteError as error:
+            is_batch = data.batch_size is not None and isinstance(data, TensorData)
+            if error.code != "local-latent" or not is_batch:
+                raise
+    if not isinstance(data, TensorData):
+        raise DataError(
+            "local latents are summed out with a column that is added to the data, which have to "
+            "be in memory: pass tensors, or Grouped(loader, by=...)"
+        )
+    return analyze(*sum_out(log_posterior.renew(None), data, seed))
 
 
 def sum_out(log_posterior: LogPosterior, data: TensorData, seed: int) -> Summed:

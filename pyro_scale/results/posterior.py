@@ -21,8 +21,7 @@ from pyro_scale.diagnostics.summary import summary
 from pyro_scale.diagnostics.table import diagnostics
 from pyro_scale.diagnostics.verdict import report_on_exact
 from pyro_scale.errors import ArgumentError, PyroScaleWarning
-from pyro_scale.marginal.grouped import Grouped
-from pyro_scale.marginal.summed import open_grouped
+from pyro_scale.marginal.summed import open_rows
 from pyro_scale.posterior import export, local_latents, predictive
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.like_run import check_like_run
@@ -610,7 +609,7 @@ class Posterior:
         """
         log_posterior = self.draws.log_posterior
         if local_latents.integrated_of(self.draws) is not None:
-            opened = open_grouped(data, None) if isinstance(data, Grouped) else open_data(data)
+            opened = open_rows(data)
             if not isinstance(opened, TensorData):
                 raise ArgumentError("data: local latents are summed out of tensors only")
             return local_latents.with_columns(self.draws, opened)

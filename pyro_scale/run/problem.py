@@ -26,10 +26,10 @@ from pyro_scale.distributed.shards import Shard
 from pyro_scale.distributed.workers import ALONE, Workers
 from pyro_scale.engine.draws import Draws
 from pyro_scale.engine.step import Engine
-from pyro_scale.errors import ArgumentError, DataError, ModelWarning, SiteError
+from pyro_scale.errors import ArgumentError, DataError, ModelWarning
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.marginal.anchor import Anchor
-from pyro_scale.marginal.summed import is_summed, sum_out
+from pyro_scale.marginal.summed import starts_around, with_summed
 from pyro_scale.model.diagnose import cut_gradients
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import model_warnings
@@ -355,47 +355,19 @@ def prepare(
         ModelError, SiteError, PlateError: the model breaks a rule; the message says which.
         ArgumentError: a dict of starts does not fit the model or the number of chains.
     """
-    if is_summed(log_posterior, data):
-        return _prepare_summed(
-            log_posterior, data, kernel, init_strategy, num_chains, seed, must_be_usable
-        )
-    try:
-        return _prepare(
-            log_posterior, data, kernel, init_strategy, num_chains, seed, must_be_usable, earlier
-        )
-    except SiteError as error:
-        if (
-            error.code != "local-latent"
-            or data.batch_size is None
-            or not isinstance(data, TensorData)
-        ):
-            raise
-    return _prepare_summed(
-        log_posterior, data, kernel, init_strategy, num_chains, seed, must_be_usable
-    )
 
-
-def _prepare_summed(
-    log_posterior: LogPosterior,
-    data: Data,
-    kernel: Hyperparameters,
-    init_strategy: ChainStarts,
-    num_chains: int,
-    seed: int,
-    must_be_usable: bool,
-) -> Problem:
-    """The problem of a run whose local latents are summed out; chains start around the anchor of
-    the nodes, unless the user says where. Arguments as for `prepare`."""
-    if not isinstance(data, TensorData):
-        raise DataError(
-            "local latents are summed out with columns that are added to the data, so these must "
-            "be in memory: pass tensors"
+    def build(log_posterior: LogPosterior, data: Data, anchor: Anchor | None) -> Problem:
+        starts, known = init_strategy, earlier
+        if anchor is not None:
+            known = None
+            if init_strategy is None:
+                starts = starts_around(anchor, log_posterior, data, num_chains, seed)
+        problem = _prepare(
+            log_posterior, data, kernel, starts, num_chains, seed, must_be_usable, known
         )
-    summed = sum_out(log_posterior.renew(None), data, seed)
-    starts = summed.starts(num_chains, seed) if init_strategy is None else init_strategy
-    log_posterior, data, anchor = summed
-    problem = _prepare(log_posterior, data, kernel, starts, num_chains, seed, must_be_usable, None)
-    return dataclasses.replace(problem, anchor=anchor)
+        return dataclasses.replace(problem, anchor=anchor)
+
+    return with_summed(build, log_posterior, data, seed)
 
 
 def _prepare(
@@ -408,7 +380,8 @@ def _prepare(
     must_be_usable: bool,
     earlier: Understood | None,
 ) -> Problem:
-    """The problem of a run without local latents, or with all rows. Arguments as for `prepare`."""
+    """The problem of a run, of which no latents are to be summed out any more. Arguments as for
+    `prepare`."""
     arguments = data.first()
     reused = None if earlier is None else earlier.reuse(log_posterior, data)
     log_posterior = reused or log_posterior
