@@ -17,7 +17,7 @@ import pyro_scale
 ROOT = Path(pyro_scale.__file__).parent
 #: Of every package: lines without docstrings, comments and blanks.
 CODE_LINES = {
-    ".": 142,
+    ".": 146,
     "calibration": 1726,
     "compile": 1246,
     "core": 1493,
@@ -27,28 +27,29 @@ CODE_LINES = {
     "distributed": 560,
     "engine": 1689,
     "exact": 557,
-    "infer": 4002,
+    "infer": 4007,
     "kernels": 1095,
+    "marginal": 980,
     "metrics": 529,
-    "model": 4129,
-    "posterior": 2344,
-    "results": 907,
+    "model": 4131,
+    "posterior": 2537,
+    "results": 939,
     "rng": 643,
-    "run": 2173,
+    "run": 2223,
     "storage": 569,
-    "tuning": 2994,
+    "tuning": 2996,
 }
 #: Of the whole package.
 MOST = {
-    "files": 293,
-    "files of more than 300 code lines": 4,
+    "files": 302,
+    "files of more than 300 code lines": 5,
     "functions of more than 8 parameters": 4,
     "functions of more than 50 code lines": 1,
     "most imports of a file": 32,
-    "numeric constants of modules": 295,
-    "numeric defaults of fields": 254,
-    "isinstance, hasattr and case": 494,
-    "Any and object": 1030,
+    "numeric constants of modules": 306,
+    "numeric defaults of fields": 265,
+    "isinstance, hasattr and case": 520,
+    "Any and object": 1077,
 }
 _NO_CODE = {
     tokenize.COMMENT,
