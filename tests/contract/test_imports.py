@@ -20,6 +20,7 @@ LAYERS = [
     {"rng", "distributed"},
     {"metrics", "storage", "data", "kernels", "model"},
     {"engine", "curvature"},
+    {"marginal"},
     {"run"},
     {"tuning", "exact"},
     {"posterior"},

@@ -200,6 +200,13 @@ def with_local(*latent):
     return lambda x, y=None: model(x, y, latent=latent)
 
 
+def four_a_row(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(x @ w + z.sum(-1), 1.0), obs=y)
+
+
 def wide():
     pyro.factor("no data", torch.zeros(()))
     pyro.sample("w", dist.Normal(torch.zeros(1_000_000), 1.0).to_event(1))
@@ -217,7 +224,7 @@ class Stream(IterableDataset):
 #: By code: the model, the data, and what `run` is called with besides.
 REFUSED = {
     "plate": (lambda x, y=None: model(x, y, size=200), (X, Y), {"batch_size": 20}),
-    "local-latent": (with_local("z", dist.Normal(0.0, 1.0)), (X, Y), {"batch_size": 20}),
+    "local-latent": (four_a_row, (X, Y), {"batch_size": 20}),
     "discrete-latent": (with_local("k", dist.Bernoulli(0.5)), (X, Y), {"batch_size": 20}),
     "batchnorm": (of_net(nn.BatchNorm1d(4)), (X, Y), {}),
     "dropout": (of_net(nn.Dropout(0.2)), (X, Y), {}),
