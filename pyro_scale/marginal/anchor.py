@@ -105,12 +105,14 @@ class Anchor(NamedTuple):
         arguments: the arguments of that model for all units.
         layout: the globals' order in a position.
         gaussian: Gaussian of the unconstrained globals at the anchor.
+        bias: predicted bias of the nodes.
     """
 
     model: Integrated
     arguments: tuple[Arguments, Tensor]
     layout: Layout
     gaussian: Dense
+    bias: Bias
 
     @property
     def latents(self) -> tuple[LocalLatent, ...]:
@@ -135,7 +137,9 @@ def find_anchor(local: LocalSites, units: Any, seed: int) -> Anchor:
     ascent = search.of_sample()
     position, modes, num_flat = search.of_all(ascent)
     count, bias, precision = search.choose_count(position, modes)
-    members, unsure = len(modes), ""
+    slots = local.model.used_slots(units)
+    members = len(modes) if slots is None else int(slots.sum())
+    unsure = ""
     if num_flat:
         unsure = f"; at {num_flat:,} no mode was found"
     model = Integrated(local, count, search.is_far)
@@ -146,7 +150,7 @@ def find_anchor(local: LocalSites, units: Any, seed: int) -> Anchor:
     )
     arguments = units, column_of(modes, search.num_units)
     gaussian = Dense.from_precision(position.double(), precision)
-    return Anchor(model, arguments, search.layout, gaussian)
+    return Anchor(model, arguments, search.layout, gaussian, bias)
 
 
 class _Search:

@@ -604,31 +604,8 @@ def occupancy():
     return Case(model, (x, y), at, truth)
 
 
-def mixture():
-    """The local latent's own prior is a mixture."""
-    torch.manual_seed(0)
-    high = torch.rand(150) < 0.4
-    y = torch.poisson((torch.where(high, 2.0, 0.5) + 0.4 * torch.randn(150)).exp())
-
-    def model(y):
-        b, tau, p = _coefficients(), _scale(), pyro.sample("p", dist.Beta(2.0, 2.0))
-        with pyro.plate("rows", len(y)):
-            coin = pyro.sample("coin", dist.Bernoulli(p), infer={"enumerate": "parallel"})
-            z = pyro.sample("z", dist.Normal(b[coin.long()], tau))
-            pyro.sample("y", dist.Poisson(z.exp()), obs=y)
-
-    def truth(b, tau, p):
-        def of(mean):
-            return over_grid(lambda u: dist.Poisson((mean + tau * u).exp()).log_prob(y))
-
-        return torch.logaddexp((1 - p).log() + of(b[0]), p.log() + of(b[1]))
-
-    at = {"b": torch.tensor([0.5, 2.0]), **tensors(tau=0.4, p=0.4)}
-    return Case(model, (y,), at, truth)
-
-
 GAUSSIAN = [eight_schools, intercepts, slopes, errors_in_variables]
 COUNTS = [poisson, logistic, item_response, two_latents, chained, missing, censored]
 OTHER_PRIORS = [gamma, beta, student]
-DISCRETE = [zero_inflated, occupancy, mixture]
+DISCRETE = [zero_inflated, occupancy]
 truly_zero = partial(intercepts, tau=0.0)
