@@ -18,8 +18,9 @@ from pyro_scale.diagnostics.policy import WEIGHTS
 from pyro_scale.diagnostics.psis import Psis, psis
 from pyro_scale.diagnostics.report import Report
 from pyro_scale.errors import ApproximationWarning, ArgumentError
+from pyro_scale.marginal.integrated import Integrated
 from pyro_scale.model.log_posterior import LogPosterior
-from pyro_scale.posterior import predictive
+from pyro_scale.posterior import local_latents, predictive
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.gaussians import Fit, Guide
 from pyro_scale.posterior.like_run import check_like_run
@@ -212,23 +213,33 @@ class GaussianPosterior(Posterior):
             raise ArgumentError(f"linearized={linearized!r}: pass True, False or 'probit'")
         held_out = None if calibrate is None else self._open(calibrate)
         fit = self.fit
+        total = fit.num_starts * fit.num_draws
+        if isinstance(fit.log_posterior.model, Integrated):
+            if linearized or interval is not None:
+                raise ArgumentError(
+                    "predict: linearized and interval are not for models whose latents were summed "
+                    "out: leave them out"
+                )
+            every = torch.arange(total)
+            chosen = every if num_samples is None else predictive.spread_evenly(total, num_samples)
+            drawn, arguments = local_latents.to_predict(fit.thin(chosen), args, kwargs)
+            return predictive.predict(drawn, arguments, None, batch_size, return_sites, reduce)
         arguments = fit.log_posterior.bind(args, kwargs)
         predictive.check_model(fit.log_posterior, "predict")
         check_like_run(fit.log_posterior, fit.data, args, kwargs)
-        total = fit.num_starts * fit.num_draws
 
         def predict(
             arguments: Arguments, names: Sequence[str] | None, reduce: Reduce | Reduction | None
         ) -> dict[str, Any]:
-            chosen = batch_size, names, reduce
+            options = batch_size, names, reduce
             if linearized:
                 probit = linearized == "probit"
-                return predict_linearized(fit, arguments, num_samples, *chosen, probit)
+                return predict_linearized(fit, arguments, num_samples, *options, probit)
             if num_samples is None:
                 result = fit.result
             else:  # a network's 1,000 draws may be more than memory holds
                 result = fit.thin(predictive.spread_evenly(total, num_samples))
-            return predictive.predict(result, arguments, None, *chosen)
+            return predictive.predict(result, arguments, None, *options)
 
         if interval is None:
             return predict(arguments, return_sites, reduce)

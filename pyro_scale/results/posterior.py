@@ -452,6 +452,10 @@ class Posterior:
             check_like_run(result.log_posterior, result.data, args, kwargs)
             arguments = result.log_posterior.bind(args, kwargs)
         else:
+            if calibrate is not None:
+                raise ArgumentError("calibrate: it is not for latents that were summed out")
+            if num_samples is not None:
+                result, num_samples = predictive.resample_equally(result, num_samples), None
             result, arguments = local_latents.to_predict(result, args, kwargs)
 
         def predict(

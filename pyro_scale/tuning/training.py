@@ -40,7 +40,7 @@ from pyro_scale.tuning.early_stopping import EarlyStopping
 from pyro_scale.tuning.hidden_layers import has_hidden_layer
 from pyro_scale.tuning.low_rank import steepest_by_products
 from pyro_scale.tuning.one_group import OneGroup
-from pyro_scale.tuning.policy import TRAINING
+from pyro_scale.tuning.policy import GEOMETRY, TRAINING
 from pyro_scale.tuning.stable_lr import largest_stable_lr
 
 #: Steps of the optimizer, at most, between two looks at the clock.
@@ -319,8 +319,21 @@ def prepare_in_batches(
         problem = try_batches(TRAINING.batch)
     problem = problem or prepare(data)
     num_data, size = problem.log_posterior.num_data, TRAINING.network_batch
+    if tunes and num_data > size and problem.engine.layout.size > GEOMETRY.dense:
+        if _has_local_latents(problem):  # which are then summed out
+            problem = try_batches(size) or problem
     is_small = num_data * problem.engine.layout.size <= TRAINING.few_numbers
     if tunes and not is_small and num_data > size and is_network(problem):
         problem = try_batches(size) or problem
     # a model that subsamples by itself has its own batches
     return dataclasses.replace(problem, chooses_batches=isinstance(problem.data, TensorData))
+
+
+def _has_local_latents(problem: Problem) -> bool:
+    """Whether a latent is in a plate of as many members as there are rows."""
+    sites, num_data = (
+        problem.log_posterior.model_info.sites.values(),
+        problem.log_posterior.num_data,
+    )
+    latents = [site for site in sites if site.kind == "latent"]
+    return any(frame.size == num_data for site in latents for frame in site.plates)
