@@ -13,8 +13,7 @@ from pyro_scale.core.validation import evenly
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.policy import NODES
 from pyro_scale.diagnostics.report import Finding, Verdict
-from pyro_scale.marginal.anchor import find_modes
-from pyro_scale.marginal.integrated import Integrated, column_of
+from pyro_scale.marginal.integrated import Integrated
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.policy import TOLERANCE
@@ -62,12 +61,13 @@ def _log_density_errors(
     taken: Any = rows.take(data.arguments, picked)
     units, modes = taken
     finer = Integrated(model.local, 2 * model.count + 1, is_far=True)
-    start, errors = modes.flatten(0, 1), []
+    errors = []
     with torch.no_grad():
         for position in positions:
             values = result.log_posterior.constrain(result.layout.unflatten(position))
-            own = model.log_marginal(values, units, model.gaussians(values, units, modes))
-            anew = column_of(find_modes(model.local, values, units, start)[0], len(picked))
-            best = finer.log_marginal(values, units, finer.gaussians(values, units, anew))
+            own, best = (
+                each.log_marginal(values, units, each.gaussians(values, units, modes))
+                for each in (model, finer)
+            )
             errors.append((own - best).sum(dtype=torch.float64))
     return torch.stack(errors) * (num_units / len(picked))

@@ -150,7 +150,7 @@ class Nodes:
     """How the nodes over which local latents are summed out are checked after a run."""
 
     #: Draws, and units of data, at which more nodes are placed anew.
-    draws: int = 32
+    draws: int = 16
     units: int = 2000
     #: Standard errors that are added to the bias of a mean.
     errors: float = 2.6

@@ -29,6 +29,7 @@ from pyro_scale.errors import ArgumentError, DataError, ModelError, NotRunError
 from pyro_scale.infer.approximation import Approximation, Structure, fit_of
 from pyro_scale.infer.ekf_filter import PATH_NUMBERS, Filter, LastProgram, Rates, Step
 from pyro_scale.infer.method import InitStrategy, NotRun, Starts, Stepwise
+from pyro_scale.marginal.summed import check_not_summed
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.gaussian import GaussianPosterior
 from pyro_scale.rng.seeds import choose_seed
@@ -176,6 +177,7 @@ class EKF(Stepwise, Approximation):
                 "twice: pass a DataLoader or the tensors, or call step() with each batch"
             )
         opened = self._open(data, batch_size)
+        check_not_summed(self.model, opened, "EKF")
         self._forget()
         log_posterior = as_log_posterior(self.model, opened.num_data)
         ekf_filter = self._filter(log_posterior, opened, opened.first(), choose_seed(seed))

@@ -32,6 +32,7 @@ from pyro_scale.infer.sampler_setup import asked_hyperparameters
 from pyro_scale.infer.sbc_fitters import fitter_for
 from pyro_scale.infer.vi import IVON, VI
 from pyro_scale.kernels import Hyperparameters
+from pyro_scale.marginal.summed import check_not_summed
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.rng.seeds import choose_seed
@@ -261,6 +262,7 @@ def _truth(
             data are not those of the method's run.
     """
     opened = inference._open(data, None)
+    check_not_summed(inference.model, opened, "sbc")
     arguments = opened.first()
     if opened.batch_size is not None:  # a loader
         arguments = rows.concatenate(list(opened.in_order()))

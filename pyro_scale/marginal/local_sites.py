@@ -213,13 +213,6 @@ def recognize(model: UnitModel, example: Arguments, seed: int) -> LocalSites | N
             latents.append(_local_latent(model, site, dims[name]))
     if not latents:
         return None
-    if all(site.kind != "latent" or site.name in dims for site in full.values()):
-        names = " and ".join(f"'{latent.name}'" for latent in latents)
-        raise SiteError(
-            f"site {names}: every latent of the model is one of each row or group, so that none is "
-            "left to infer: sample those that all share outside of their plate",
-            code="local-latent",
-        )
     terms = {name: term.log_prob.shape for name, term in terms_of(full).items()}
     of_part = {name: term.log_prob.shape for name, term in terms_of(part.sites).items()}
     term_dims = _following(terms, of_part)
@@ -234,15 +227,26 @@ def recognize(model: UnitModel, example: Arguments, seed: int) -> LocalSites | N
         "+".join(observed) or "log_lik",
         free_dim(full),
     )
-    if local.num_dims > MOST_DIMS:
-        raise SiteError(
-            f"site {local.names}: a member has {local.num_dims} continuous latents, and at most "
-            f"{MOST_DIMS} are summed out by nodes; {SAMPLE_ALL}",
-            code="local-latent",
-        )
+    _check_sizes(local, full)
     for run in drawn:
         _check_independent(local, run, whole, halves)
     return local
+
+
+def _check_sizes(local: LocalSites, sites: Mapping[str, Site]) -> None:
+    """Raises if no latent is global, or a member has too many."""
+    if not any(site.kind == "latent" and site.name not in local.hidden for site in sites.values()):
+        raise SiteError(
+            f"site {local.names}: every latent of the model is one of each row or group, so that "
+            "none is left to infer: sample those that all share outside of their plate",
+            code="local-latent",
+        )
+    if local.num_dims > MOST_DIMS:
+        raise SiteError(
+            f"site {local.names}: a {local.unit} has {local.num_dims} continuous latents, and at "
+            f"most {MOST_DIMS} are summed out by nodes; {SAMPLE_ALL}",
+            code="local-latent",
+        )
 
 
 def globals_of(local: LocalSites, run: Recorder) -> dict[str, Tensor]:

@@ -23,6 +23,9 @@ from pyro_scale.marginal.integrated import Integrated
 from pyro_scale.marginal.local_sites import find_plate, recognize
 from pyro_scale.marginal.units import UnitModel
 from pyro_scale.model.log_posterior import LogPosterior
+from pyro_scale.model.model_info import ModelInfo
+from pyro_scale.model.preflight import examine_model
+from pyro_scale.model.program import Program
 from pyro_scale.rng.seeds import Purpose, generator
 
 T = TypeVar("T")
@@ -149,6 +152,30 @@ def open_rows(
     return open_grouped(data, batch_size)
 
 
+def is_summed(model: Model | LogPosterior, data: Data | None) -> bool:
+    """Whether the user asks for local latents to be summed out, by `marginalize` or `Grouped`."""
+    model = model.model if isinstance(model, LogPosterior) else model
+    return isinstance(model, Marginal) or isinstance(data, GroupedData)
+
+
+def check_not_summed(model: Model | LogPosterior, data: Data | None, what: str) -> None:
+    """Raises for a method that cannot run with latents summed out.
+
+    Args:
+        model: the user's model.
+        data: the data, if there are any yet.
+        what: name of the method.
+
+    Raises:
+        ArgumentError: the user asks for it.
+    """
+    if is_summed(model, data):
+        raise ArgumentError(
+            f"{what}: it cannot sum local latents out (marginalize, Grouped), as their nodes need "
+            "all data: use run of NUTS, BAOA, Laplace or VI"
+        )
+
+
 def starts_around(
     anchor: Anchor, log_posterior: LogPosterior, data: Data, num_chains: int, seed: int
 ) -> dict[str, Tensor]:
@@ -183,7 +210,7 @@ def with_summed(
     Raises:
         DataError: the data are not in memory; and what `sum_out` raises.
     """
-    if not (isinstance(log_posterior.model, Marginal) or isinstance(data, GroupedData)):
+    if not is_summed(log_posterior, data):
         try:
             return analyze(log_posterior, data, None)
         except SiteError as error:
@@ -234,7 +261,16 @@ def sum_out(log_posterior: LogPosterior, data: TensorData, seed: int) -> Summed:
         anchor = find_anchor(local, data.arguments, seed)
     num_data = rows.count(data.arguments)
     integrated = dataclasses.replace(data, arguments=anchor.arguments, num_data=num_data)
-    return Summed(log_posterior.of_model(anchor.model, num_data), integrated, anchor)
+    return Summed(
+        log_posterior.of_model(anchor.model, num_data, examine_integrated), integrated, anchor
+    )
+
+
+def examine_integrated(program: Program, arguments: Arguments, *others: Any) -> ModelInfo:
+    """The preflight of an integrated model, of which two units are enough where only its globals
+    matter: they depend on no data."""
+    info = examine_model(program, arguments, *others)
+    return dataclasses.replace(info, example=rows.take(info.example, slice(0, 2)))
 
 
 def to_rebuild(integrated: Integrated) -> dict[str, Any]:

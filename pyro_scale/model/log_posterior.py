@@ -619,10 +619,20 @@ class LogPosterior:
         other._program, other._model_info = Program(self.model), None
         return other
 
-    def of_model(self, model: Model, num_data: int | None) -> LogPosterior:
+    def of_model(
+        self, model: Model, num_data: int | None, examine: Callable[..., ModelInfo]
+    ) -> LogPosterior:
         """A log posterior of another model, before any batch, with the same change of the prior
-        (`without_jacobian`)."""
-        return LogPosterior(model, num_data)._with_prior(self._prior)
+        (`without_jacobian`).
+
+        Args:
+            model: the other model.
+            num_data: N.
+            examine: its preflight, as `preflight.examine_model`.
+        """
+        other = LogPosterior(model, num_data)._with_prior(self._prior)
+        other._examine = examine
+        return other
 
     def is_of_same_model(self, other: LogPosterior) -> bool:
         """Whether another log posterior was made from the same model object and has the same prior:

@@ -27,7 +27,7 @@ from pyro_scale.model.transforms import bijection
 from pyro_scale.posterior.draws import PosteriorDraws
 
 #: Proposals of which one is a draw of a member's latents, and the degrees of freedom and the sds of
-#: the t distribution that they are from. Sds of draws are .3% too large with 30, 1% with 10.
+#: the t distribution that they are from. Sds of draws are .5% too large with 30, 1% with 10.
 _PROPOSALS, _FREEDOM, _WIDTH = 30, 6, 1.1
 #: Proposals of all members that are computed together.
 _AT_ONCE = 2**20

@@ -15,7 +15,7 @@ from pyro_scale.core.rows import Arguments, Model
 from pyro_scale.data.loaders import to_device
 from pyro_scale.errors import FileError
 from pyro_scale.marginal.integrated import Integrated
-from pyro_scale.marginal.summed import rebuild, to_rebuild
+from pyro_scale.marginal.summed import examine_integrated, rebuild, to_rebuild
 from pyro_scale.model.fingerprint import first_difference, model_fingerprint
 from pyro_scale.model.init_strategies import InitFunction
 from pyro_scale.model.log_posterior import LogPosterior
@@ -226,7 +226,7 @@ def prepare_model(contents: Mapping[str, Any], model: Model) -> LogPosterior:
             if summed := contents.get("summed"):
                 units = cast(tuple[Arguments, Any], arguments)[0]
                 integrated = rebuild(log_posterior.model, summed, units)
-                log_posterior = log_posterior.of_model(integrated, num_data)
+                log_posterior = log_posterior.of_model(integrated, num_data, examine_integrated)
             init = _init_at(contents["start_values"], log_posterior.default_init(0))
             log_posterior.prepare(arguments, init)
             break

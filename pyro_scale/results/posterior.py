@@ -139,7 +139,7 @@ class Posterior:
         ...]`; of groups, `[draws, groups, ...]` in the order of their labels.
 
         Each is drawn from p(z | data, other latents) of its row or group, by importance resampling
-        among 30 proposals (sds are 0.3% too large).
+        among 30 proposals (sds are 0.5% too large).
 
         Args:
             name: the latent's name.

@@ -386,7 +386,8 @@ def _explain(
         if isinstance(density, ControlVariates):
             order = ("first", "second")[density.order - 1]
             how = f"with control variates of {order} order"
-        reasons["minibatches"] = f"{size:,} of {density.num_data:,} rows a step, {how}"
+        rows = "rows" if problem.anchor is None else f"{problem.anchor.model.local.unit}s"
+        reasons["minibatches"] = f"{size:,} of {density.num_data:,} {rows} a step, {how}"
     if tried is None:
         reasons["step size"] = f"{lr}, as it was set"
     elif tried.acceptance is not None:
