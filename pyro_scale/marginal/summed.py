@@ -210,6 +210,7 @@ def with_summed(
     Raises:
         DataError: the data are not in memory; and what `sum_out` raises.
     """
+    refusal = None
     if not is_summed(log_posterior, data):
         try:
             return analyze(log_posterior, data, None)
@@ -217,21 +218,25 @@ def with_summed(
             is_batch = data.batch_size is not None and isinstance(data, TensorData)
             if error.code != "local-latent" or not is_batch:
                 raise
+            refusal = error
     if not isinstance(data, TensorData):
         raise DataError(
             "local latents are summed out with a column that is added to the data, which have to "
             "be in memory: pass tensors, or Grouped(loader, by=...)"
         )
-    return analyze(*sum_out(log_posterior.renew(None), data, seed))
+    return analyze(*sum_out(log_posterior.renew(None), data, seed, refusal))
 
 
-def sum_out(log_posterior: LogPosterior, data: TensorData, seed: int) -> Summed:
+def sum_out(
+    log_posterior: LogPosterior, data: TensorData, seed: int, refusal: SiteError | None = None
+) -> Summed:
     """The model with its local latents summed out, and the data with columns of nodes.
 
     Args:
         log_posterior: the user's model, before its preflight.
         data: rows, or units of groups.
         seed: seed of the sample of units by which the search for the anchor begins.
+        refusal: the error of a run with the latents, which is raised if none is local.
 
     Raises:
         ArgumentError: the latents that the user names are not the local ones.
@@ -245,7 +250,7 @@ def sum_out(log_posterior: LogPosterior, data: TensorData, seed: int) -> Summed:
         _check(unit_model, example)
         local = recognize(unit_model, example, seed)
     if local is None:
-        raise SiteError(
+        raise refusal or SiteError(
             "no latent of the model is local: none has a value for every "
             + ("row" if unit_model.by is None else "group")
             + "; run it without marginalize or Grouped",

@@ -121,6 +121,8 @@ class _Unscaled(Messenger):
         msg["scale"] = msg["scale"] / plate_scale(frames)
         msg["cond_indep_stack"] = tuple(frame._replace(full_size=frame.size) for frame in frames)
         used, shape = self._members.used, msg["fn"].batch_shape
+        if not msg["is_observed"] and self._members.count in shape:
+            msg["mask"] = None  # what a mask leaves out has its prior, which adds nothing
         if used is None or not msg["is_observed"] or self._plate in [f.name for f in frames]:
             return
         dims = [i - len(shape) for i, size in enumerate(shape) if size == len(used)]

@@ -62,6 +62,9 @@ in {GRADIENTS.panels} panels
 is halved {GRADIENTS.halvings} times
 for each of at least {GRADIENTS.fewest_pairs} pairs
 the density is that of {GRADIENTS.rows:,} of them
+placed at each of {NODES.draws} draws, for up to {NODES.units:,} units
+and {NODES.errors} standard errors are added
+if the difference has an sd above {NODES.spread} nats
 means within {TOLERANCE.mean} sds and sds within {TOLERANCE.sd:.0%}
 surely above {TOLERANCE.mean} sds, or {TOLERANCE.sd:.0%} of an sd (NO)
 The pilots aim at {PILOTS.mean_bias} sds and {PILOTS.sd_bias:.0%}

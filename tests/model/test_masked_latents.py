@@ -12,7 +12,9 @@ from pyro.infer import config_enumerate
 from reference import normals
 
 import pyro_scale as ps
+from pyro_scale.data.open import open_data
 from pyro_scale.errors import SiteError
+from pyro_scale.marginal.summed import sum_out
 from pyro_scale.model.diagnose import improper_latents
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -254,15 +256,23 @@ def test_a_mask_that_depends_on_a_latent_is_refused():
 
 
 @pytest.mark.parametrize("seen", [SEEN, torch.ones(N, dtype=torch.bool)])
-def test_minibatches_of_imputed_values_are_refused_with_the_way_out(seen):
-    with pytest.raises(SiteError, match=r"obs_mask= makes a latent of every missing value.*mask="):
-        ps.explain(with_intercept, (X, Y, seen), batch_size=8)
-
+def test_imputed_values_are_summed_out_of_minibatches(seen):
     def masked(x, y, seen):
         b = weights(sd=5.0, name="b")
         with pyro.plate("data", len(x)), poutine.mask(mask=seen):
             pyro.sample("y", dist.Normal(b[0] + b[1] * x, 1.0), obs=y)
 
+    (row,) = [
+        row
+        for row in ps.explain(with_intercept, (X, Y, seen), batch_size=8).rows
+        if row["kind"] == "local"
+    ]
+    assert row["site"] == "y_unobserved"
+    summed = sum_out(ps.LogPosterior(with_intercept), open_data((X, Y, seen), 8), seed=0)
+    params = {"b": torch.tensor([0.3, -0.4], dtype=X.dtype)}
+    log_lik = summed.log_posterior(params, summed.data.arguments).log_lik
+    expected = ps.LogPosterior(masked, num_data=N)(params, (X, Y, seen)).log_lik
+    torch.testing.assert_close(log_lik, expected, rtol=1e-5, atol=1e-5)
     assert ps.explain(masked, (X, WITH_NAN, SEEN), batch_size=8).warnings == ()
 
 

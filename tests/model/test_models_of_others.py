@@ -188,10 +188,10 @@ def test_approximations_find_local_latents_too(plate):
     torch.testing.assert_close(found.get_samples()["theta"][0], mean[1:], rtol=1e-2, atol=1e-2)
 
 
-def test_minibatches_of_rows_with_latents_of_their_own_are_refused_with_the_way_out():
+def test_latents_of_rows_are_summed_out_of_minibatches():
     model = functools.partial(schools_in, "follows")
-    with pytest.raises(SiteError, match=r"site 'theta': .*the whole data without batch_size"):
-        ps.explain(model, (Y, SDS), batch_size=3)
+    rows = ps.explain(model, (Y, SDS), batch_size=3).rows
+    assert [row["site"] for row in rows if row["kind"] == "local"] == ["theta"]
 
 
 # ------------------------------------------------------------------ all rows or none

@@ -29,4 +29,4 @@ class VAE(nn.Module):
 
 model = VAE().model
 data = DataLoader(TensorDataset(images), batch_size=128, shuffle=True)
-refused = "one for every row"
+refused = "every latent of the model is one of each row"
