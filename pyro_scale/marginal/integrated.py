@@ -1,4 +1,4 @@
-"""A Pyro model with its local latents summed out: an ordinary row-wise model with more columns."""
+"""A Pyro model with its local latents summed out: an ordinary row-wise model with one more column."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""From a model and its data to the model with local latents summed out and the data with columns
-of nodes."""
+"""From a model and its data to the model with local latents summed out, and the data with a column
+by which its nodes are placed."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Summed(NamedTuple):
 
     Attributes:
         log_posterior: the integrated model.
-        data: the data with the column of its nodes.
+        data: the data with the column of modes.
         anchor: where the nodes are placed.
     """
 
@@ -230,7 +230,7 @@ def with_summed(
 def sum_out(
     log_posterior: LogPosterior, data: TensorData, seed: int, refusal: SiteError | None = None
 ) -> Summed:
-    """The model with its local latents summed out, and the data with columns of nodes.
+    """The model with its local latents summed out, and the data with the column of modes.
 
     Args:
         log_posterior: the user's model, before its preflight.

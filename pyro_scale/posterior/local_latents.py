@@ -135,7 +135,7 @@ def _parts(arguments: Any) -> tuple[Arguments, Tensor]:
 # ------------------------------------------------------------------ other rows
 
 
-def with_columns(result: PosteriorDraws, data: TensorData) -> TensorData:
+def with_modes(result: PosteriorDraws, data: TensorData) -> TensorData:
     """Other data of the same form as the run's, with the column of modes, those at the mean of the
     draws."""
     model = integrated_of(result)

@@ -616,7 +616,7 @@ class Posterior:
             opened = open_rows(data)
             if not isinstance(opened, TensorData):
                 raise ArgumentError("data: local latents are summed out of tensors only")
-            return local_latents.with_columns(self.draws, opened)
+            return local_latents.with_modes(self.draws, opened)
         check_like_run(log_posterior, self.draws.data, data)
         opened = open_data(data, None, None, module_device(log_posterior))
         opened.first()
