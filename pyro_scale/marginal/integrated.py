@@ -1,4 +1,4 @@
-"""A Pyro model with its local latents summed out: an ordinary row-wise model with one more column."""
+"""A Pyro model with its local latents summed out: a row-wise model with one more column of data."""
 
 from __future__ import annotations
 

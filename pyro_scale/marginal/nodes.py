@@ -2,7 +2,8 @@
 
 The nodes of a member (a row or a group) lie on a Gaussian at the mode of its latents given the
 current globals: a Newton step from the mode at an anchor, which is a column of the data.  Where the
-members' densities are Gaussian the rule is exact, wherever the anchor is.
+members' densities are Gaussian the rule is exact, wherever the anchor is (Liu and Pierce, A note
+on Gauss-Hermite quadrature, Biometrika 1994).
 
 The nodes are held fixed when the log of their sum is differentiated.  The gradient is then
 Fisher's identity, d log p(y | globals) = E[d log p(y, z | globals) | y], by the same rule.
