@@ -102,7 +102,11 @@ def test_errors_fall_with_the_number_of_nodes():
     "make",
     [
         integrals.logistic,
-        *marked(m for m in GAUSSIAN + COUNTS + DISCRETE if m != integrals.logistic),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in GAUSSIAN + COUNTS + DISCRETE
+            if case is not integrals.logistic
+        ),
     ],
 )
 def test_a_run_has_the_integral(make):
