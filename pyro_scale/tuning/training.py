@@ -319,9 +319,11 @@ def prepare_in_batches(
         problem = try_batches(TRAINING.batch)
     problem = problem or prepare(data)
     num_data, size = problem.log_posterior.num_data, TRAINING.network_batch
-    is_large = tunes and num_data > size and problem.engine.layout.size > GEOMETRY.dense
-    if is_large and _has_local_latents(problem):  # which are then summed out
-        problem = try_batches(size) or problem
+    if tunes and num_data > size:
+        is_large = problem.engine.layout.size > GEOMETRY.dense
+        # a unit takes all of its rows and nodes; local latents are summed out in batches
+        if problem.anchor is not None or (is_large and _has_local_latents(problem)):
+            problem = try_batches(size) or problem
     is_small = num_data * problem.engine.layout.size <= TRAINING.few_numbers
     if tunes and not is_small and num_data > size and is_network(problem):
         problem = try_batches(size) or problem
