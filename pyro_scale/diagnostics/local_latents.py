@@ -13,7 +13,7 @@ from pyro_scale.core.validation import evenly
 from pyro_scale.data.sources import TensorData
 from pyro_scale.diagnostics.policy import NODES
 from pyro_scale.diagnostics.report import Finding, Verdict
-from pyro_scale.marginal.integrated import Integrated
+from pyro_scale.marginal.integrated import Integrated, integrated_of
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.rng.seeds import Purpose, generator
 from pyro_scale.tuning.policy import TOLERANCE
@@ -26,8 +26,8 @@ def check_local_latents(result: PosteriorDraws) -> list[Finding]:
     itself. Its difference e is the log of the ratio of the two posteriors, so the bias of an
     element x is Cov(x, e) to first order, and at most sd(e) posterior sds.
     """
-    model, data = result.log_posterior.model, result.data
-    if not isinstance(model, Integrated) or not isinstance(data, TensorData):
+    model, data = integrated_of(result.log_posterior), result.data
+    if model is None or not isinstance(data, TensorData):
         return []
     count = min(NODES.draws, result.positions.shape[:2].numel())
     chosen = evenly(result.positions.shape[:2].numel(), count)

@@ -30,7 +30,7 @@ from pyro_scale.diagnostics.report import Finding, Report, Verdict
 from pyro_scale.diagnostics.resolution import resolution
 from pyro_scale.diagnostics.stray_draws import check_stray_draws
 from pyro_scale.diagnostics.warm_up import check_warm_up
-from pyro_scale.marginal.integrated import Integrated
+from pyro_scale.marginal.integrated import integrated_of
 from pyro_scale.model.diagnose import centered_latents, how_to_non_center
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.run.blame import WITHIN
@@ -119,8 +119,8 @@ def report_on_exact(result: PosteriorDraws, num_samples: int) -> Report:
 
 def _nodes_of(result: PosteriorDraws) -> dict[str, str]:
     """How local latents were summed out, for the choices of the report; empty if none were."""
-    model = result.log_posterior.model
-    return {"local latents": model.description} if isinstance(model, Integrated) else {}
+    model = integrated_of(result.log_posterior)
+    return {} if model is None else {"local latents": model.description}
 
 
 def _with_advice(result: PosteriorDraws, findings: list[Finding]) -> list[Finding]:

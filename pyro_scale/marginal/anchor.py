@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -174,23 +175,28 @@ class _Search:
         self.is_far = len(self._chosen) == self.num_units
         self._sample = rows.take(units, self._chosen)
         self._start = torch.zeros(local.model.members(self._sample).count, local.num_dims)
-        self.layout = Layout((), (), ())
-        density = self._density(self._middle, self._sample, self._start)
-        first = density.log_posterior.start(density.data.first(), seed)
+        self._log_posterior, data = self._integrate(self._middle, self._sample, self._start)
+        first = self._log_posterior.start(data.first(), seed)
         self.layout = Layout.from_tensors(first)
         self._first = self.layout.flatten(first)
 
-    def _density(self, count: int, units: Arguments, modes: Tensor) -> FullDataDensity:
-        """The integrated posterior given some units as if they were all."""
+    def _integrate(
+        self, count: int, units: Arguments, modes: Tensor
+    ) -> tuple[LogPosterior, TensorData]:
+        """(The integrated model of some units as if they were all; its data)."""
         size = rows.count(units) or 1
         log_posterior = LogPosterior(Integrated(self._local, count, self.is_far), size)
         data = TensorData((units, column_of(modes, size)), size)
         log_posterior.prepare(rows.take(data.arguments, slice(0, 16)))
-        return FullDataDensity(log_posterior, data, self.layout)
+        return log_posterior, data
 
-    def _values(self, density: FullDataDensity, position: Tensor) -> dict[str, Tensor]:
+    def _density(self, count: int, units: Arguments, modes: Tensor) -> FullDataDensity:
+        """The integrated posterior given some units as if they were all."""
+        return FullDataDensity(*self._integrate(count, units, modes), self.layout)
+
+    def _values(self, position: Tensor) -> dict[str, Tensor]:
         """Constrained values of the globals at a position, by site."""
-        return density.log_posterior.constrain(self.layout.unflatten(position))
+        return self._log_posterior.constrain(self.layout.unflatten(position))
 
     def of_sample(self) -> Ascent:
         """The mode of the integrated posterior given a sample of the units, as if it were all."""
@@ -201,7 +207,7 @@ class _Search:
             position = self._first
         path = []
         for _ in range(ANCHOR.rounds):
-            values = self._values(density, position)
+            values = self._values(position)
             modes, _ = self._modes(values, self._sample, modes, share)
             density = self._density(self._middle, self._sample, modes)
             ascent = ascend(density, position, most_steps=ANCHOR.steps)
@@ -227,8 +233,7 @@ class _Search:
         position = ascent.position
         members = self._local.model.members(self._units).count
         start = torch.zeros(members, self._local.num_dims).to(position)
-        density = self._density(self._middle, self._sample, self._start)
-        modes, num_flat = self._modes(self._values(density, position), self._units, start)
+        modes, num_flat = self._modes(self._values(position), self._units, start)
         if len(self._chosen) == self.num_units or not ascent.is_mode:
             return position, modes, num_flat
         density = self._density(self._middle, self._units, modes)
@@ -237,8 +242,7 @@ class _Search:
         places = torch.arange(len(position))
         refined = newton_refine(density, position, lambda _: matrix, places, near)
         self.passes += ANCHOR.refining
-        values = self._values(density, refined.position)
-        modes, num_flat = self._modes(values, self._units, modes)
+        modes, num_flat = self._modes(self._values(refined.position), self._units, modes)
         return refined.position, modes, num_flat
 
     def choose_count(self, position: Tensor, modes: Tensor) -> tuple[int, Bias, Tensor]:
@@ -352,10 +356,7 @@ def find_modes(
     Raises:
         DataError: a member's density is NaN or infinite.
     """
-
-    def log_joint(z: Tensor) -> Tensor:
-        return local.log_joint(values, z, units)
-
+    log_joint = partial(local.log_joint, values, arguments=units)
     value, steps = log_joint(z), 0
     _check_finite(local, value)
     gain = torch.full_like(value, torch.inf)

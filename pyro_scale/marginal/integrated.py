@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pyro
@@ -14,11 +15,13 @@ from torch import Tensor
 from pyro_scale.core.rows import Arguments, call
 from pyro_scale.marginal.local_sites import LocalSites
 from pyro_scale.marginal.nodes import Gaussians, gauss_hermite, place
+from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.transforms import bijection
 
 
 class Integrated:
-    """A Pyro model whose local latents are summed out over nodes:
+    """The user's model with its local latents summed out over nodes, as a Pyro model of the global
+    latents:
 
         log p(y_i | globals) = log sum_k exp(log p(y_i, z_ik | globals) + log w_k) + log volume_i,
 
@@ -54,8 +57,9 @@ class Integrated:
         return len(self._nodes)
 
     def sample_globals(self, arguments: Arguments, modes: Tensor) -> dict[str, Any]:
-        """Runs the model for its globals, which are sites of the run that goes on. Returns the
-        values of latents and params, by site."""
+        """The constrained values of the global latents and the params, by site, from a run of the
+        user's model inside of the integrated model's: the outer run records the globals as its own
+        sites."""
         given = _Given(self.local.split(modes.flatten(0, 1)), self.local.hidden)
         with poutine.block(hide=list(self.local.hidden)), given:
             call(self.local.model, arguments)
@@ -90,12 +94,15 @@ class Integrated:
             modes: modes of the members' latents at the anchor, `[units, slots, d]`.
         """
         fixed = {name: value.detach() for name, value in values.items()}
-
-        def log_joint(z: Tensor) -> Tensor:
-            return self.local.log_joint(fixed, z, arguments)
-
+        log_joint = partial(self.local.log_joint, fixed, arguments=arguments)
         around = place(log_joint, modes.flatten(0, 1), self.is_far)
         return Gaussians(around.center.detach(), around.root.detach())
+
+
+def integrated_of(log_posterior: LogPosterior) -> Integrated | None:
+    """The model of a log posterior whose local latents were summed out; None for others."""
+    model = log_posterior.model
+    return model if isinstance(model, Integrated) else None
 
 
 def column_of(modes: Tensor, units: int) -> Tensor:

@@ -86,8 +86,8 @@ class _AtValues(Recorder):
 
 @dataclass(frozen=True)
 class LocalSites:
-    """The part of a model that belongs to members: latents, and densities, whose shapes follow a
-    batch's members or rows.
+    """The local latents of a model, and the log density of each member (row or group) given values
+    of the global latents.
 
     Attributes:
         model: the model of batches of units.

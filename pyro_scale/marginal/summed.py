@@ -37,8 +37,13 @@ _DISPERSION = 2.0
 
 
 class Marginal:
-    """A Pyro model whose local latents are to be summed out when it is run on data; called by
-    itself it is the model. Made by `marginalize`."""
+    """What `marginalize` returns: a Pyro model, marked for an inference class to sum its local
+    latents out. A call of it is a call of the user's model.
+
+    Args:
+        model: the user's model.
+        names: names of the local latents; empty for all that there are.
+    """
 
     def __init__(self, model: Model, names: tuple[str, ...]):
         self.model, self.names = model, names
@@ -247,7 +252,8 @@ def sum_out(
     names = asked.names if isinstance(asked, Marginal) else ()
     unit_model, example = _unit_model(model, data)
     with _named_rows(data), _named_failures(unit_model):
-        _check(unit_model, example)
+        # says what is wrong with the model, whatever its local latents
+        LogPosterior(unit_model, rows.count(example)).prepare(example)
         local = recognize(unit_model, example, seed)
     if local is None:
         raise refusal or SiteError(
@@ -328,12 +334,6 @@ def _unit_model(model: Model, data: TensorData) -> tuple[UnitModel, Arguments]:
     with _named_failures(without_plate):
         plate = find_plate(without_plate, one, sizes, grouped.num_groups)
     return UnitModel(model, grouped.by, plate), example
-
-
-def _check(model: UnitModel, example: Arguments) -> None:
-    """Runs the preflight on a few units as if they were all data: it says what is wrong with the
-    model, whatever its local latents."""
-    LogPosterior(model, rows.count(example)).prepare(example)
 
 
 @contextmanager

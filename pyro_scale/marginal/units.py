@@ -12,7 +12,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_scale.core import rows
-from pyro_scale.core.rows import Arguments, Model
+from pyro_scale.core.rows import Model
 from pyro_scale.marginal.grouped import GROUPS, PLACES, ROWS, SLOTS, USED, with_column
 from pyro_scale.model.sites import is_subsample, plate_scale
 
@@ -62,15 +62,14 @@ class UnitModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's model on a batch of units; returns what it returns."""
-        arguments: Any = kwargs or args
-        with _Unscaled(self.members(arguments), self.plate):
+        with _Unscaled(self.members(kwargs or args), self.plate):
             if self.by is None:
                 return self.model(*args, **kwargs)
             return self._call_grouped(*args)
 
-    def members(self, arguments: Arguments) -> Members:
+    def members(self, arguments: Any) -> Members:
         """The members of a batch of units, passed as the arguments of this model."""
-        if self.by is None or isinstance(arguments, dict):
+        if self.by is None:
             count = rows.count(arguments) or 1
             return Members(count, count)
         units = arguments[0]
@@ -101,7 +100,7 @@ def _flatten(arguments: Any) -> Any:
 
 class _Unscaled(Messenger):
     """Pyro handler under which a subsampled plate is a whole one of the subsample's size, the plate
-    of the groups has a batch's members, and padded rows are masked out.
+    of the groups has a batch's members, padded rows are masked out, and members' latents never are.
 
     Args:
         members: the members of the batch.

@@ -20,7 +20,7 @@ from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.errors import ArgumentError, CallError, DataError
 from pyro_scale.marginal.anchor import find_modes
 from pyro_scale.marginal.grouped import GROUPS, PLACES, ROWS, SLOTS, USED, with_column
-from pyro_scale.marginal.integrated import Integrated, column_of
+from pyro_scale.marginal.integrated import Integrated, column_of, integrated_of
 from pyro_scale.marginal.summed import GroupedData
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.transforms import bijection
@@ -31,12 +31,6 @@ from pyro_scale.posterior.draws import PosteriorDraws
 _PROPOSALS, _FREEDOM, _WIDTH = 30, 6, 1.1
 #: Proposals of all members that are computed together.
 _AT_ONCE = 2**20
-
-
-def integrated_of(result: PosteriorDraws) -> Integrated | None:
-    """The integrated model of a run whose local latents were summed out; None for other runs."""
-    model = result.log_posterior.model
-    return model if isinstance(model, Integrated) else None
 
 
 def draw_latents(
@@ -56,7 +50,7 @@ def draw_latents(
     Raises:
         ArgumentError: the draws do not fit into memory.
     """
-    model = integrated_of(result)
+    model = integrated_of(result.log_posterior)
     assert model is not None
     total = result.positions.shape[:2].numel()
     members = model.local.model.members(units).count
@@ -138,7 +132,7 @@ def _parts(arguments: Any) -> tuple[Arguments, Tensor]:
 def with_modes(result: PosteriorDraws, data: TensorData) -> TensorData:
     """Other data of the same form as the run's, with the column of modes, those at the mean of the
     draws."""
-    model = integrated_of(result)
+    model = integrated_of(result.log_posterior)
     assert model is not None
     values = result.log_posterior.constrain(result.layout.unflatten(_mean(result)))
     members = model.local.model.members(data.arguments).count
@@ -165,7 +159,7 @@ def sharing_groups(data: Data) -> Tensor | None:
 def member_log_likelihood(result: PosteriorDraws, chunk: Chunk) -> dict[str, Tensor]:
     """log p(data | globals) of every member of a chunk of units at every draw, `[draws, members]`
     in nats, by the name of the observed sites."""
-    model = integrated_of(result)
+    model = integrated_of(result.log_posterior)
     assert model is not None
     units, modes = _parts(chunk.arguments)
 
@@ -183,14 +177,15 @@ def member_log_likelihood(result: PosteriorDraws, chunk: Chunk) -> dict[str, Ten
 def to_predict(
     result: PosteriorDraws, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[PosteriorDraws, Arguments]:
-    """(The draws with the user's own model, whose local latents are drawn: anew from the
-    population, or for groups of the run their own; the arguments for it).
+    """What `predictive.predict` takes, to predict with the user's own model: (draws of the globals,
+    with draws of the local latents of these rows' groups; the model's arguments). A group of the
+    run has latents given its data, a new group or row has latents from their prior.
 
     Args:
         result: draws of the globals.
         args, kwargs: the rows to predict, as the user's model takes them.
     """
-    model, data = integrated_of(result), _data_of(result)
+    model, data = integrated_of(result.log_posterior), _data_of(result)
     assert model is not None
     units, _ = _parts(data.arguments)
     example = rows.take(units, slice(0, 16))
@@ -252,7 +247,7 @@ def _with_latents(
         arguments: the rows to predict, as one unit.
         places: places of these rows' groups among those of the run; -1 for new groups.
     """
-    model = integrated_of(result)
+    model = integrated_of(result.log_posterior)
     assert model is not None
     names = [latent.name for latent in model.local.latents]
 

@@ -14,7 +14,7 @@ from pyro_scale.core.online_moments import Totals
 from pyro_scale.core.rows import Arguments, Model
 from pyro_scale.data.loaders import to_device
 from pyro_scale.errors import FileError
-from pyro_scale.marginal.integrated import Integrated
+from pyro_scale.marginal.integrated import integrated_of
 from pyro_scale.marginal.summed import examine_integrated, rebuild, to_rebuild
 from pyro_scale.model.fingerprint import first_difference, model_fingerprint
 from pyro_scale.model.init_strategies import InitFunction
@@ -69,9 +69,9 @@ def model_contents(
         layout: indices of each site's elements among all D unconstrained parameters.
         arguments: the batch on which the model was analyzed.
     """
-    start, model = _start(log_posterior), log_posterior.model
+    start, integrated = _start(log_posterior), integrated_of(log_posterior)
     return {
-        "summed": to_rebuild(model) if isinstance(model, Integrated) else None,
+        "summed": None if integrated is None else to_rebuild(integrated),
         "num_data": log_posterior.num_data,
         "arguments": arguments,
         "device": str(rows.device(arguments) or "cpu"),

@@ -18,7 +18,7 @@ from pyro_scale.diagnostics.policy import WEIGHTS
 from pyro_scale.diagnostics.psis import Psis, psis
 from pyro_scale.diagnostics.report import Report
 from pyro_scale.errors import ApproximationWarning, ArgumentError
-from pyro_scale.marginal.integrated import Integrated
+from pyro_scale.marginal.integrated import integrated_of
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.posterior import local_latents, predictive
 from pyro_scale.posterior.draws import PosteriorDraws
@@ -214,7 +214,7 @@ class GaussianPosterior(Posterior):
         held_out = None if calibrate is None else self._open(calibrate)
         fit = self.fit
         total = fit.num_starts * fit.num_draws
-        if isinstance(fit.log_posterior.model, Integrated):
+        if integrated_of(fit.log_posterior) is not None:
             if linearized or interval is not None:
                 raise ArgumentError(
                     "predict: linearized and interval are not for models whose latents were summed "

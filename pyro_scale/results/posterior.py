@@ -21,6 +21,7 @@ from pyro_scale.diagnostics.summary import summary
 from pyro_scale.diagnostics.table import diagnostics
 from pyro_scale.diagnostics.verdict import report_on_exact
 from pyro_scale.errors import ArgumentError, PyroScaleWarning
+from pyro_scale.marginal.integrated import integrated_of
 from pyro_scale.marginal.summed import open_rows
 from pyro_scale.posterior import export, local_latents, predictive
 from pyro_scale.posterior.draws import PosteriorDraws
@@ -157,7 +158,7 @@ class Posterior:
 
     def _latents(self, num_samples: int | None, seed: int) -> dict[str, Tensor]:
         result = self.kept_draws.every_draw
-        if local_latents.integrated_of(result) is None:
+        if integrated_of(result.log_posterior) is None:
             raise ArgumentError(
                 "no latents were summed out in this run: get_samples() has those of all sites"
             )
@@ -448,7 +449,7 @@ class Posterior:
         check_interval(interval, calibrate, reduce)
         result = self.kept_draws.every_draw
         predictive.check_model(result.log_posterior, "predict")
-        if local_latents.integrated_of(result) is None:
+        if integrated_of(result.log_posterior) is None:
             check_like_run(result.log_posterior, result.data, args, kwargs)
             arguments = result.log_posterior.bind(args, kwargs)
         else:
@@ -509,7 +510,7 @@ class Posterior:
         observed = predictive.observed_data(result, source)
         if observed:
             groups["observed_data"] = observed
-        is_summed = local_latents.integrated_of(result) is not None
+        is_summed = integrated_of(result.log_posterior) is not None
         if log_likelihood is None:
             log_likelihood = _is_small_enough(result, len(sites) + is_summed)
         if log_likelihood and (sites or is_summed):
@@ -612,7 +613,7 @@ class Posterior:
             CallError: the rows have other columns or dimensions than those of the run.
         """
         log_posterior = self.draws.log_posterior
-        if local_latents.integrated_of(self.draws) is not None:
+        if integrated_of(log_posterior) is not None:
             opened = open_rows(data)
             if not isinstance(opened, TensorData):
                 raise ArgumentError("data: local latents are summed out of tensors only")

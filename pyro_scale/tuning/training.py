@@ -320,9 +320,10 @@ def prepare_in_batches(
     problem = problem or prepare(data)
     num_data, size = problem.log_posterior.num_data, TRAINING.network_batch
     if tunes and num_data > size:
-        is_large = problem.engine.layout.size > GEOMETRY.dense
         # a unit takes all of its rows and nodes; local latents are summed out in batches
-        if problem.anchor is not None or (is_large and _has_local_latents(problem)):
+        if problem.anchor is not None:
+            problem = problem.in_batches_of(in_batches_of(size).batch_size)
+        elif problem.engine.layout.size > GEOMETRY.dense and _has_local_latents(problem):
             problem = try_batches(size) or problem
     is_small = num_data * problem.engine.layout.size <= TRAINING.few_numbers
     if tunes and not is_small and num_data > size and is_network(problem):
@@ -333,9 +334,7 @@ def prepare_in_batches(
 
 def _has_local_latents(problem: Problem) -> bool:
     """Whether a latent is in a plate of as many members as there are rows."""
-    sites, num_data = (
-        problem.log_posterior.model_info.sites.values(),
-        problem.log_posterior.num_data,
-    )
-    latents = [site for site in sites if site.kind == "latent"]
-    return any(frame.size == num_data for site in latents for frame in site.plates)
+    log_posterior = problem.log_posterior
+    latents = [log_posterior.model_info.sites[name] for name in log_posterior.latents]
+    frames = [frame for site in latents for frame in site.plates]
+    return any(frame.size == log_posterior.num_data for frame in frames)

@@ -29,15 +29,15 @@ CODE_LINES = {
     "exact": 557,
     "infer": 4027,
     "kernels": 1095,
-    "marginal": 1083,
+    "marginal": 1085,
     "metrics": 529,
     "model": 4135,
-    "posterior": 2551,
-    "results": 957,
+    "posterior": 2548,
+    "results": 958,
     "rng": 643,
     "run": 2197,
     "storage": 569,
-    "tuning": 3008,
+    "tuning": 3007,
 }
 #: Of the whole package.
 MOST = {
@@ -48,7 +48,7 @@ MOST = {
     "most imports of a file": 32,
     "numeric constants of modules": 307,
     "numeric defaults of fields": 270,
-    "isinstance, hasattr and case": 530,
+    "isinstance, hasattr and case": 526,
     "Any and object": 1093,
 }
 _NO_CODE = {
