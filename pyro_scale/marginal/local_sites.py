@@ -209,6 +209,13 @@ def recognize(model: UnitModel, example: Arguments, seed: int) -> LocalSites | N
     latents = []
     for name in dims:
         site = full[name]
+        if site.kind == "enumerated" and model.plate in [frame.name for frame in site.plates]:
+            raise SiteError(
+                f"site '{name}': a discrete latent of every group is not summed out over the "
+                "group's rows: pass data with one row for every group, and its observations as "
+                "columns; discrete latents of a row are enumerated",
+                code="local-latent",
+            )
         if site.kind == "latent" and site.unconstrained is not None:
             latents.append(_local_latent(model, site, dims[name]))
     if not latents:
@@ -316,9 +323,14 @@ def _check_independent(
     for name, log_prob in terms.items():
         joined = torch.cat([half[name] for half in of_halves])
         if not close(log_prob, joined):
+            values_of_groups = (
+                "a tensor with a value for every group has to be an argument of the model, which "
+                "Grouped(..., groups=) passes along; if there is none, "
+            )
             raise SiteError(
-                f"site '{name}': the density of a row or group depends on other rows or groups, or "
-                f"on their latents, so {local.names} cannot be summed out one by one; {SAMPLE_ALL}",
+                f"site '{name}': the density of a {local.unit} depends on other {local.unit}s, or "
+                f"on their latents, so {local.names} cannot be summed out one by one; "
+                f"{values_of_groups if local.unit == 'group' else ''}{SAMPLE_ALL}",
                 code="local-latent",
             )
     for name, log_prob in outside[0].items():
