@@ -27,8 +27,8 @@ from pyro_scale.model.transforms import bijection
 from pyro_scale.posterior.draws import PosteriorDraws
 
 #: Proposals of which one is a draw of a member's latents, and the degrees of freedom and the sds of
-#: the t distribution that they are from. Sds of draws are .5% too large with 30, 1% with 10.
-_PROPOSALS, _FREEDOM, _WIDTH = 30, 6, 1.1
+#: the t distribution that they are from.
+_PROPOSALS, _FREEDOM, _WIDTH = 10, 2, 1.1
 #: Proposals of all members that are computed together.
 _AT_ONCE = 2**20
 
@@ -39,7 +39,8 @@ def draw_latents(
     """Draws of the local latents of all members of some units, one given each draw of the globals:
     constrained values `[draws, members, ...]` by site.
 
-    Each is chosen among proposals by its importance weight.
+    Each is the first of some proposals that is accepted, by rejection sampling whose bound is the
+    largest importance weight among them.
 
     Args:
         result: draws of the globals.
@@ -81,14 +82,15 @@ def _draw(
     around = model.gaussians(values, units, modes)
     shape = (_PROPOSALS, *around.center.shape)
     like = around.center
-    chi2 = torch.randn(*shape, _FREEDOM, dtype=like.dtype, device=like.device).square().sum(-1)
+    chi2 = -2 * torch.rand(shape, dtype=like.dtype, device=like.device).log()  # of 2 degrees
     x = torch.randn(shape, dtype=like.dtype, device=like.device) * (_FREEDOM / chi2).sqrt()
     z = around.points(_WIDTH * x)
     log_joint = torch.vmap(lambda z: model.local.log_joint(values, z, units))(z)
     log_weights = log_joint + (_FREEDOM + 1) / 2 * (x.square() / _FREEDOM).log1p().sum(-1)
-    gumbel = -(-torch.rand_like(log_weights).log()).log()
-    best = (log_weights + gumbel).argmax(0)
-    chosen = z.gather(0, best[None, :, None].expand(1, *like.shape))[0]
+    log_weights = log_weights.nan_to_num(-torch.inf)
+    is_accepted = torch.rand_like(log_weights).log() < log_weights - log_weights.amax(0)
+    first = is_accepted.int().argmax(0)
+    chosen = z.gather(0, first[None, :, None].expand(1, *like.shape))[0]
     sites = model.local.run(values, chosen, units)
     return {
         latent.name: sites[latent.name].value.movedim(latent.batch_dims + latent.dim, 0)
