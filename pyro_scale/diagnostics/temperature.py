@@ -400,7 +400,8 @@ def _most_gradients(
         step: number of steps that the run took.
         work: limits on the number of gradients.
     """
-    of_draw = size * (problem.engine.layout.size + work.params_per_row)
+    row_work = problem.log_posterior.model_info.row_work
+    of_draw = size * row_work * (problem.engine.layout.size + work.params_per_row)
     most = max(work.enough, work.most // of_draw)
     most = min(work.most_draws, most) if problem.engine.vectorized else work.one_by_one
     per_chain = max(1, most // positions.shape[0])
@@ -464,7 +465,8 @@ def _for_gradients(
     engine, exact = problem.engine, problem.log_posterior
     if isinstance(problem.data, TensorData) and problem.features is None:
         total = rows.count(problem.data.arguments) or 1
-        needed = work.enough * total * (engine.layout.size + work.params_per_row)
+        row_work = exact.model_info.row_work
+        needed = work.enough * total * row_work * (engine.layout.size + work.params_per_row)
         if needed <= (4 * work.most if engine.density is exact else work.most):
             engine = dataclasses.replace(engine, density=exact)
             return engine, WholeData(problem.data.arguments), total

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -282,7 +282,10 @@ def examine_integrated(program: Program, arguments: Arguments, *others: Any) -> 
     matter: they depend on no data."""
     info = examine_model(program, arguments, *others)
     two = rows.map_rows(torch.clone, rows.take(info.example, slice(0, 2)))  # no views of all units
-    return dataclasses.replace(info, example=two)
+    model = cast(Integrated, program.model)
+    units, _ = cast(tuple[Arguments, Tensor], two)
+    row_work = model.num_nodes * model.local.model.members(units).rows_of_unit
+    return dataclasses.replace(info, example=two, row_work=row_work)
 
 
 def to_rebuild(integrated: Integrated) -> dict[str, Any]:

@@ -33,6 +33,11 @@ class Members:
     of_rows: Tensor | None = None
     used: Tensor | None = None
 
+    @property
+    def rows_of_unit(self) -> int:
+        """The number of rows of a unit, padding included."""
+        return 1 if self.of_rows is None else len(self.of_rows) // self.units
+
     def add_up(self, of_rows: Tensor) -> Tensor:
         """Sums over the rows of each member, `[n]`, of values of rows, `[rows]`."""
         if self.of_rows is None or self.used is None:

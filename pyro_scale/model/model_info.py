@@ -44,6 +44,7 @@ class ModelInfo:
         validated: names of the sites whose values are checked against their support.
         weights: names of the latents that are weights of a network's layers.
         kept: for latents with elements that masks leave out, the elements that are params.
+        row_work: what a row takes to compute, in rows of an ordinary model; for budgets.
     """
 
     sites: Mapping[str, Site]
@@ -61,6 +62,7 @@ class ModelInfo:
     validated: frozenset[str] = frozenset()
     weights: frozenset[str] = frozenset()
     kept: Mapping[str, Kept] = field(default_factory=dict)
+    row_work: int = 1
 
     @property
     def is_function(self) -> bool:

@@ -54,9 +54,10 @@ def with_geometry(
     """
     size = full_data.layout.size
     affordable, few = (max(GEOMETRY.least_rows, work // size) for work in GEOMETRY.work)
-    density, num_data = full_data, problem.log_posterior.num_data
-    if num_data > min(GEOMETRY.most_rows, affordable):
-        density = full_data.of_some_rows(min(GEOMETRY.most_rows, few), problem.seed)
+    density, row_work = full_data, problem.log_posterior.model_info.row_work
+    if problem.log_posterior.num_data * row_work > min(GEOMETRY.most_rows, affordable):
+        most_rows = max(GEOMETRY.least_rows, min(GEOMETRY.most_rows, few) // row_work)
+        density = full_data.of_some_rows(most_rows, problem.seed)
     modes, gaussian = None, settings.precondition
     form = _form(gaussian, problem.positions.shape[1])
     temperature = float(problem.engine.kernel.values(0)["temperature"])
