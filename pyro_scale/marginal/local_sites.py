@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -220,20 +220,15 @@ def recognize(model: UnitModel, example: Arguments, seed: int) -> LocalSites | N
             latents.append(_local_latent(model, site, dims[name]))
     if not latents:
         return None
-    terms = {name: term.log_prob.shape for name, term in terms_of(full).items()}
-    of_part = {name: term.log_prob.shape for name, term in terms_of(part.sites).items()}
-    term_dims = _following(terms, of_part)
-    priors = {latent.name for latent in latents}
-    observed = [name for name in term_dims if name not in priors]
     plates = {frame.name for name in dims for frame in full[name].plates}
-    local = LocalSites(
-        model,
-        tuple(latents),
-        term_dims,
-        frozenset(dims) | plates,
-        "+".join(observed) or "log_lik",
-        free_dim(full),
+    hidden = frozenset(dims) | plates
+    local = LocalSites(model, tuple(latents), {}, hidden, "log_lik", free_dim(full))
+    term_dims = _following(
+        _term_shapes(local, drawn[0], whole), _term_shapes(local, part, halves[0])
     )
+    priors = {latent.name for latent in latents}
+    observed = "+".join(name for name in term_dims if name not in priors)
+    local = replace(local, dims=term_dims, observed=observed or local.observed)
     _check_sizes(local, full)
     for run in drawn:
         _check_independent(local, run, whole, halves)
@@ -275,6 +270,13 @@ def _following(full: Mapping[str, torch.Size], part: Mapping[str, torch.Size]) -
         if follow:
             dims[name] = follow[0]
     return dims
+
+
+def _term_shapes(local: LocalSites, run: Recorder, arguments: Arguments) -> dict[str, torch.Size]:
+    """Shapes of the terms at the values of a run, with enumerated sites summed out, by name."""
+    with torch.no_grad():
+        sites = local.run(globals_of(local, run), _latents_of(local, run), arguments)
+    return {name: term.log_prob.shape for name, term in terms_of(sites).items()}
 
 
 def _local_latent(model: UnitModel, site: Site, dim: int) -> LocalLatent:
