@@ -47,4 +47,3 @@ def test_coefficients_and_their_sds_are_those_of_least_squares():
     mean, sd = least_squares(x, group, y)
     np.testing.assert_allclose(gaussian.mean.numpy(), mean, rtol=1e-3)
     np.testing.assert_allclose(gaussian.variance.sqrt().numpy(), sd, rtol=1e-3)
-    print(gaussian.mean.numpy() / mean - 1, gaussian.variance.sqrt().numpy() / sd - 1)

@@ -1,5 +1,7 @@
 """The integrated log density, its gradients and biases, against closed forms and dense grids."""
 
+import math
+
 import integrals
 import pyro
 import pyro.distributions as dist
@@ -54,6 +56,51 @@ def test_log_marginals_are_those_of_a_dense_grid(make):
 def test_log_marginals_with_a_coin_a_row(make):
     """These rows are not log-concave, so that nodes are right near their place only."""
     check(make(), [(1.0, 0.0), (1.2, 0.1), (0.5, -0.2)], 1e-5)
+
+
+def test_observations_of_a_row_that_share_a_coin():
+    torch.manual_seed(0)
+    coin = (torch.rand(40) < 0.6).double()
+    x, y = 2 * coin + torch.randn(40), torch.poisson((1 + 0.4 * torch.randn(40)).exp())
+
+    def model(x, y):
+        b, tau = pyro.sample("b", dist.Normal(0.0, 2.0)), integrals._scale()
+        with pyro.plate("rows", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, tau))
+            coin = pyro.sample("coin", dist.Bernoulli(0.6), infer={"enumerate": "parallel"})
+            pyro.sample("x", dist.Normal(2 * coin, 1.0), obs=x)
+            pyro.sample("y", dist.Poisson((b + 0.2 * coin + z).exp()), obs=y)
+
+    def truth(b, tau):
+        def log_lik(u):
+            parts = []
+            for value, share in [(0.0, 0.4), (1.0, 0.6)]:
+                rate = (b + 0.2 * value + tau * u).exp()
+                of_x = dist.Normal(2 * value, 1.0).log_prob(x)
+                parts.append(math.log(share) + of_x + dist.Poisson(rate).log_prob(y))
+            return torch.logaddexp(*parts)
+
+        return integrals.over_grid(log_lik)
+
+    case = integrals.Case(model, (x, y), integrals.tensors(b=1.0, tau=0.4), truth)
+    check(case, [(1.0, 0.0), (1.2, 0.1)], 1e-6)
+
+
+def test_a_mode_beyond_a_flat_stretch_is_found():
+    """At zero the log density rises steeply and hardly bends, so that a Newton step goes 40 times
+    too far."""
+    y = torch.tensor([1.0, 3.0])
+
+    def model(y):
+        b = pyro.sample("b", dist.Normal(0.0, 10.0))
+        with pyro.plate("rows", len(y)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Poisson((b + 20 * z).exp()), obs=y)
+
+    def truth(b):
+        return integrals.over_grid(lambda u: dist.Poisson((b + 20 * u).exp()).log_prob(y))
+
+    check(integrals.Case(model, (y,), integrals.tensors(b=-10.0), truth), [(1.0, 0.0)], 1e-4)
 
 
 @pytest.mark.parametrize("tau", [0.01, 0.1, 1.0, 10.0, 30.0])
