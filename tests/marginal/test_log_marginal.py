@@ -100,7 +100,7 @@ def test_a_mode_beyond_a_flat_stretch_is_found():
     def truth(b):
         return integrals.over_grid(lambda u: dist.Poisson((b + 20 * u).exp()).log_prob(y))
 
-    check(integrals.Case(model, (y,), integrals.tensors(b=-10.0), truth), [(1.0, 0.0)], 1e-4)
+    check(integrals.Case(model, (y,), integrals.tensors(b=-10.0), truth), [(1.0, 0.0)], 1e-3)
 
 
 @pytest.mark.parametrize("tau", [0.01, 0.1, 1.0, 10.0, 30.0])
