@@ -50,7 +50,6 @@ class AnchorPolicy:
         sd_bias: largest predicted relative bias of an sd.
         local_steps: most Newton steps to a member's mode.
         local_gain: gain of a Newton step, in nats, below which a member is at its mode.
-        shorter: factor on a Newton step to a member's mode that gains nothing, for the next one.
         refining: passes that the steps through all units count as.
         chunk: rows whose derivatives are computed together.
     """
@@ -65,7 +64,6 @@ class AnchorPolicy:
     sd_bias: float = 0.01
     local_steps: int = 30
     local_gain: float = 1e-4
-    shorter: float = 0.05
     refining: float = 4.0
     chunk: int = 2**17
 
@@ -370,7 +368,7 @@ def find_modes(
         # where curvature is slight, a step may be far too long: then a shorter one is tried
         is_too_long = new <= value
         gain, value, steps = torch.where(is_too_long, predicted, new - value), new, steps + 1
-        reach = torch.where(is_too_long, reach * ANCHOR.shorter, 1.0)
+        reach = torch.where(is_too_long, reach / 20, 1.0)
     eigenvalues = torch.linalg.eigvalsh(-derivatives(log_joint, z)[1])[:, 0]
     is_flat = (eigenvalues <= 0) | (gain > 1)
     return z, int(is_flat.sum()), steps

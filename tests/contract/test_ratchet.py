@@ -29,7 +29,7 @@ CODE_LINES = {
     "exact": 557,
     "infer": 4027,
     "kernels": 1095,
-    "marginal": 1085,
+    "marginal": 1088,
     "metrics": 529,
     "model": 4135,
     "posterior": 2548,
