@@ -166,6 +166,7 @@ class _Search:
 
     def __init__(self, local: LocalSites, units: Arguments, seed: int):
         self._local, self._units = local, units
+        self._examined: dict[int, LogPosterior] = {}
         self.num_units = rows.count(units) or 1
         self.passes = 0.0
         self._counts = [k for k in ANCHOR.counts if k**local.num_dims <= ANCHOR.most_nodes]
@@ -185,9 +186,15 @@ class _Search:
     ) -> tuple[LogPosterior, TensorData]:
         """(The integrated model of some units as if they were all; its data)."""
         size = rows.count(units) or 1
-        log_posterior = LogPosterior(Integrated(self._local, count, self.is_far), size)
         data = TensorData((units, column_of(modes, size)), size)
-        log_posterior.prepare(rows.take(data.arguments, slice(0, 16)))
+        model = Integrated(self._local, count, self.is_far)
+        if size not in self._examined:
+            self._examined[size] = log_posterior = LogPosterior(model, size)
+            log_posterior.prepare(rows.take(data.arguments, slice(0, 16)))
+        # sites and scaling are the same for every number of nodes
+        info = self._examined[size].model_info
+        log_posterior = self._examined[size].of_model(model, size, lambda *_: info)
+        log_posterior.prepare(data.arguments)
         return log_posterior, data
 
     def _density(self, count: int, units: Arguments, modes: Tensor) -> FullDataDensity:
