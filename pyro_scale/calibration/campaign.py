@@ -21,6 +21,7 @@ from pyro_scale.calibration.quantities import LOGLIK, Quantity, Ranked, rank
 from pyro_scale.calibration.results import SBC
 from pyro_scale.calibration.simulations import AT_ONCE
 from pyro_scale.calibration.stack import Stack
+from pyro_scale.calibration.summed_out import SummedOut
 from pyro_scale.calibration.truth import Truth
 from pyro_scale.core.memory import bytes_of
 from pyro_scale.core.rows import Arguments
@@ -60,7 +61,7 @@ class Campaign:
 
     truth: Truth
     stack: Stack
-    fitter: Fitter
+    fitter: Fitter | SummedOut
     quantities: Mapping[str, Quantity]
     predict_at: Arguments | None
     count: int
@@ -186,9 +187,12 @@ class Campaign:
                     f"resume: it was run with {name}={earlier.attrs.get(name)}, and not {value}: "
                     "pass the arguments of the interrupted call"
                 )
-        names = {*self.truth.fitted.latents, LOGLIK, *self.quantities}
+        fitted = self.truth.fitted
+        sites = fitted.log_posterior.model_info.sites
+        latents = fitted.select_ranked({name: sites[name].value for name in fitted.latents})
+        names = {*latents, LOGLIK, *self.quantities}
         if self.predict_at is not None:
-            names |= {f"{name} (predicted)" for name in self.truth.fitted.places}
+            names |= {f"{name} (predicted)" for name in fitted.places}
         if names != set(earlier.ranks):
             differs = "its model or its quantities differ"
         elif earlier.attrs.get("rows") != self._rows:
@@ -280,16 +284,14 @@ class Campaign:
         )
 
     def _data(self, number: int) -> Any:
-        """The data set of one simulation, drawn again, as the arguments of the fitted model; for
-        `SBC.data`.
+        """The data set of one simulation, drawn again, as it is passed to a method; for `SBC.data`.
 
         Args:
             number: number of the simulation, from 0.
         """
         params = self.truth.params(self.count, self.seed)
         observed = self.truth.observed(params, number, number + 1, self.seed)
-        model = self.truth.fitted
-        return model.fill_arguments({name: table[0] for name, table in observed.items()})
+        return self.truth.fitted.data_set({name: table[0] for name, table in observed.items()})
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ class OneByOne:
                 arguments = stack.arguments(torch.tensor(number))
                 draws, is_independent = self.run(arguments, seed, modes[number])
             except (PyroScaleError, RuntimeError, ValueError) as error:
-                failed[number] = " ".join(format(error).split())[:_MOST_LETTERS]
+                failed[number] = in_one_line(error)
                 if len(failed) == stack.num_chains:  # the call is wrong, not the data
                     raise
             if draws is None:
@@ -203,6 +203,11 @@ class OneByOne:
             stack.log_posterior.constrain(stack.layout.unflatten(mean)) if is_mode else None
             for mean, is_mode in zip(modes.mean, modes.is_mode.tolist(), strict=True)
         ]
+
+
+def in_one_line(error: Exception) -> str:
+    """The message of an error for the list of failed simulations, shortened."""
+    return " ".join(format(error).split())[:_MOST_LETTERS]
 
 
 Fitter: TypeAlias = Stacked | StackedNUTS | StackedFit | OneByOne

@@ -138,7 +138,8 @@ def rank(
         shared, tables = stack.arguments(number // count)
         params = stack.layout.unflatten(take_one(positions, number))
         sites = stack.log_posterior.run(params, (shared, tables)).sites
-        values = {site.name: site.value for site in sites.values() if site.kind == "latent"}
+        latents = {site.name: site.value for site in sites.values() if site.kind == "latent"}
+        values = model.select_ranked(latents)
         log_liks = [
             (term.log_prob * term.scale).sum().double()
             for term in terms_of(sites).values()

@@ -19,9 +19,12 @@ from pyro_scale.calibration.observed_sites import ObservedSite
 from pyro_scale.calibration.stack import take_one
 from pyro_scale.core import rows
 from pyro_scale.core.exclusive import own_generator
-from pyro_scale.core.rows import Arguments
+from pyro_scale.core.rows import Arguments, DataLike
+from pyro_scale.core.validation import evenly
 from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.errors import ArgumentError, DataError, ModelError, SiteError
+from pyro_scale.marginal.grouped import Grouped
+from pyro_scale.marginal.local_sites import LocalSites
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.observation_checks import inside_support
 from pyro_scale.model.sites import Site
@@ -32,6 +35,8 @@ from pyro_scale.rng.seeds import Purpose, derived_seed
 #: Number of data sets that are drawn with one seed, always: so a data set does not depend on how
 #: many are drawn.
 AT_ONCE = 20
+#: Rows or groups whose latents are ranked, if these are summed out.
+_MOST_RANKED = 5
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,16 @@ class Generator:
         covariates: dict from a name to the index, among the flattened arguments, of a tensor whose
             rows are drawn anew for each data set, with replacement; empty if all data sets share
             the covariates.
+        grouped: the rows by group, as the user passed them; None for rows without groups.
+        summed: the local latents, if fits sum them out; None otherwise.
     """
 
     log_posterior: LogPosterior
     arguments: Arguments
     places: Mapping[str, ObservedSite]
     covariates: Mapping[str, int] = field(default_factory=dict)
+    grouped: Grouped | None = None
+    summed: LocalSites | None = None
 
     @classmethod
     def from_model(cls, log_posterior: LogPosterior, arguments: Arguments) -> Generator:
@@ -152,6 +161,31 @@ class Generator:
         for name, leaf in self.covariates.items():
             leaves[leaf] = tables[name]
         return pytree.tree_unflatten(leaves, structure)
+
+    def data_set(self, tables: Mapping[str, Tensor]) -> DataLike | Grouped:
+        """One data set as a user passes it to a method; `tables` as for `fill_arguments`."""
+        arguments = self.fill_arguments(tables)
+        return arguments if self.grouped is None else self.grouped.with_rows(arguments)
+
+    def select_ranked(self, latents: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The latents that are ranked: all, but of one that fits sum out those of a few rows or
+        groups, spread over the data, each by a name like `z[12]`.
+
+        Args:
+            latents: constrained values of one draw, by site.
+        """
+        selected = dict(latents)
+        for latent in () if self.summed is None else self.summed.latents:
+            value = selected.pop(latent.name)
+            for i in evenly(value.shape[latent.axis], _MOST_RANKED).tolist():
+                selected[f"{latent.name}[{i}]"] = value.select(latent.axis, i)
+        return selected
+
+    @property
+    def varying(self) -> list[int]:
+        """Indices, among the flattened arguments, of tensors that differ between data sets."""
+        leaves = {place.leaf for place in self.places.values()} | set(self.covariates.values())
+        return sorted(leaf for leaf in leaves if leaf is not None)
 
     def prior_draws(self, count: int, seed: int) -> dict[str, Tensor]:
         """Draws of the unconstrained latents from their priors, by site, `[count, ...]`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
@@ -12,8 +13,10 @@ from torch import Tensor
 from pyro_scale.calibration.campaign import Campaign
 from pyro_scale.calibration.quantities import Quantity, check_quantities, check_values
 from pyro_scale.calibration.results import SBC, SBCComparison
+from pyro_scale.calibration.fitters import Fitter
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.stack import Stack
+from pyro_scale.calibration.summed_out import SummedOut
 from pyro_scale.calibration.truth import FromPosterior, FromPrior, Truth
 from pyro_scale.core import rows
 from pyro_scale.core.rows import DataLike, Model
@@ -32,7 +35,8 @@ from pyro_scale.infer.sampler_setup import asked_hyperparameters
 from pyro_scale.infer.sbc_fitters import fitter_for
 from pyro_scale.infer.vi import IVON, VI
 from pyro_scale.kernels import Hyperparameters
-from pyro_scale.marginal.summed import check_not_summed
+from pyro_scale.marginal.grouped import Grouped
+from pyro_scale.marginal.summed import Marginal, is_summed, local_sites, open_rows
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.rng.seeds import choose_seed
@@ -178,7 +182,7 @@ def sbc(
         seed = _seed_of(resume, count)
     _check(inference, method, settings)
     if isinstance(inference, Sampler | VI | IVON) and "batch_size" not in settings:
-        of_loader = open_data(data, None, inference._num_data).batch_size
+        of_loader = inference._open(data, None).batch_size
         settings |= {} if of_loader is None else {"batch_size": of_loader}
     truth = _truth(inference, data, method, simulator, as_flag("resample", resample))
     predict_at = None if predictive is None else rows.as_arguments(predictive)
@@ -217,12 +221,13 @@ def _campaign(
     first = truth.observed(truth.params(1, seed), 0, 1, seed)
     problem = _problem(truth.fitted, first, seed)
     stack = _stack(truth.fitted, first, problem, inference, settings, seed)
-    _check_batches(truth, stack)
+    if truth.fitted.summed is None:
+        _check_batches(truth, stack)
     check_values(truth, stack, quantities, predict_at, seed)
     return Campaign(
         truth=truth,
         stack=stack,
-        fitter=fitter_for(inference, problem, stack, settings),
+        fitter=_fitter(inference, problem, stack, settings, truth.fitted),
         quantities=quantities,
         predict_at=predict_at,
         count=count,
@@ -235,6 +240,25 @@ def _campaign(
             **{name: str(value) for name, value in settings.items()},
         },
     )
+
+
+def _fitter(
+    inference: Method,
+    problem: Problem,
+    stack: Stack,
+    settings: Mapping[str, Any],
+    fitted: Generator,
+) -> Fitter | SummedOut:
+    """What fits the method under test to data sets, with local latents summed out if the user asks
+    for that. Arguments as for `fitter_for`, and the model under test with its covariates."""
+    if fitted.summed is None:
+        return fitter_for(inference, problem, stack, settings)
+
+    def fitter_of(problem: Problem, stack: Stack) -> Fitter:
+        of_units = {"batch_size": stack.batch_size} if "batch_size" in settings else {}
+        return fitter_for(inference, problem, stack, {**settings, **of_units})
+
+    return SummedOut(fitted, fitted.summed, stack.batch_size, fitter_of)
 
 
 # ------------------------------------------------------------------ what is simulated
@@ -262,14 +286,25 @@ def _truth(
             data are not those of the method's run.
     """
     opened = inference._open(data, None)
-    check_not_summed(inference.model, opened, "sbc")
-    arguments = opened.first()
+    grouped = data if isinstance(data, Grouped) else None
+    arguments = opened.first() if grouped is None else grouped.rows
     if opened.batch_size is not None:  # a loader
         arguments = rows.concatenate(list(opened.in_order()))
     num_data = inference._num_data or rows.count(arguments)
+    local = None
+    if is_summed(inference.model, opened):
+        if method == "posterior" or (grouped is not None and resample):
+            raise ArgumentError(
+                "sbc: with local latents summed out, latents are drawn from the prior, and groups "
+                "have the rows of the data: leave method='posterior' and resample out"
+            )
+        local = local_sites(inference.model, open_rows(grouped or arguments), seed=0)
 
     def generator_of(model: Model) -> Generator:
+        model = model.model if isinstance(model, Marginal) else model
+        model = model if grouped is None else grouped.on_rows(model)
         generator = Generator.from_model(as_log_posterior(model, num_data), arguments)
+        generator = dataclasses.replace(generator, grouped=grouped, summed=local)
         return generator.with_resampled_covariates() if resample else generator
 
     if method == "posterior":
@@ -368,7 +403,13 @@ def _check_batches(truth: Truth, stack: Stack) -> None:
         fitted = truth.fitted
         opened = open_data(fitted.arguments, stack.batch_size, stack.num_data)
         log_posterior = as_log_posterior(fitted.log_posterior.model, stack.num_data)
-        prepare(log_posterior, opened, Hyperparameters(), None, 1, stack.seeds[0])
+        problem = prepare(log_posterior, opened, Hyperparameters(), None, 1, stack.seeds[0])
+        if problem.anchor is not None:
+            latents = " and ".join(f"'{latent.name}'" for latent in problem.anchor.latents)
+            raise ArgumentError(
+                f"sbc: with batch_size, latents of each row ({latents}) are summed out: pass "
+                "ps.marginalize(model) as the method's model"
+            )
 
 
 # ------------------------------------------------------------------ arguments

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_scale.core import rows as rows_module
-from pyro_scale.core.rows import Arguments, DataLike
+from pyro_scale.core.rows import Arguments, DataLike, Model
 from pyro_scale.data.open import open_data
 from pyro_scale.errors import ArgumentError, DataError
 
@@ -76,6 +76,16 @@ class Grouped:
             f"<Grouped: {len(self.index):,} rows in {self.num_groups:,} groups of "
             f"{int(lengths.min())} to {int(lengths.max())}>"
         )
+
+    def with_rows(self, rows: Arguments) -> Grouped:
+        """Other values of the same rows, in the same groups."""
+        return Grouped(rows, self.by, self.groups)
+
+    def on_rows(self, model: Model) -> Model:
+        """The model as a function of the rows alone, with the values of groups filled in."""
+        by_name = self.groups if isinstance(self.groups, dict) else {}
+        by_place = () if by_name else tuple(self.groups)
+        return lambda *args, **kwargs: model(*args, *by_place, **kwargs, **by_name)
 
     def relabel(self, arguments: Any, by: int | str) -> tuple[np.ndarray, Tensor]:
         """(The labels that some rows have, each once; the place of each row's among them,

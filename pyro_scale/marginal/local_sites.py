@@ -50,13 +50,18 @@ class LocalLatent:
     shape: torch.Size
 
     @property
+    def axis(self) -> int:
+        """The members' axis of the site's value, counted from the left."""
+        return self.batch_dims + self.dim
+
+    @property
     def size(self) -> int:
         """The number of unconstrained elements of one member."""
         return math.prod(self.shape)
 
     def unconstrained(self, z: Tensor) -> Tensor:
         """The site's unconstrained value, from those of the members, `[n, size]`."""
-        return z.reshape(-1, *self.shape).movedim(0, self.batch_dims + self.dim)
+        return z.reshape(-1, *self.shape).movedim(0, self.axis)
 
 
 class _AtValues(Recorder):
@@ -298,7 +303,7 @@ def _latents_of(local: LocalSites, run: Recorder) -> Tensor:
     for latent in local.latents:
         value = run.sites[latent.name].unconstrained
         assert value is not None
-        first = value.movedim(latent.batch_dims + latent.dim, 0)
+        first = value.movedim(latent.axis, 0)
         parts.append(first.reshape(len(first), -1))
     return torch.cat(parts, 1)
 

@@ -20,7 +20,7 @@ from pyro_scale.errors import ArgumentError, DataError, PlateError, PyroScaleErr
 from pyro_scale.marginal.anchor import Anchor, find_anchor
 from pyro_scale.marginal.grouped import SLOTS, Grouped
 from pyro_scale.marginal.integrated import Integrated
-from pyro_scale.marginal.local_sites import find_plate, recognize
+from pyro_scale.marginal.local_sites import LocalSites, find_plate, recognize
 from pyro_scale.marginal.units import UnitModel
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import ModelInfo
@@ -247,7 +247,20 @@ def sum_out(
         ArgumentError: the latents that the user names are not the local ones.
         SiteError, PlateError: the model has no local latents, or they cannot be summed out.
     """
-    asked = log_posterior.model
+    local = local_sites(log_posterior.model, data, seed, refusal)
+    with _named_rows(data):
+        anchor = find_anchor(local, data.arguments, seed)
+    num_data = rows.count(data.arguments)
+    integrated = dataclasses.replace(data, arguments=anchor.arguments, num_data=num_data)
+    return Summed(
+        log_posterior.of_model(anchor.model, num_data, examine_integrated), integrated, anchor
+    )
+
+
+def local_sites(
+    asked: Model, data: TensorData, seed: int, refusal: SiteError | None = None
+) -> LocalSites:
+    """The local latents of a user's model. Arguments and errors as for `sum_out`."""
     model = asked.model if isinstance(asked, Marginal) else asked
     names = asked.names if isinstance(asked, Marginal) else ()
     unit_model, example = _unit_model(model, data)
@@ -268,13 +281,7 @@ def sum_out(
             f"marginalize: the local latents of the model are {found}, not {list(names)}; all of "
             "them are summed out"
         )
-    with _named_rows(data):
-        anchor = find_anchor(local, data.arguments, seed)
-    num_data = rows.count(data.arguments)
-    integrated = dataclasses.replace(data, arguments=anchor.arguments, num_data=num_data)
-    return Summed(
-        log_posterior.of_model(anchor.model, num_data, examine_integrated), integrated, anchor
-    )
+    return local
 
 
 def examine_integrated(program: Program, arguments: Arguments, *others: Any) -> ModelInfo:

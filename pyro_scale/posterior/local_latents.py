@@ -93,7 +93,7 @@ def _draw(
     chosen = z.gather(0, first[None, :, None].expand(1, *like.shape))[0]
     sites = model.local.run(values, chosen, units)
     return {
-        latent.name: sites[latent.name].value.movedim(latent.batch_dims + latent.dim, 0)
+        latent.name: sites[latent.name].value.movedim(latent.axis, 0)
         for latent in model.local.latents
     }
 
@@ -265,10 +265,9 @@ def _with_latents(
         seed = int(torch.randint(2**31, ()))
         drawn = draw_latents(result, units, modes, seed)
         for latent in model.local.latents:
-            axis = latent.batch_dims + latent.dim
-            first = values[latent.name].movedim(1 + axis, 1).clone()
+            first = values[latent.name].movedim(1 + latent.axis, 1).clone()
             first[:, seen] = drawn[latent.name][:, kept]
-            values[latent.name] = first.movedim(1, 1 + axis)
+            values[latent.name] = first.movedim(1, 1 + latent.axis)
     priors = plain.log_posterior.simulate(
         plain.layout.unflatten(plain.positions[0, 0]), arguments
     ).sites
