@@ -58,6 +58,7 @@ class SummedOut:
     local: LocalSites
     batch_size: int | None
     fitter_of: Callable[[Problem, Stack], Fitter]
+    _examined: dict[int, LogPosterior] = field(default_factory=dict)
     _prepared: dict[int, tuple[Stack, Fitter]] = field(default_factory=dict)
 
     most_at_once = 100
@@ -106,7 +107,7 @@ class SummedOut:
             data: TensorData = open_rows(self.generator.data_set(tables), self.batch_size)
             units, count = data.arguments, rows.count(data.arguments) or 1
             try:
-                anchor = find_anchor(self.local, units, seed)
+                anchor = find_anchor(self.local, units, seed, self._examined)
                 models.append(anchor.model)
                 arguments = anchor.arguments
             except PyroScaleError as error:

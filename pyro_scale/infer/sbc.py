@@ -27,7 +27,7 @@ from pyro_scale.data.row_sampler import check_sampling
 from pyro_scale.data.sources import TensorData
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
-from pyro_scale.errors import ArgumentError, CallError
+from pyro_scale.errors import ArgumentError, CallError, PlateError, SiteError
 from pyro_scale.infer.map import MAP
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.sampler import Sampler
@@ -305,6 +305,7 @@ def _truth(
         model = model if grouped is None else grouped.on_rows(model)
         generator = Generator.from_model(as_log_posterior(model, num_data), arguments)
         generator = dataclasses.replace(generator, grouped=grouped, summed=local)
+        _check_summed(generator)
         return generator.with_resampled_covariates() if resample else generator
 
     if method == "posterior":
@@ -326,6 +327,31 @@ def _truth(
     if simulator is None:
         return FromPrior(fitted, fitted)
     return FromPrior.from_models(fitted, generator_of(simulator))
+
+
+def _check_summed(generator: Generator) -> None:
+    """Raises if data sets of a model whose local latents are summed out would not be those that it
+    is fitted to: units have the observations of arguments, and the groups that rows have.
+
+    Raises:
+        SiteError: an observation is not among the model's arguments.
+        PlateError: the plate of the groups has other members than the groups.
+    """
+    local, grouped = generator.summed, generator.grouped
+    for name, place in generator.places.items():
+        if local is not None and place.leaf is None:
+            raise SiteError(
+                f"site '{name}': its observations are not among the model's arguments, where each "
+                "data set of sbc has its own: pass them as an argument"
+            )
+    for latent in () if local is None or grouped is None else local.latents:
+        value = generator.log_posterior.model_info.sites[latent.name].value
+        if value.shape[latent.axis] != grouped.num_groups:
+            raise PlateError(
+                f"site '{latent.name}': its plate has {value.shape[latent.axis]} members, and the "
+                f"data have {grouped.num_groups} groups: sbc draws a value for each group, so give "
+                "the plate their number"
+            )
 
 
 def _problem(fitted: Generator, first: Mapping[str, Tensor], seed: int) -> Problem:

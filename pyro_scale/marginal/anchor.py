@@ -121,7 +121,9 @@ class Anchor(NamedTuple):
         return self.model.local.latents
 
 
-def find_anchor(local: LocalSites, units: Any, seed: int) -> Anchor:
+def find_anchor(
+    local: LocalSites, units: Any, seed: int, examined: dict[int, LogPosterior] | None = None
+) -> Anchor:
     """Finds the mode of the integrated posterior given all units and the members' modes there, and
     chooses the number of nodes.
 
@@ -129,12 +131,14 @@ def find_anchor(local: LocalSites, units: Any, seed: int) -> Anchor:
         local: the local part of the model.
         units: all units, as the arguments of `local.model`.
         seed: seed of the sample of units.
+        examined: integrated models after their preflight, by the number of units, from searches on
+            other data of the same shapes; those of this search are added.
 
     Raises:
         SiteError: there is no mode, or no number of nodes is enough.
         DataError: a member's density is NaN or infinite.
     """
-    search = _Search(local, units, seed)
+    search = _Search(local, units, seed, {} if examined is None else examined)
     ascent = search.of_sample()
     position, modes, num_flat = search.of_all(ascent)
     count, bias, precision = search.choose_count(position, modes)
@@ -164,9 +168,14 @@ class _Search:
         passes: passes through all members with all their nodes so far.
     """
 
-    def __init__(self, local: LocalSites, units: Arguments, seed: int):
-        self._local, self._units = local, units
-        self._examined: dict[int, LogPosterior] = {}
+    def __init__(
+        self,
+        local: LocalSites,
+        units: Arguments,
+        seed: int,
+        examined: dict[int, LogPosterior],
+    ):
+        self._local, self._units, self._examined = local, units, examined
         self.num_units = rows.count(units) or 1
         self.passes = 0.0
         self._counts = [k for k in ANCHOR.counts if k**local.num_dims <= ANCHOR.most_nodes]
