@@ -108,10 +108,11 @@ class SBC:
         return dict(zip(self._of_label, self._flat(self.ranks).unbind(1), strict=True))
 
     def data(self, number: int) -> Any:
-        """The data of one simulation, as the model's arguments, to fit them again.
+        """The data of one simulation, as the model's arguments or `Grouped`, to fit them again.
 
         A method whose settings are all numbers gives the draws that were ranked, if it is run with
-        `seed=sbc.seeds[number]` and one chain.
+        `seed=sbc.seeds[number]` and one chain; except with local latents summed out, where chains
+        start elsewhere.
 
         Args:
             number: number of the simulation, from 0.

@@ -134,7 +134,6 @@ def test_methods_without_all_data_refuse():
     for call in (
         lambda: ps.EKF(marginal).run((torch.zeros(3),) * 3),
         lambda: ps.BAOA(marginal, lr=0.1, num_data=3).begin(*(torch.zeros(3),) * 3),
-        lambda: ps.sbc(ps.NUTS(marginal), (torch.zeros(3),) * 3),
     ):
         with pytest.raises(ArgumentError, match="sum local latents out"):
             call()
