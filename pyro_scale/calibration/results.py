@@ -111,8 +111,8 @@ class SBC:
         """The data of one simulation, as the model's arguments or `Grouped`, to fit them again.
 
         A method whose settings are all numbers gives the draws that were ranked, if it is run with
-        `seed=sbc.seeds[number]` and one chain; except with local latents summed out, where chains
-        start elsewhere.
+        `seed=sbc.seeds[number]` and one chain; except with local latents summed out, where the
+        nodes may be fewer.
 
         Args:
             number: number of the simulation, from 0.

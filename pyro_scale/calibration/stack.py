@@ -134,6 +134,8 @@ class Stack:
         bar: progress bar.
         vectorized: True if the model works under `torch.vmap` over data sets.
         columns: shared rows with transposed tables, for steps on all rows; derived if not passed.
+        starts: unconstrained parameters at which chains start unless an init function says where,
+            `[data sets, D]`; None if they are drawn.
     """
 
     log_posterior: LogPosterior
@@ -148,6 +150,7 @@ class Stack:
     bar: Progress
     vectorized: bool = True
     columns: Arguments = ()
+    starts: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.columns:  # once, as compiled programs recognize them by identity
@@ -231,16 +234,20 @@ class Stack:
             chains: numbers of these data sets, int64 `[n]`.
         """
         tables = {name: table[chains] for name, table in self.tables.items()}
-        return self.with_data(tables, [self.seeds[chain] for chain in chains.tolist()])
+        starts = None if self.starts is None else self.starts[chains]
+        return self.with_data(tables, [self.seeds[chain] for chain in chains.tolist()], starts)
 
-    def with_data(self, tables: Mapping[str, Tensor], seeds: Sequence[int]) -> Stack:
+    def with_data(
+        self, tables: Mapping[str, Tensor], seeds: Sequence[int], starts: Tensor | None = None
+    ) -> Stack:
         """A copy with other data sets of the same model.
 
         Args:
             tables: observations of the data sets, by site, `[data sets, N, ...]`.
             seeds: a seed for each data set.
+            starts: where chains start; None to draw that.
         """
-        return dataclasses.replace(self, tables=tables, seeds=seeds)
+        return dataclasses.replace(self, tables=tables, seeds=seeds, starts=starts)
 
 
 def take_one(table: Tensor, number: Tensor) -> Tensor:
@@ -269,6 +276,8 @@ def find_starts(stack: Stack, init: InitFunction | None) -> Tensor:
     Raises:
         SiteError: no data set has a finite log joint at any start.
     """
+    if init is None and stack.starts is not None:
+        return stack.starts.clone()
 
     def draw(number: int, attempt: int) -> Tensor:
         params = stack.log_posterior.start(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +26,10 @@ from pyro_scale.data.sources import TensorData
 from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import PyroScaleError
 from pyro_scale.kernels import Hyperparameters
-from pyro_scale.marginal.anchor import find_anchor
+from pyro_scale.marginal.anchor import Anchor, find_anchor
 from pyro_scale.marginal.integrated import Integrated, column_of
 from pyro_scale.marginal.local_sites import LocalSites
-from pyro_scale.marginal.summed import examine_integrated, open_rows
+from pyro_scale.marginal.summed import examine_integrated, open_rows, start_around
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.transforms import bijection
 from pyro_scale.posterior.draws import PosteriorDraws
@@ -65,25 +66,31 @@ class SummedOut:
     has_lengths = False
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
-        model, placed, failed = self._place(stack)
-        leaves = [pytree.tree_leaves(data.arguments) for data in placed]
+        """Draws of all latents from the posterior of each data set of the user's model."""
+        data_sets, anchors, failed = self._place(stack)
+        model = max((anchor.model for anchor in anchors.values()), key=lambda model: model.count)
+        leaves = [pytree.tree_leaves(data.arguments) for data in data_sets]
         tables = {str(i): torch.stack([one[i] for one in leaves]) for i in self._varying}
         if model.count not in self._prepared:
-            self._prepared[model.count] = self._prepare(model, placed[0], tables, stack)
+            self._prepared[model.count] = self._prepare(model, data_sets[0], tables, stack)
         integrated, fitter = self._prepared[model.count]
-        sampled = fitter.fit(integrated.with_data(tables, stack.seeds), None)
+        layout, seeds = integrated.layout, stack.seeds
+        starts = torch.zeros(stack.num_chains, layout.size, dtype=layout.dtype)
+        for number, anchor in anchors.items():
+            starts[number] = layout.flatten(start_around(anchor, seeds[number], 0))
+        sampled = fitter.fit(integrated.with_data(tables, seeds, starts), None)
         sampled.positions[list(failed)] = torch.nan
         log_posterior = integrated.log_posterior.of_model(
             model, integrated.num_data, examine_integrated
         )
-        log_posterior.prepare(placed[0].arguments)
+        log_posterior.prepare(data_sets[0].arguments)
         joint = [
             self._add_latents(
-                PosteriorDraws(log_posterior, data, integrated.layout, positions[None], {}),
+                PosteriorDraws(log_posterior, data, layout, positions[None], {}),
                 stack,
                 derived_seed(seed, 0, Purpose.SIMULATION, 4),
             )
-            for data, positions, seed in zip(placed, sampled.positions, stack.seeds, strict=True)
+            for data, positions, seed in zip(data_sets, sampled.positions, seeds, strict=True)
         ]
         return dataclasses.replace(
             sampled,
@@ -98,27 +105,26 @@ class SummedOut:
         between data sets: those of the user's model come first, the modes last."""
         return [*self.generator.varying, -1]
 
-    def _place(self, stack: Stack) -> tuple[Integrated, list[TensorData], dict[int, str]]:
-        """(The integrated model with as many nodes as a data set needs; the data sets with their
-        modes; reasons, by number, of those for which no nodes were found)."""
-        models, placed, failed = list[Integrated](), list[TensorData](), dict[int, str]()
+    def _place(self, stack: Stack) -> tuple[list[TensorData], dict[int, Anchor], dict[int, str]]:
+        """(The data sets in units, with the modes of their latents; their anchors, by number;
+        reasons of those that have none, by number)."""
+        data_sets, anchors, failed = list[TensorData](), dict[int, Anchor](), dict[int, str]()
         for number, seed in enumerate(stack.seeds):
             _, tables = stack.arguments(torch.tensor(number))
-            data: TensorData = open_rows(self.generator.data_set(tables), self.batch_size)
-            units, count = data.arguments, rows.count(data.arguments) or 1
+            data: Any = open_rows(self.generator.data_set(tables), self.batch_size)
+            count = rows.count(data.arguments) or 1
             try:
-                anchor = find_anchor(self.local, units, seed, self._examined)
-                models.append(anchor.model)
-                arguments = anchor.arguments
+                anchor = find_anchor(self.local, data.arguments, seed, self._examined)
+                anchors[number], arguments = anchor, anchor.arguments
             except PyroScaleError as error:
                 failed[number] = in_one_line(error)
                 if len(failed) == stack.num_chains:  # the call is wrong, not the data
                     raise
-                members = self.local.model.members(units).count
+                members = self.local.model.members(data.arguments).count
                 anywhere = torch.zeros(members, self.local.num_dims)
-                arguments = units, column_of(anywhere, count)
-            placed.append(dataclasses.replace(data, arguments=arguments, num_data=count))
-        return max(models, key=lambda model: model.count), placed, failed
+                arguments = data.arguments, column_of(anywhere, count)
+            data_sets.append(dataclasses.replace(data, arguments=arguments, num_data=count))
+        return data_sets, anchors, failed
 
     def _prepare(
         self, model: Integrated, first: TensorData, tables: Mapping[str, Tensor], stack: Stack
@@ -169,7 +175,7 @@ class SummedOut:
             stack: the stack of the user's model.
             seed: seed of the draws of local latents.
         """
-        positions = draws.positions[0]
+        positions = torch.cat(list(draws.blocks()))
         if not bool(positions.isfinite().all()):
             return positions.new_full((len(positions), stack.layout.size), torch.nan)
         params = draws.layout.unflatten(positions)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from pyro_scale.calibration.campaign import Campaign
+from pyro_scale.calibration.fitters import Fitter
 from pyro_scale.calibration.quantities import Quantity, check_quantities, check_values
 from pyro_scale.calibration.results import SBC, SBCComparison
-from pyro_scale.calibration.fitters import Fitter
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.stack import Stack
 from pyro_scale.calibration.summed_out import SummedOut
@@ -110,8 +110,8 @@ def sbc(
     Args:
         inference: a method with the settings under test, such as `ps.BAOA(model)`; or a dict of
             several, by name, which are fitted to the same data sets.
-        data: data as for the method's `run`, observations included; also `Grouped`.  Covariates are used; the
-            values of observations only with `method="posterior"`.
+        data: data as for the method's `run`, also `Grouped`, observations included.  Covariates are
+            used; the values of observations only with `method="posterior"`.
         num_simulations: at least 20; 1,000 detect an sd that is off by 10%.
         method: `"prior"`; or `"posterior"` (Saeilynoja et al. 2025), for an `inference` that has
             been run on the data.  Then latents are drawn from its posterior, new data from these
@@ -306,7 +306,8 @@ def _truth(
                 "sbc: with local latents summed out, latents are drawn from the prior, and groups "
                 "have the rows of the data: leave method='posterior' and resample out"
             )
-        local = local_sites(inference.model, open_rows(grouped or arguments), seed=0)
+        all_rows: Any = open_rows(grouped or arguments)
+        local = local_sites(inference.model, all_rows, seed=0)
 
     def generator_of(model: Model) -> Generator:
         model = model.model if isinstance(model, Marginal) else model
@@ -345,20 +346,21 @@ def _check_summed(generator: Generator) -> None:
         SiteError: an observation is not among the model's arguments.
         PlateError: the plate of the groups has other members than the groups.
     """
-    local, grouped = generator.summed, generator.grouped
+    if generator.summed is None:
+        return
     for name, place in generator.places.items():
-        if local is not None and place.leaf is None:
+        if place.leaf is None:
             raise SiteError(
                 f"site '{name}': its observations are not among the model's arguments, where each "
                 "data set of sbc has its own: pass them as an argument"
             )
-    for latent in () if local is None or grouped is None else local.latents:
+    for latent in () if generator.grouped is None else generator.summed.latents:
         value = generator.log_posterior.model_info.sites[latent.name].value
-        if value.shape[latent.axis] != grouped.num_groups:
+        if value.shape[latent.axis] != (num_groups := generator.grouped.num_groups):
             raise PlateError(
                 f"site '{latent.name}': its plate has {value.shape[latent.axis]} members, and the "
-                f"data have {grouped.num_groups} groups: sbc draws a value for each group, so give "
-                "the plate their number"
+                f"data have {num_groups} groups: sbc draws a value for each group, so give the "
+                "plate their number"
             )
 
 

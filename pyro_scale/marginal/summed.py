@@ -187,13 +187,17 @@ def starts_around(
     """Constrained values of the globals where chains start, `[num_chains, ...]` by site: around the
     anchor, twice as far apart as the posterior."""
     log_posterior.prepare(data.first())
-    values = []
-    for chain in range(num_chains):
-        source = generator(seed, chain, Purpose.INIT, 1)
-        noise = torch.randn(anchor.layout.size, generator=source, dtype=torch.float64)
-        position = anchor.gaussian.sample(_DISPERSION * noise).to(anchor.layout.dtype)
-        values.append(log_posterior.constrain(anchor.layout.unflatten(position)))
+    starts = [start_around(anchor, seed, chain) for chain in range(num_chains)]
+    values = [log_posterior.constrain(start) for start in starts]
     return {name: torch.stack([one[name] for one in values]) for name in anchor.layout.names}
+
+
+def start_around(anchor: Anchor, seed: int, chain: int) -> dict[str, Tensor]:
+    """Unconstrained globals where a chain starts, by site."""
+    source = generator(seed, chain, Purpose.INIT, 1)
+    noise = torch.randn(anchor.layout.size, generator=source, dtype=torch.float64)
+    position = anchor.gaussian.sample(_DISPERSION * noise).to(anchor.layout.dtype)
+    return anchor.layout.unflatten(position)
 
 
 def with_summed(
