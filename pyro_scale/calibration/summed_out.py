@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.calibration.chains import Sampled
-from pyro_scale.calibration.fitters import Fitter, in_one_line
+from pyro_scale.calibration.fitters import Fitter, StackedNUTS, in_one_line
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.stack import Stack
 from pyro_scale.core import rows
@@ -24,7 +24,7 @@ from pyro_scale.core.rows import Arguments
 from pyro_scale.data.open import open_data
 from pyro_scale.data.sources import TensorData
 from pyro_scale.engine.reuse import Earlier
-from pyro_scale.errors import PyroScaleError
+from pyro_scale.errors import PlateError, PyroScaleError, SiteError
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.marginal.anchor import Anchor, find_anchor
 from pyro_scale.marginal.integrated import Integrated, column_of
@@ -60,9 +60,8 @@ class SummedOut:
     batch_size: int | None
     fitter_of: Callable[[Problem, Stack], Fitter]
     _examined: dict[int, LogPosterior] = field(default_factory=dict)
-    _prepared: dict[int, tuple[Stack, Fitter]] = field(default_factory=dict)
 
-    most_at_once = 100
+    most_at_once = StackedNUTS.most_at_once
     has_lengths = False
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
@@ -71,9 +70,7 @@ class SummedOut:
         model = max((anchor.model for anchor in anchors.values()), key=lambda model: model.count)
         leaves = [pytree.tree_leaves(data.arguments) for data in data_sets]
         tables = {str(i): torch.stack([one[i] for one in leaves]) for i in self._varying}
-        if model.count not in self._prepared:
-            self._prepared[model.count] = self._prepare(model, data_sets[0], tables, stack)
-        integrated, fitter = self._prepared[model.count]
+        integrated, fitter = self._prepare(model, data_sets[0], tables, stack)
         layout, seeds = integrated.layout, stack.seeds
         starts = torch.zeros(stack.num_chains, layout.size, dtype=layout.dtype)
         for number, anchor in anchors.items():
@@ -185,3 +182,35 @@ class SummedOut:
             value = drawn[latent.name].movedim(1, 1 + latent.axis)
             params[latent.name] = bijection(sites[latent.name].fn.support).inv(value)
         return torch.vmap(stack.layout.flatten)(params)
+
+
+def check_data_sets(generator: Generator) -> None:
+    """Raises if a data set in units would not be the one that was drawn: observations have to be
+    among the model's arguments, and every member of the groups' plate has to be a group.
+
+    Args:
+        generator: the user's model with its data; nothing is checked if no latents are summed out.
+
+    Raises:
+        SiteError: an observation is not among the model's arguments.
+        PlateError: the plate of the groups has other members than the groups.
+    """
+    if generator.summed is None:
+        return
+    for name, place in generator.places.items():
+        if place.leaf is None:
+            raise SiteError(
+                f"site '{name}': its observations are not among the model's arguments, where each "
+                "data set of sbc has its own: pass them as an argument"
+            )
+    if generator.grouped is None:
+        return
+    num_groups = generator.grouped.num_groups
+    for latent in generator.summed.latents:
+        value = generator.log_posterior.model_info.sites[latent.name].value
+        if value.shape[latent.axis] != num_groups:
+            raise PlateError(
+                f"site '{latent.name}': its plate has {value.shape[latent.axis]} members, and the "
+                f"data have {num_groups} groups: sbc draws a value for each group, so give the "
+                "plate their number"
+            )

@@ -16,7 +16,7 @@ from pyro_scale.calibration.quantities import Quantity, check_quantities, check_
 from pyro_scale.calibration.results import SBC, SBCComparison
 from pyro_scale.calibration.simulations import Generator
 from pyro_scale.calibration.stack import Stack
-from pyro_scale.calibration.summed_out import SummedOut
+from pyro_scale.calibration.summed_out import SummedOut, check_data_sets
 from pyro_scale.calibration.truth import FromPosterior, FromPrior, Truth
 from pyro_scale.core import rows
 from pyro_scale.core.rows import DataLike, Model
@@ -27,7 +27,7 @@ from pyro_scale.data.row_sampler import check_sampling
 from pyro_scale.data.sources import TensorData
 from pyro_scale.engine.progress import Progress
 from pyro_scale.engine.reuse import Earlier
-from pyro_scale.errors import ArgumentError, CallError, PlateError, SiteError
+from pyro_scale.errors import ArgumentError, CallError
 from pyro_scale.infer.map import MAP
 from pyro_scale.infer.method import Method
 from pyro_scale.infer.sampler import Sampler
@@ -36,7 +36,7 @@ from pyro_scale.infer.sbc_fitters import fitter_for
 from pyro_scale.infer.vi import IVON, VI
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.marginal.grouped import Grouped
-from pyro_scale.marginal.summed import Marginal, is_summed, local_sites, open_rows
+from pyro_scale.marginal.summed import is_summed, local_sites, open_rows, user_model
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.rng.seeds import choose_seed
@@ -310,11 +310,11 @@ def _truth(
         local = local_sites(inference.model, all_rows, seed=0)
 
     def generator_of(model: Model) -> Generator:
-        model = model.model if isinstance(model, Marginal) else model
+        model = user_model(model)
         model = model if grouped is None else grouped.on_rows(model)
         generator = Generator.from_model(as_log_posterior(model, num_data), arguments)
         generator = dataclasses.replace(generator, grouped=grouped, summed=local)
-        _check_summed(generator)
+        check_data_sets(generator)
         return generator.with_resampled_covariates() if resample else generator
 
     if method == "posterior":
@@ -336,32 +336,6 @@ def _truth(
     if simulator is None:
         return FromPrior(fitted, fitted)
     return FromPrior.from_models(fitted, generator_of(simulator))
-
-
-def _check_summed(generator: Generator) -> None:
-    """Raises if data sets of a model whose local latents are summed out would not be those that it
-    is fitted to: units have the observations of arguments, and the groups that rows have.
-
-    Raises:
-        SiteError: an observation is not among the model's arguments.
-        PlateError: the plate of the groups has other members than the groups.
-    """
-    if generator.summed is None:
-        return
-    for name, place in generator.places.items():
-        if place.leaf is None:
-            raise SiteError(
-                f"site '{name}': its observations are not among the model's arguments, where each "
-                "data set of sbc has its own: pass them as an argument"
-            )
-    for latent in () if generator.grouped is None else generator.summed.latents:
-        value = generator.log_posterior.model_info.sites[latent.name].value
-        if value.shape[latent.axis] != (num_groups := generator.grouped.num_groups):
-            raise PlateError(
-                f"site '{latent.name}': its plate has {value.shape[latent.axis]} members, and the "
-                f"data have {num_groups} groups: sbc draws a value for each group, so give the "
-                "plate their number"
-            )
 
 
 def _problem(fitted: Generator, first: Mapping[str, Tensor], seed: int) -> Problem:

@@ -86,6 +86,11 @@ def marginalize(model: Model, *names: str) -> Marginal:
     return Marginal(model, names)
 
 
+def user_model(model: Model) -> Model:
+    """The user's model, of what `marginalize` returned; other models are unchanged."""
+    return model.model if isinstance(model, Marginal) else model
+
+
 @dataclass
 class GroupedData(TensorData):
     """Units of whole groups, as data.
@@ -265,8 +270,7 @@ def local_sites(
     asked: Model, data: TensorData, seed: int, refusal: SiteError | None = None
 ) -> LocalSites:
     """The local latents of a user's model. Arguments and errors as for `sum_out`."""
-    model = asked.model if isinstance(asked, Marginal) else asked
-    names = asked.names if isinstance(asked, Marginal) else ()
+    model, names = user_model(asked), getattr(asked, "names", ())
     unit_model, example = _unit_model(model, data)
     with _named_rows(data), _named_failures(unit_model):
         # says what is wrong with the model, whatever its local latents
@@ -322,8 +326,7 @@ def rebuild(model: Model, known: dict[str, Any], units: Arguments) -> Integrated
     Raises:
         SiteError, PlateError: the model has no local latents that can be summed out.
     """
-    model = model.model if isinstance(model, Marginal) else model
-    local = recognize(UnitModel(model, known["by"], known["plate"]), units, seed=0)
+    local = recognize(UnitModel(user_model(model), known["by"], known["plate"]), units, seed=0)
     if local is None:
         raise SiteError("no latent of the model is local", code="local-latent")
     return Integrated(local, known["count"], known["is_far"], known["description"])
