@@ -59,10 +59,10 @@ class SummedOut:
     local: LocalSites
     batch_size: int | None
     fitter_of: Callable[[Problem, Stack], Fitter]
+    has_lengths: bool
     _examined: dict[int, LogPosterior] = field(default_factory=dict)
 
     most_at_once = StackedNUTS.most_at_once
-    has_lengths = False
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
         """Draws of all latents from the posterior of each data set of the user's model."""
@@ -75,7 +75,7 @@ class SummedOut:
         starts = torch.zeros(stack.num_chains, layout.size, dtype=layout.dtype)
         for number, anchor in anchors.items():
             starts[number] = layout.flatten(start_around(anchor, seeds[number], 0))
-        sampled = fitter.fit(integrated.with_data(tables, seeds, starts), None)
+        sampled = fitter.fit(integrated.with_data(tables, seeds, starts), lengths)
         sampled.positions[list(failed)] = torch.nan
         log_posterior = integrated.log_posterior.of_model(
             model, integrated.num_data, examine_integrated

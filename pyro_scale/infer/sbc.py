@@ -259,14 +259,15 @@ def _fitter(
 ) -> Fitter | SummedOut:
     """What fits the method under test to data sets, with local latents summed out if the user asks
     for that. Arguments as for `fitter_for`, and the model under test with its covariates."""
+    fitter = fitter_for(inference, problem, stack, settings)
     if fitted.summed is None:
-        return fitter_for(inference, problem, stack, settings)
+        return fitter
 
     def fitter_of(problem: Problem, stack: Stack) -> Fitter:
         of_units = {"batch_size": stack.batch_size} if "batch_size" in settings else {}
         return fitter_for(inference, problem, stack, {**settings, **of_units})
 
-    return SummedOut(fitted, fitted.summed, stack.batch_size, fitter_of)
+    return SummedOut(fitted, fitted.summed, stack.batch_size, fitter_of, fitter.has_lengths)
 
 
 # ------------------------------------------------------------------ what is simulated

@@ -55,6 +55,8 @@ def rows():
 class AtKnownGlobals:
     """A fitter all of whose draws are the known globals."""
 
+    has_lengths = False
+
     def fit(self, stack, lengths):
         values = {name: torch.tensor(KNOWN[name]) for name in stack.layout.names}
         position = stack.layout.flatten(stack.log_posterior.unconstrain(values))
