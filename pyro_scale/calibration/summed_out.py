@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -108,7 +108,8 @@ class SummedOut:
         data_sets, anchors, failed = list[TensorData](), dict[int, Anchor](), dict[int, str]()
         for number, seed in enumerate(stack.seeds):
             _, tables = stack.arguments(torch.tensor(number))
-            data: Any = open_rows(self.generator.data_set(tables), self.batch_size)
+            opened = open_rows(self.generator.data_set(tables), self.batch_size)
+            data = cast(TensorData, opened)
             count = rows.count(data.arguments) or 1
             try:
                 anchor = find_anchor(self.local, data.arguments, seed, self._examined)

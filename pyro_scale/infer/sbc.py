@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -307,7 +307,7 @@ def _truth(
                 "sbc: with local latents summed out, latents are drawn from the prior, and groups "
                 "have the rows of the data: leave method='posterior' and resample out"
             )
-        all_rows: Any = open_rows(grouped or arguments)
+        all_rows = cast(TensorData, open_rows(grouped or arguments))
         local = local_sites(inference.model, all_rows, seed=0)
 
     def generator_of(model: Model) -> Generator:

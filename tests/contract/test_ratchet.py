@@ -18,7 +18,7 @@ ROOT = Path(pyro_scale.__file__).parent
 #: Of every package: lines without docstrings, comments and blanks.
 CODE_LINES = {
     ".": 146,
-    "calibration": 1726,
+    "calibration": 1909,
     "compile": 1246,
     "core": 1493,
     "curvature": 3200,
@@ -27,9 +27,9 @@ CODE_LINES = {
     "distributed": 560,
     "engine": 1689,
     "exact": 557,
-    "infer": 4027,
+    "infer": 4065,
     "kernels": 1095,
-    "marginal": 1088,
+    "marginal": 1134,
     "metrics": 529,
     "model": 4135,
     "posterior": 2548,
@@ -41,15 +41,15 @@ CODE_LINES = {
 }
 #: Of the whole package.
 MOST = {
-    "files": 303,
+    "files": 304,
     "files of more than 300 code lines": 4,
     "functions of more than 8 parameters": 4,
     "functions of more than 50 code lines": 2,
     "most imports of a file": 32,
-    "numeric constants of modules": 307,
+    "numeric constants of modules": 308,
     "numeric defaults of fields": 270,
     "isinstance, hasattr and case": 526,
-    "Any and object": 1093,
+    "Any and object": 1094,
 }
 _NO_CODE = {
     tokenize.COMMENT,
