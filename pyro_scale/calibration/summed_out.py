@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_scale.calibration.chains import Sampled
-from pyro_scale.calibration.fitters import Fitter, StackedNUTS, in_one_line
-from pyro_scale.calibration.simulations import Generator
+from pyro_scale.calibration.fitters import Fitter, in_one_line
+from pyro_scale.calibration.simulations import AT_ONCE, Generator
 from pyro_scale.calibration.stack import Stack
 from pyro_scale.core import rows
 from pyro_scale.core.rows import Arguments
@@ -62,7 +62,7 @@ class SummedOut:
     has_lengths: bool
     _examined: dict[int, LogPosterior] = field(default_factory=dict)
 
-    most_at_once = StackedNUTS.most_at_once
+    most_at_once = AT_ONCE
 
     def fit(self, stack: Stack, lengths: Lengths | None) -> Sampled:
         """Draws of all latents from the posterior of each data set of the user's model."""
