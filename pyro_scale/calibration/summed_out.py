@@ -27,9 +27,10 @@ from pyro_scale.engine.reuse import Earlier
 from pyro_scale.errors import PlateError, PyroScaleError, SiteError
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.marginal.anchor import Anchor, find_anchor
+from pyro_scale.marginal.grouped_data import open_rows
 from pyro_scale.marginal.integrated import Integrated, column_of
 from pyro_scale.marginal.local_sites import LocalSites
-from pyro_scale.marginal.summed import examine_integrated, open_rows, start_around
+from pyro_scale.marginal.summed import examine_integrated, start_around
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.transforms import bijection
 from pyro_scale.posterior.draws import PosteriorDraws

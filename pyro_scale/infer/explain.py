@@ -15,8 +15,9 @@ from pyro_scale.core.warn import without_vmap_warnings
 from pyro_scale.curvature.gaussian_prior import exact_moments
 from pyro_scale.data.sources import Data
 from pyro_scale.marginal.anchor import Anchor
+from pyro_scale.marginal.grouped_data import open_rows
 from pyro_scale.marginal.local_sites import LocalLatent
-from pyro_scale.marginal.summed import open_rows, with_summed
+from pyro_scale.marginal.summed import with_summed
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import ModelInfo, model_warnings
 from pyro_scale.model.scaling import Rule

@@ -31,7 +31,8 @@ from pyro_scale.data.sources import Data
 from pyro_scale.engine.draws import Draws
 from pyro_scale.errors import ArgumentError, FileError, NotRunError
 from pyro_scale.kernels import Hyperparameters
-from pyro_scale.marginal.summed import check_not_summed, open_rows
+from pyro_scale.marginal.grouped_data import open_rows
+from pyro_scale.marginal.summed import check_not_summed
 from pyro_scale.model.call_errors import check_model
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.call_checks import OF_METHOD, check_calls, missing_attribute

@@ -17,7 +17,7 @@ from pyro_scale.infer.method import Method
 from pyro_scale.infer.nuts import NUTS
 from pyro_scale.infer.samplers import BAOA, GHMC
 from pyro_scale.kernels import Hyperparameters
-from pyro_scale.marginal.summed import open_rows
+from pyro_scale.marginal.grouped_data import open_rows
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.rng.seeds import choose_seed
 from pyro_scale.run.problem import Problem, as_log_posterior, module_device, prepare

@@ -36,7 +36,8 @@ from pyro_scale.infer.sbc_fitters import fitter_for
 from pyro_scale.infer.vi import IVON, VI
 from pyro_scale.kernels import Hyperparameters
 from pyro_scale.marginal.grouped import Grouped
-from pyro_scale.marginal.summed import is_summed, local_sites, open_rows, user_model
+from pyro_scale.marginal.grouped_data import open_rows
+from pyro_scale.marginal.summed import is_summed, local_sites, user_model
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.results.call_checks import check_calls
 from pyro_scale.rng.seeds import choose_seed

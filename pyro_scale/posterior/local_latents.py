@@ -20,8 +20,8 @@ from pyro_scale.data.sources import Data, TensorData
 from pyro_scale.errors import ArgumentError, CallError, DataError
 from pyro_scale.marginal.anchor import find_modes
 from pyro_scale.marginal.grouped import GROUPS, PLACES, ROWS, SLOTS, USED, with_column
+from pyro_scale.marginal.grouped_data import GroupedData
 from pyro_scale.marginal.integrated import Integrated, column_of, integrated_of
-from pyro_scale.marginal.summed import GroupedData
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.transforms import bijection
 from pyro_scale.posterior.draws import PosteriorDraws

@@ -21,8 +21,8 @@ from pyro_scale.diagnostics.summary import summary
 from pyro_scale.diagnostics.table import diagnostics
 from pyro_scale.diagnostics.verdict import report_on_exact
 from pyro_scale.errors import ArgumentError, PyroScaleWarning
+from pyro_scale.marginal.grouped_data import open_rows
 from pyro_scale.marginal.integrated import integrated_of
-from pyro_scale.marginal.summed import open_rows
 from pyro_scale.posterior import export, local_latents, predictive
 from pyro_scale.posterior.draws import PosteriorDraws
 from pyro_scale.posterior.like_run import check_like_run

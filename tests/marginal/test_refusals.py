@@ -10,8 +10,9 @@ import torch
 
 import pyro_scale as ps
 from pyro_scale.errors import ArgumentError, DataError, PlateError, SiteError
+from pyro_scale.marginal.grouped_data import open_grouped
 from pyro_scale.marginal.local_sites import find_plate
-from pyro_scale.marginal.summed import open_grouped, sum_out
+from pyro_scale.marginal.summed import sum_out
 from pyro_scale.marginal.units import UnitModel
 from pyro_scale.model.log_posterior import LogPosterior
 

@@ -15,9 +15,10 @@ from pyro_scale.core import rows
 from pyro_scale.data.sources import TensorData
 from pyro_scale.marginal.anchor import find_modes
 from pyro_scale.marginal.grouped import Grouped
+from pyro_scale.marginal.grouped_data import open_grouped
 from pyro_scale.marginal.integrated import Integrated, column_of
 from pyro_scale.marginal.local_sites import recognize
-from pyro_scale.marginal.summed import _unit_model, open_grouped, sum_out
+from pyro_scale.marginal.summed import _unit_model, sum_out
 from pyro_scale.model.log_posterior import LogPosterior
 
 
