@@ -112,9 +112,9 @@ class Grouped:
             DataError: the labels are words and the groups' are numbers, or the other way around.
         """
         if (labels.dtype.kind in "biuf") != (self.labels.dtype.kind in "biuf"):
+            (first, *_), (of_run, *_) = labels.tolist(), self.labels.tolist()
             raise DataError(
-                f"by={self.by!r}: labels are like {labels[0].item()!r}, and those of the run like "
-                f"{self.labels[0].item()!r}"
+                f"by={self.by!r}: labels are like {first!r}, and those of the run like {of_run!r}"
             )
         places = np.searchsorted(self.labels, labels).clip(max=len(self.labels) - 1)
         return torch.as_tensor(np.where(self.labels[places] == labels, places, -1))
@@ -126,7 +126,7 @@ class Grouped:
             bad = (~column.isfinite()).nonzero()
             if len(bad):
                 row = int(bad[0, 0])
-                label = self.labels[self.index[row]].item()
+                label = self.labels.tolist()[self.index[row]]
                 return (
                     f"argument {name} is NaN or infinite in row {row} of the data, of group "
                     f"{label!r}: leave such rows out, or put numbers there if a mask leaves them "
@@ -207,6 +207,8 @@ def _arguments_of(data: DataLike) -> dict[Any, Any] | tuple[Any, ...]:
 
 def _labels_of(arguments: Any, by: int | str) -> np.ndarray:
     """The label of each row's group, `[rows]`."""
+    import pandas
+
     try:
         column = arguments[by]
     except (LookupError, TypeError):
@@ -222,7 +224,7 @@ def _labels_of(arguments: Any, by: int | str) -> np.ndarray:
             f"by={by!r}: labels are no whole numbers, such as {labels[labels != labels.round()][0]}"
             ": pass the column of the groups"
         )
-    if labels.dtype.kind in "OMm" and any(label is None or label != label for label in labels):
+    if labels.dtype.kind in "OMm" and pandas.isna(labels).any():
         raise DataError(f"by={by!r}: a row has no label: leave it out, or give it a group")
     return labels
 

@@ -330,16 +330,7 @@ def _check_independent(
     for name, log_prob in terms.items():
         joined = torch.cat([half[name] for half in of_halves])
         if not close(log_prob, joined):
-            values_of_groups = (
-                "a tensor with a value for every group has to be an argument of the model, which "
-                "Grouped(..., groups=) passes along; if there is none, "
-            )
-            raise SiteError(
-                f"site '{name}': the density of a {local.unit} depends on other {local.unit}s, or "
-                f"on their latents, so {local.names} cannot be summed out one by one; "
-                f"{values_of_groups if local.unit == 'group' else ''}{SAMPLE_ALL}",
-                code="local-latent",
-            )
+            raise _depends_on_others(local, name)
     for name, log_prob in outside[0].items():
         if not close(log_prob, outside[1][name]):
             raise SiteError(
@@ -347,6 +338,46 @@ def _check_independent(
                 f"has one, and it is outside of their plate; {SAMPLE_ALL}",
                 code="local-latent",
             )
+
+
+def check_places(local: LocalSites, units: Arguments, seed: int) -> None:
+    """Raises if the density of a group changes with its place in a batch, as it does where the
+    model indexes a tensor that is not among its arguments by the group column.
+
+    Args:
+        local: the local part of a model of groups.
+        units: all units, as places in a batch may be any of theirs.
+        seed: seed of the values.
+
+    Raises:
+        SiteError: it does.
+    """
+    count = rows.count(units) or 1
+    few: Any = rows.take(units, slice(0, 2))
+    with own_generator(seed), torch.no_grad():
+        run = Program(local.model).draw_latents(few, uniform, {})
+        values = globals_of(local, run)
+        z = torch.zeros(local.model.members(units).count, local.num_dims)
+        terms = local.terms(values, z, units)
+        backwards = local.terms(values, z, rows.take(units, torch.arange(count).flip(0)))
+    for name, log_prob in terms.items():
+        again = backwards[name].unflatten(0, (count, -1)).flip(0).flatten()
+        if not close(log_prob.nan_to_num(), again.nan_to_num()):  # data are looked at later
+            raise _depends_on_others(local, name)
+
+
+def _depends_on_others(local: LocalSites, name: str) -> SiteError:
+    """The error for a member whose density depends on others, at the site of that name."""
+    values_of_groups = (
+        "a tensor with a value for every group has to be an argument of the model, which "
+        "Grouped(..., groups=) passes along; if there is none, "
+    )
+    return SiteError(
+        f"site '{name}': the density of a {local.unit} depends on other {local.unit}s, or "
+        f"on their latents, so {local.names} cannot be summed out one by one; "
+        f"{values_of_groups if local.unit == 'group' else ''}{SAMPLE_ALL}",
+        code="local-latent",
+    )
 
 
 # ---------------------------------------------------------------------- the plate of the groups

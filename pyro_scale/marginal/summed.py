@@ -19,7 +19,7 @@ from pyro_scale.marginal.anchor import Anchor, find_anchor
 from pyro_scale.marginal.grouped import SLOTS
 from pyro_scale.marginal.grouped_data import GroupedData
 from pyro_scale.marginal.integrated import Integrated
-from pyro_scale.marginal.local_sites import LocalSites, find_plate, recognize
+from pyro_scale.marginal.local_sites import LocalSites, check_places, find_plate, recognize
 from pyro_scale.marginal.units import UnitModel
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.model_info import ModelInfo
@@ -218,6 +218,8 @@ def local_sites(
         # says what is wrong with the model, whatever its local latents
         LogPosterior(unit_model, rows.count(example)).prepare(example)
         local = recognize(unit_model, example, seed)
+        if local is not None and isinstance(data, GroupedData):
+            check_places(local, data.arguments, seed)
     if local is None:
         raise refusal or SiteError(
             "no latent of the model is local: none has a value for every "

@@ -3,6 +3,7 @@
 import warnings
 
 import numpy as np
+import pandas
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -59,6 +60,7 @@ def test_values_of_groups_that_do_not_fit_the_rows(rows, by, groups, message):
         (np.array(["a", "b"] * 9), (U,), "labels index the 6 values .* they are 'a' to 'b'"),
         (np.array([1, "b"] * 9, dtype=object), (), r"labels are of types \['int', 'str'\]"),
         (np.array(["2026-01-01", "NaT"] * 9, dtype="datetime64[D]"), (), "a row has no label"),
+        (np.array(["a", pandas.NA] * 9, dtype=object), (), "a row has no label"),
     ],
 )
 def test_labels_that_are_not_comparable_or_missing(labels, groups, message):
@@ -72,6 +74,22 @@ def test_a_closure_with_a_value_for_every_group_where_all_groups_are_a_batch():
 
     with pytest.raises(PlateError, match=r"site z dim -1, 3 vs 6.*Grouped\(\.\.\., groups=\)"):
         summed(closure, ps.Grouped((X, GROUP, Y), by=1))
+
+
+def test_a_closure_whose_first_values_are_alike():
+    """In a batch, the group column holds places: the first groups' values for all."""
+    treated = (torch.arange(300) >= 150).float()
+    group = torch.arange(300).repeat_interleave(2)
+
+    def closure(group, y):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("groups", 300):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(b * treated[group] + z[group], 1.0), obs=y)
+
+    with pytest.raises(SiteError, match=r"'y': .* on other groups.* Grouped\(\.\.\., groups=\)"):
+        summed(closure, ps.Grouped((group, treated[group]), by=0))
 
 
 def all_in_the_plate(x, group, y=None):
@@ -105,9 +123,10 @@ def test_names_are_passed_one_by_one():
         ps.marginalize(model, ["z"])
 
 
-def test_labels_of_rows_to_predict_are_of_the_same_kind():
-    grouped = ps.Grouped((X, np.array(["a", "b"] * 9), Y), by=1)
-    assert grouped.places_of(np.array(["b", "c"])).tolist() == [1, -1]
+@pytest.mark.parametrize("dtype", ["U1", object])
+def test_labels_of_rows_to_predict_are_of_the_same_kind(dtype):
+    grouped = ps.Grouped((X, np.array(["a", "b"] * 9, dtype=dtype), Y), by=1)
+    assert grouped.places_of(np.array(["b", "c"], dtype=dtype)).tolist() == [1, -1]
     with pytest.raises(DataError, match="labels are like 0, and those of the run like 'a'"):
         grouped.places_of(np.array([0, 1]))
 
