@@ -11,7 +11,8 @@ from pyro_scale.core.mixing import FAMILY_WISE
 from pyro_scale.core.warn import warn
 from pyro_scale.diagnostics.bias import judge_bias
 from pyro_scale.diagnostics.importance_bias import importance_bias
-from pyro_scale.diagnostics.policy import WEIGHTS, errors_by_chance
+from pyro_scale.diagnostics.local_latents import check_local_latents
+from pyro_scale.diagnostics.policy import NODES, WEIGHTS, errors_by_chance
 from pyro_scale.diagnostics.psis import Psis, psis, rows_for, sums_at
 from pyro_scale.diagnostics.report import Finding, Report, Verdict
 from pyro_scale.diagnostics.resolution import resolution
@@ -50,6 +51,8 @@ def check_fit(fit: Fit, evaluations: int, sums: Sums = HERE, reason: str | None 
     findings = [] if reason is None else [Finding("", "mode", "no", reason, severity=math.inf)]
     if fit.gaussians and fit.data is not None:
         findings += _check_weights(fit, max(_CHEAP, evaluations), sums)
+        draws = fit.draws(fit.seeded_noise(NODES.draws, int(fit.attrs["seed"])))
+        findings += check_local_latents(draws)
         fit.attrs["report"] = _make_report(fit, findings).to_json()
     serious = [finding for finding in findings if finding.verdict == "no" or _is_heavy(finding)]
     if serious:

@@ -38,15 +38,21 @@ def check_local_latents(result: PosteriorDraws) -> list[Finding]:
     of_means = (centered * (error - error.mean())[:, None]).mean(0) / centered.std(0)
     chance = NODES.errors * spread / math.sqrt(count)
     mean_bias = min(spread, float(of_means.abs().max()) + chance)
-    is_small = mean_bias <= TOLERANCE.mean and spread <= NODES.spread
+    is_seen = model.unseen_bias <= TOLERANCE.mean
+    is_small = is_seen and mean_bias <= TOLERANCE.mean and spread <= NODES.spread
     latents = model.local.names
     text = (
         f"{latents}: summed out over {model.num_nodes} nodes a {model.local.unit}; against more "
         f"nodes, placed at {count} draws, means are off by less than {mean_bias:.2g} sds"
     )
+    if not is_seen:
+        text = (
+            f"{latents}: some {model.local.unit}s have modes that nodes do not reach, or none, so "
+            f"means could be off by {model.unseen_bias:.2g} sds"
+        )
     advice = "" if is_small else "pass all rows to NUTS, which samples these latents"
     verdict: Verdict = "yes" if is_small else "unknown"
-    severity = spread / NODES.spread
+    severity = max(spread / NODES.spread, model.unseen_bias / TOLERANCE.mean)
     return [Finding("", "local latents", verdict, text, advice, severity)]
 
 

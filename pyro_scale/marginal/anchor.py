@@ -26,8 +26,19 @@ from pyro_scale.curvature.newton import Ascent, ascend
 from pyro_scale.data.sources import TensorData
 from pyro_scale.errors import DataError, SiteError
 from pyro_scale.marginal.integrated import Integrated, column_of
-from pyro_scale.marginal.local_sites import SAMPLE_ALL, LocalLatent, LocalSites
-from pyro_scale.marginal.nodes import best_of, derivatives, newton_step
+from pyro_scale.marginal.local_sites import (
+    SAMPLE_ALL,
+    LocalLatent,
+    LocalSites,
+    draw_from_prior,
+)
+from pyro_scale.marginal.nodes import (
+    best_of,
+    derivatives,
+    gauss_hermite,
+    gaussians_at,
+    newton_step,
+)
 from pyro_scale.model.log_posterior import LogPosterior
 from pyro_scale.model.observation_checks import inside_support, outside_support
 from pyro_scale.model.sites import Site
@@ -50,6 +61,7 @@ class AnchorPolicy:
         sd_bias: largest predicted relative bias of an sd.
         local_steps: most Newton steps to a member's mode.
         local_gain: gain of a Newton step, in nats, below which a member is at its mode.
+        tries: fewest searches for other modes of members, from draws of their priors.
         refining: passes that the steps through all units count as.
         chunk: rows whose derivatives are computed together.
     """
@@ -64,6 +76,7 @@ class AnchorPolicy:
     sd_bias: float = 0.01
     local_steps: int = 30
     local_gain: float = 1e-4
+    tries: int = 512
     refining: float = 4.0
     chunk: int = 2**17
 
@@ -147,7 +160,8 @@ def find_anchor(
     unsure = ""
     if num_flat:
         unsure = f"; at {num_flat:,} no mode was found"
-    model = Integrated(local, count, search.is_far)
+    unseen = search.unseen_share(position, modes, count) + num_flat / len(modes)
+    model = Integrated(local, count, search.is_far, unseen_bias=unseen * math.sqrt(members))
     model.description = (
         f"{local.names} summed out over {model.num_nodes} nodes of each of {members:,} "
         f"{local.unit}s (predicted bias {bias.largest_mean:.2g} sds in means, "
@@ -287,6 +301,30 @@ class _Search:
             f"{bias.largest_sd:.1%}; {SAMPLE_ALL}",
             code="local-latent",
         )
+
+    def unseen_share(self, position: Tensor, modes: Tensor, count: int) -> float:
+        """The mean over members of the mass at other modes that lie beyond the nodes, as a share.
+
+        Args:
+            position: the globals at the anchor, `[D]`.
+            modes: all members' modes there, `[n, d]`.
+            count: nodes of a dimension.
+        """
+        sample, repeats = len(self._chosen), -(-ANCHOR.tries // len(self._chosen))
+        again = torch.arange(sample).repeat(repeats)
+        units, values = rows.take(self._sample, again), self._values(position)
+        own = column_of(modes, self.num_units)[self._chosen[again]].flatten(0, 1)
+        log_joint = partial(self._local.log_joint, values, arguments=units)
+        start = draw_from_prior(self._local, values, units)
+        start = torch.where(log_joint(start).isfinite()[:, None], start, own)
+        other, _, steps = find_modes(self._local, values, units, start)
+        self.passes += repeats * sample / self.num_units * steps * (4 + own.shape[1]) / self._middle
+        here, there = gaussians_at(log_joint, own), gaussians_at(log_joint, other)
+        gain = log_joint(other) - log_joint(own) + there.log_volume - here.log_volume
+        distance = (here.root.mT @ (other - own)[..., None]).square().sum((1, 2)).sqrt()
+        reach = float(gauss_hermite(2 * count + 1, 1)[0].max())
+        shares = torch.where(distance > reach, gain.sigmoid(), 0.0)
+        return float(shares.reshape(repeats, -1).amax(0).mean())
 
     def _modes(
         self,

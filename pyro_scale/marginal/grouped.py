@@ -54,6 +54,8 @@ class Grouped:
     ):
         arguments = _arguments_of(rows)
         labels = _labels_of(arguments, by)
+        if isinstance(arguments, tuple) and isinstance(by, int):
+            by = range(len(arguments))[by]  # arguments to predict with may end before the last
         self.groups = _groups_of(groups, arguments)
         num_groups = rows_module.count(self.groups)
         if num_groups is None:
@@ -200,7 +202,7 @@ def _arguments_of(data: DataLike) -> dict[Any, Any] | tuple[Any, ...]:
     if not hasattr(data, "dataset"):
         raise ArgumentError(
             f"Grouped: rows is a {type(data).__name__}: pass the model's arguments, a tuple or a "
-            "dict of tensors, or a DataLoader of them"
+            "dict of tensors (dict(table) for a table), or a DataLoader of them"
         )
     return rows_module.concatenate(list(open_data(data).in_order()))
 
@@ -217,15 +219,17 @@ def _labels_of(arguments: Any, by: int | str) -> np.ndarray:
     labels = np.asarray(column)
     if labels.ndim != 1 or not len(labels):
         raise DataError(
-            f"by={by!r}: labels of shape {list(labels.shape)}: a group column has one for each row"
+            f"by={by!r}: labels of shape {list(labels.shape)}: a group column has one for each "
+            "row, and there is at least one row"
         )
-    if labels.dtype.kind == "f" and not (np.isfinite(labels) & (labels == labels.round())).all():
-        raise DataError(
-            f"by={by!r}: labels are no whole numbers, such as {labels[labels != labels.round()][0]}"
-            ": pass the column of the groups"
-        )
-    if labels.dtype.kind in "OMm" and pandas.isna(labels).any():
+    if pandas.isna(labels).any():
         raise DataError(f"by={by!r}: a row has no label: leave it out, or give it a group")
+    is_odd = ~np.isfinite(labels) | (labels != labels.round()) if labels.dtype.kind == "f" else []
+    if any(is_odd):
+        raise DataError(
+            f"by={by!r}: labels are no whole numbers, such as {labels[is_odd][0]}: pass the column "
+            "of the groups"
+        )
     return labels
 
 

@@ -33,11 +33,21 @@ class Integrated:
         count: K, nodes of a dimension; a member has K^d.
         is_far: whether the globals may be far from the anchor, as for `nodes.place`.
         description: how the nodes were chosen, for reports.
+        unseen_bias: about the largest bias of a mean, in posterior sds, from modes of members that
+            the nodes do not reach: as many members' worth of mass as is not seen moves the
+            gradient, whose sd is the root of the number of members.
     """
 
-    def __init__(self, local: LocalSites, count: int, is_far: bool, description: str = ""):
+    def __init__(
+        self,
+        local: LocalSites,
+        count: int,
+        is_far: bool,
+        description: str = "",
+        unseen_bias: float = 0.0,
+    ):
         self.local, self.count, self.is_far = local, count, is_far
-        self.description = description
+        self.description, self.unseen_bias = description, unseen_bias
         self._nodes, self._log_weights = gauss_hermite(count, local.num_dims)
 
     def __call__(self, arguments: Arguments, modes: Tensor) -> None:

@@ -308,6 +308,23 @@ def _latents_of(local: LocalSites, run: Recorder) -> Tensor:
     return torch.cat(parts, 1)
 
 
+def draw_from_prior(local: LocalSites, values: Mapping[str, Tensor], units: Arguments) -> Tensor:
+    """A draw, always the same, of the members' unconstrained latents from their prior given the
+    globals, `[n, d]`.
+
+    Args:
+        local: the local part of the model.
+        values: constrained values of the globals, by site.
+        units: a batch of units.
+    """
+
+    def at_values(site: Any) -> Tensor:
+        return values[site["name"]] if site["name"] in values else site["fn"].sample()
+
+    with own_generator(0):
+        return _latents_of(local, Program(local.model).draw_latents(units, at_values, {}))
+
+
 def _check_independent(
     local: LocalSites, run: Recorder, whole: Arguments, halves: list[Arguments]
 ) -> None:

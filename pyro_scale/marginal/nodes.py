@@ -84,8 +84,12 @@ def place(log_joint: MemberDensity, center: Tensor, is_far: bool) -> Gaussians:
     for _ in range(_FAR_STEPS):
         ahead = newton_step(log_joint, center).center
         center = best_of(log_joint, center, ahead - center)[0]
-    _, hessian = derivatives(log_joint, center)
-    return Gaussians(center, cholesky(-hessian))
+    return gaussians_at(log_joint, center)
+
+
+def gaussians_at(log_joint: MemberDensity, z: Tensor) -> Gaussians:
+    """The Gaussians at latents `[n, d]` with the curvature there."""
+    return Gaussians(z, cholesky(-derivatives(log_joint, z)[1]))
 
 
 def newton_step(log_joint: MemberDensity, z: Tensor) -> Gaussians:

@@ -223,8 +223,11 @@ def local_sites(
     if local is None:
         raise refusal or SiteError(
             "no latent of the model is local: none has a value for every "
-            + ("row" if unit_model.by is None else "group")
-            + "; run it without marginalize or Grouped",
+            + (
+                "row; for one of every group, pass Grouped(rows, by=...) as the data"
+                if unit_model.by is None
+                else "group; run it without marginalize or Grouped"
+            ),
             code="local-latent",
         )
     found = [latent.name for latent in local.latents]
@@ -256,6 +259,7 @@ def to_rebuild(integrated: Integrated) -> dict[str, Any]:
         "count": integrated.count,
         "is_far": integrated.is_far,
         "description": integrated.description,
+        "unseen_bias": integrated.unseen_bias,
     }
 
 
@@ -273,7 +277,9 @@ def rebuild(model: Model, known: dict[str, Any], units: Arguments) -> Integrated
     local = recognize(UnitModel(user_model(model), known["by"], known["plate"]), units, seed=0)
     if local is None:
         raise SiteError("no latent of the model is local", code="local-latent")
-    return Integrated(local, known["count"], known["is_far"], known["description"])
+    return Integrated(
+        local, known["count"], known["is_far"], known["description"], known["unseen_bias"]
+    )
 
 
 def _unit_model(model: Model, data: TensorData) -> tuple[UnitModel, Arguments]:
@@ -316,8 +322,9 @@ def _named_failures(model: UnitModel) -> Iterator[None]:
             ) from error
         raise PlateError(
             f"the model fails on a batch of whole groups, in which plate '{model.plate}' has the "
-            f"batch's groups as members ({type(error).__name__}: {error}). A tensor with a value "
-            "for every group has to be an argument of the model: pass it in Grouped(..., groups=)"
+            f"batch's groups as members ({type(error).__name__}: {error}). If by={model.by!r} is "
+            "the groups' column, a tensor with a value for every group has to be an argument of "
+            "the model: pass it in Grouped(..., groups=)"
         ) from error
 
 

@@ -129,6 +129,25 @@ def test_too_few_nodes_are_reported(fit):
         result.log_posterior.model = own
 
 
+def test_modes_that_no_node_reaches_are_reported(fit):
+    """Every row has two narrow modes, at plus and minus the root of y."""
+    y = (0.9 + torch.randn(150, generator=torch.Generator().manual_seed(1))) ** 2 + 0.3
+
+    def squares(y):
+        mean = pyro.sample("mean", dist.Normal(0.9, 0.2))
+        with pyro.plate("rows", len(y)):
+            z = pyro.sample("z", dist.Normal(mean, 1.0))
+            pyro.sample("y", dist.Normal((z - 0.3) ** 2, 0.03), obs=y)
+
+    two = ps.Laplace(ps.marginalize(squares)).run((y,), seed=0, progress=False)
+    (found,) = [f for f in two.report().findings if f.check == "local latents"]
+    assert found.verdict == "unknown"
+    assert "modes that nodes do not reach" in str(found)
+    (normal,) = [f for f in fit.report().findings if f.check == "local latents"]
+    assert normal.verdict == "yes"
+    assert fit.posterior.draws.log_posterior.model.unseen_bias == 0
+
+
 def test_methods_without_all_data_refuse():
     marginal = ps.marginalize(model, "z")
     for call in (

@@ -61,6 +61,9 @@ def test_values_of_groups_that_do_not_fit_the_rows(rows, by, groups, message):
         (np.array([1, "b"] * 9, dtype=object), (), r"labels are of types \['int', 'str'\]"),
         (np.array(["2026-01-01", "NaT"] * 9, dtype="datetime64[D]"), (), "a row has no label"),
         (np.array(["a", pandas.NA] * 9, dtype=object), (), "a row has no label"),
+        (np.array([1.0, np.nan] * 9), (), "a row has no label"),
+        (np.array([1.0, np.inf] * 9), (), "no whole numbers, such as inf"),
+        (np.array([1.0, 1.5] * 9), (), "no whole numbers, such as 1.5"),
     ],
 )
 def test_labels_that_are_not_comparable_or_missing(labels, groups, message):
@@ -74,6 +77,10 @@ def test_a_closure_with_a_value_for_every_group_where_all_groups_are_a_batch():
 
     with pytest.raises(PlateError, match=r"site z dim -1, 3 vs 6.*Grouped\(\.\.\., groups=\)"):
         summed(closure, ps.Grouped((X, GROUP, Y), by=1))
+
+
+def test_the_column_of_the_groups_may_be_counted_from_the_end():
+    assert ps.Grouped((X, GROUP, Y), by=-2).by == 1
 
 
 def test_a_closure_whose_first_values_are_alike():
