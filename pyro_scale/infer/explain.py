@@ -227,7 +227,7 @@ def _site_row(site: Site, rule: Rule | None, ratio: float) -> dict[str, str]:
         rule: rule that scales the site's log density; None if the site has none.
         ratio: N/B, number of rows of data over rows in a batch.
     """
-    is_latent = site.kind == "latent"
+    is_latent, is_factor = site.kind == "latent", site.kind == "factor"
     pyro, ours, why = ("", "", "") if rule is None else (rule.pyro, rule.ours, rule.why)
     if site.kind == "enumerated":
         why = "summed out"
@@ -240,8 +240,8 @@ def _site_row(site: Site, rule: Rule | None, ratio: float) -> dict[str, str]:
     return {
         "site": site.name,
         "kind": site.kind,
-        "shape": str(list(site.value.shape)),
-        "support": "" if site.kind == "factor" else _support(site.fn.support),
+        "shape": str(list(site.fn.batch_shape if is_factor else site.value.shape)),
+        "support": "" if is_factor else _support(site.fn.support),
         "transform": _transform(bijection(site.fn.support)) if is_latent else "",
         "plate": ", ".join(_plate(frame) for frame in site.plates),
         "Pyro": _factor(pyro, ratio),
