@@ -157,9 +157,7 @@ def find_anchor(
     count, bias, precision = search.choose_count(position, modes)
     slots = local.model.used_slots(units)
     members = len(modes) if slots is None else int(slots.sum())
-    unsure = ""
-    if num_flat:
-        unsure = f"; at {num_flat:,} no mode was found"
+    unsure = f"; at {num_flat:,} no mode was found" if num_flat else ""
     unseen = search.unseen_share(position, modes, count) + num_flat / len(modes)
     model = Integrated(local, count, search.is_far, unseen_bias=unseen * math.sqrt(members))
     model.description = (

@@ -110,7 +110,8 @@ class Integrated:
 
 
 def integrated_of(log_posterior: LogPosterior) -> Integrated | None:
-    """The model of a log posterior whose local latents were summed out; None for others."""
+    """The integrated model that a log posterior was made from; None if it was made from a model
+    whose latents are all sampled."""
     model = log_posterior.model
     return model if isinstance(model, Integrated) else None
 

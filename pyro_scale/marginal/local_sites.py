@@ -384,7 +384,8 @@ def check_places(local: LocalSites, units: Arguments, seed: int) -> None:
 
 
 def _depends_on_others(local: LocalSites, name: str) -> SiteError:
-    """The error for a member whose density depends on others, at the site of that name."""
+    """A `SiteError` to raise: the density of a row or group at the site `name` depends on other
+    rows or groups."""
     values_of_groups = (
         "a tensor with a value for every group has to be an argument of the model, which "
         "Grouped(..., groups=) passes along; if there is none, "

@@ -212,7 +212,8 @@ def local_sites(
     asked: Model, data: TensorData, seed: int, refusal: SiteError | None = None
 ) -> LocalSites:
     """The local latents of a user's model. Arguments and errors as for `sum_out`."""
-    model, names = user_model(asked), getattr(asked, "names", ())
+    model = user_model(asked)
+    names = () if model is asked else cast(Marginal, asked).names
     unit_model, example = _unit_model(model, data)
     with _named_rows(data), _named_failures(unit_model):
         # says what is wrong with the model, whatever its local latents

@@ -29,7 +29,7 @@ CODE_LINES = {
     "exact": 557,
     "infer": 4068,
     "kernels": 1095,
-    "marginal": 1213,
+    "marginal": 1212,
     "metrics": 529,
     "model": 4136,
     "posterior": 2548,

@@ -83,6 +83,16 @@ def test_the_column_of_the_groups_may_be_counted_from_the_end():
     assert ps.Grouped((X, GROUP, Y), by=-2).by == 1
 
 
+def test_a_model_may_have_names_of_its_own():
+    class Named:
+        names = ("of", "columns")
+
+        def __call__(self, x, group, y=None):
+            return model(x, group, y)
+
+    assert [site.name for site in summed(Named(), ps.Grouped((X, GROUP, Y), by=1)).anchor.latents]
+
+
 def test_a_closure_whose_first_values_are_alike():
     """In a batch, the group column holds places: the first groups' values for all."""
     treated = (torch.arange(300) >= 150).float()
